@@ -1,0 +1,80 @@
+"""Write the tiny tool task: SFT traces, RL prompts and three held-out evaluation sets, as parquet in verl's columns.
+
+    python data/tiny_tools/prepare.py --out outputs/quickstart/data
+
+Deterministic in `--seed`; no network. See `task.py` for the problems and `build_model.py` for tokenizer and model.
+"""
+
+import argparse
+import random
+from collections import Counter
+from pathlib import Path
+
+import pandas as pd
+from task import TRACE_MIX, Problem, make_problem, make_trace
+
+EVALUATION_SPLITS = {"test": "tiny_tools", "ood_large": "tiny_tools_ood_large", "ood_chain": "tiny_tools_ood_chain"}
+
+
+def sft_row(rng: random.Random) -> dict:
+    """One row of the SFT set: `messages`, roles user, assistant, interpreter, assistant, ..."""
+    kind = rng.choices(list(TRACE_MIX), list(TRACE_MIX.values()))[0]
+    return {"messages": make_trace(make_problem(rng, split="train"), kind, rng), "kind": kind}
+
+
+def rl_row(problem: Problem, index: int, split: str, data_source: str) -> dict:
+    """One row in verl's RL format."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": problem.question}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": problem.answer},
+        "extra_info": {"index": index, "split": split, "key": problem.key},
+    }
+
+
+def distinct_problems(rng: random.Random, split: str, count: int) -> list[Problem]:
+    """`count` different problems of a split."""
+    problems: dict[str, Problem] = {}
+    while len(problems) < count:
+        problem = make_problem(rng, split=split)
+        problems.setdefault(problem.key, problem)
+    return list(problems.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the parquet files")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--sft", type=int, default=48_000, help="SFT traces (default: %(default)s)")
+    parser.add_argument("--rl", type=int, default=4_096, help="RL prompts (default: %(default)s)")
+    parser.add_argument("--test", type=int, default=256, help="held-out problems in distribution (default: %(default)s)")
+    parser.add_argument("--ood", type=int, default=64, help="problems of each out-of-distribution set (default: %(default)s)")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    rng = random.Random(args.seed)
+    tables = {"sft_train": [sft_row(rng) for _ in range(args.sft)], "sft_val": [sft_row(rng) for _ in range(512)]}
+    tables["rl_train"] = [
+        rl_row(problem, i, "train", "tiny_tools") for i, problem in enumerate(distinct_problems(rng, "train", args.rl))
+    ]
+    # The evaluation problems do not depend on the seed: runs with different seeds are compared on the same ones.
+    fixed = random.Random(2504_11536)
+    tables["eval"] = [
+        rl_row(problem, i, split, data_source)
+        for split, data_source in EVALUATION_SPLITS.items()
+        for i, problem in enumerate(distinct_problems(fixed, split, args.test if split == "test" else args.ood))
+    ]
+    for name, rows in tables.items():
+        path = args.out / f"{name}.parquet"
+        pd.DataFrame(rows).to_parquet(path)
+        counts = Counter(row.get("kind") or row["data_source"] for row in rows)
+        print(f"{path}: {len(rows)} rows ({', '.join(f'{k} {v}' for k, v in sorted(counts.items()))})")
+    example = max(tables["sft_train"][:100], key=lambda row: len(row["messages"]))
+    print("one trace:")
+    for message in example["messages"]:
+        print(f"  {message['role']:>11}: {message['content']}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# SFT of Qwen2.5-32B-Instruct on ReTool traces. Every hyper-parameter is in configs/qwen2-32b_sft.yaml.
+# Machines: 2 nodes of 8 GPUs; start it on each of them. Time: 372 steps; a public log of the published run shows 7 s a step.
+# Not run by us at this size.
+#
+# Usage: [NAME=value ...] bash recipe/retool/run_qwen2-32b_sft.sh [--cfg job] [Hydra overrides, e.g. trainer.total_epochs=1]
+#   MODEL_PATH      Hugging Face folder or hub name   Qwen/Qwen2.5-32B-Instruct
+#   TRAIN_FILE      traces, parquet                   data/retool_sft.parquet
+#   OUTPUT_DIR      checkpoints and metrics           outputs/qwen2-32b_sft; a folder that all nodes share
+#   NNODES          nodes                             2
+#   NPROC_PER_NODE  GPUs per node                     8
+#   NODE_RANK       0 to NNODES - 1                   0
+#   MASTER_ADDR     address of node 0                 needed where NNODES > 1
+#   MASTER_PORT     a free port of node 0             29500
+# The same command again goes on from the last checkpoint. `--cfg job` only prints the run, on any machine.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-32B-Instruct}
+TRAIN_FILE=${TRAIN_FILE:-data/retool_sft.parquet}
+OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/qwen2-32b_sft}")
+NNODES=${NNODES:-2}
+export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
+
+require TRAIN_FILE data.train_files "Set TRAIN_FILE to a parquet file of traces (recipe/README.md)."
+
+TORCHRUN=(-m torch.distributed.run --nproc-per-node="${NPROC_PER_NODE:-8}")
+if $PRINT_ONLY; then
+  TORCHRUN=()
+elif ((NNODES > 1)); then
+  : "${MASTER_ADDR:?set it to the address of node 0, or set NNODES=1 for a single machine}"
+  TORCHRUN+=(--nnodes="$NNODES" --node-rank="${NODE_RANK:-0}")
+  TORCHRUN+=(--master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
+else
+  TORCHRUN+=(--standalone)
+fi
+$PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
+
+exec "$PYTHON" "${TORCHRUN[@]}" -m verl.trainer.sft_trainer \
+  --config-dir=configs --config-name=qwen2-32b_sft "${OPTIONS[@]}" \
+  model.path="'$MODEL_PATH'" data.train_files="'$TRAIN_FILE'" trainer.default_local_dir="'$OUTPUT_DIR'" "${OVERRIDES[@]}"

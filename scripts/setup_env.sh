@@ -1,0 +1,235 @@
+#!/usr/bin/env bash
+# Make .venv and install the pinned stack of this machine: requirements/cpu.txt, or requirements/gpu.txt where nvidia-smi
+# answers. Idempotent: a second call returns at once, a broken or half-made .venv is repaired, a changed lock is applied.
+set -euo pipefail
+
+usage() {
+    cat <<'EOF'
+Usage: bash scripts/setup_env.sh [--check]
+  --check   only the checks (platform, git, compiler, Python, disk, memory); installs nothing
+Environment:
+  PYTHON            Python 3.11 or 3.12 to make .venv with; default: the first of python3.11, python3.12, python3
+  RETOOL_HARDWARE   cpu or gpu; default: gpu where `nvidia-smi -L` succeeds, else cpu
+pip's own configuration and variables (index, find-links, cache) are respected. Log: .venv/install.log
+EOF
+}
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
+VENV=$ROOT/.venv
+LOG=$VENV/install.log
+STAMP=$VENV/retool-env.txt
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+SECONDS=0
+
+# Only what is in .venv counts, and pip must not wait for an answer.
+unset PYTHONPATH PYTHONHOME
+export PYTHONNOUSERSITE=1 PYTHONUNBUFFERED=1
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_USER=0 PIP_ROOT_USER_ACTION=ignore PIP_PROGRESS_BAR=off
+
+say() { printf '[setup] %s\n' "$*"; }
+die() {
+    printf '[setup] error: %s\n' "$*" >&2
+    exit 1
+}
+
+# ---- what this machine is and has -----------------------------------------------------------------------------------
+
+hardware() { # the rule of scripts/lock.py: detect_hardware
+    if [ -n "${RETOOL_HARDWARE:-}" ]; then
+        echo "$RETOOL_HARDWARE"
+    elif command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then
+        echo gpu
+    else
+        echo cpu
+    fi
+}
+
+python_version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null; }
+is_supported() { [ "$1" = 3.11 ] || [ "$1" = 3.12 ]; }
+
+find_python() {
+    local candidate version seen=""
+    local candidates=(python3.11 python3.12 python3)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
+        version=$(python_version "$candidate") || { seen+="$candidate does not run; " && continue; }
+        is_supported "$version" || { seen+="$candidate is $version; " && continue; }
+        "$candidate" -c 'import ensurepip, venv' 2>/dev/null ||
+            die "$candidate (Python $version) has no venv module. Install it, e.g. apt install python$version-venv"
+        command -v "$candidate"
+        return
+    done
+    die "Python 3.11 or 3.12 is needed, and was not found (${seen%; })." \
+        "Install one, e.g. apt install python3.11 python3.11-venv, or set PYTHON to its path"
+}
+
+check_machine() {
+    local platform
+    platform=$(uname -sm)
+    [ "$platform" = "Linux x86_64" ] ||
+        die "this is $platform, and the pinned wheels are for Linux x86_64. Use such a machine, or a linux/amd64 container"
+    getconf GNU_LIBC_VERSION >/dev/null 2>&1 ||
+        die "no glibc here (Alpine?), and the pinned wheels need glibc 2.28 or newer. Use another distribution"
+    case $HARDWARE in cpu | gpu) ;; *) die "RETOOL_HARDWARE is '$HARDWARE', expected cpu or gpu" ;; esac
+    command -v git >/dev/null || die "git was not found; each run records its revision. Install it, e.g. apt install git"
+    command -v "${CC:-gcc}" >/dev/null || command -v cc >/dev/null ||
+        die "no C compiler was found (gcc or cc), which torch.compile uses. Install one, e.g. apt install gcc g++"
+    local memory_gb
+    memory_gb=$(awk '/^MemTotal/ {print int($2 / 1024 / 1024)}' /proc/meminfo)
+    [ "$memory_gb" -ge 11 ] || say "warning: $memory_gb GB of memory; the quickstart's RL stage peaks at up to 12 GB"
+}
+
+check_disk() {
+    local need_gb=6 free_gb
+    [ "$HARDWARE" = cpu ] || need_gb=30
+    free_gb=$(df -Pk "$ROOT" | awk 'NR == 2 {print int($4 / 1024 / 1024)}')
+    [ "$free_gb" -ge "$need_gb" ] ||
+        die "$free_gb GB are free in $ROOT, the $HARDWARE stack and a run need $need_gb GB. Free some, or clone elsewhere"
+}
+
+# ---- the state of .venv ---------------------------------------------------------------------------------------------
+
+fingerprint() {
+    echo "$HARDWARE"
+    echo "$ROOT"
+    "$VENV/bin/python" -V 2>&1
+    cat "$LOCK" "$ROOT/setup.py" "$ROOT/pyproject.toml" | sha256sum
+}
+is_ready() { [ -x "$VENV/bin/python" ] && [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; }
+
+defect() { # prints what is wrong with .venv, nothing if it can be built on
+    local version site dist_info
+    version=$(python_version "$VENV/bin/python") || { echo "its Python does not run" && return; }
+    is_supported "$version" || { echo "it has Python $version" && return; }
+    "$VENV/bin/python" -m pip --version >/dev/null 2>&1 || { echo "its pip does not run" && return; }
+    [[ $(<"$VENV/bin/activate") == *"$VENV"* ]] || { echo "it was made for another folder" && return; }
+    site=$VENV/lib/python$version/site-packages
+    # pip writes INSTALLER last, and renames what it is about to remove to ~name.
+    for dist_info in "$site"/*.dist-info; do
+        [ -f "$dist_info/INSTALLER" ] || { echo "${dist_info##*/} is half installed" && return; }
+    done
+    ! compgen -G "$site/~*" >/dev/null || echo "an upgrade in it was interrupted"
+}
+
+# ---- installing -----------------------------------------------------------------------------------------------------
+
+show_progress() { # pip's output, for $1 packages -> a counter; a line every 40 packages where this is no terminal
+    local total=$1 count=0 line name
+    while IFS= read -r line; do
+        case $line in
+            Collecting\ * | Processing\ * | Requirement\ already\ satisfied:\ *)
+                count=$((count + 1))
+                line=${line#Requirement already satisfied: }
+                name=${line#* }
+                name=${name%% *}
+                if [ -t 1 ]; then
+                    printf '\r[setup]   %3d/%d %-48.48s' "$count" "$total" "${name##*/}"
+                elif [ $((count % 40)) = 0 ]; then
+                    say "  $count/$total"
+                fi
+                ;;
+            "Installing collected packages: "*)
+                [ ! -t 1 ] || printf '\r%80s\r' ""
+                [ "$total" = 1 ] || say "  unpacking and compiling to bytecode (half of the time)"
+                ;;
+        esac
+    done
+    [ ! -t 1 ] || printf '\r%80s\r' ""
+}
+
+pip_install() { # $1: number of packages; the rest: arguments of pip install
+    local total=$1
+    shift
+    set -- --no-deps --no-build-isolation "$@"
+    echo "+ pip install $*" >>"$LOG"
+    "$VENV/bin/python" -m pip install "$@" 2>&1 | tee -a "$LOG" | show_progress "$total"
+}
+
+fail_with_log() {
+    printf '[setup] ---- last lines of %s\n' "$LOG" >&2
+    grep -v '^WARNING: Location' "$LOG" | tail -n 20 >&2
+    die "$* Then run the same command again: it goes on from here"
+}
+
+install_torch() {
+    local pin
+    pin=$(grep -oE '^torch==[^ ]+' "$LOCK")
+    # The CPU build is not on PyPI: take it from where pip is configured to look, else from PyTorch's own index.
+    pip_install 1 "$pin" && return
+    case $pin in *+cpu) ;; *) return 1 ;; esac
+    say "  not in pip's configured indexes, trying $TORCH_CPU_INDEX"
+    pip_install 1 "$pin" --index-url "$TORCH_CPU_INDEX"
+}
+
+install_all() {
+    local reason python lines
+    if [ -e "$VENV" ]; then
+        reason=$(defect)
+        if [ -n "$reason" ]; then
+            say "the .venv that is here is unusable ($reason): making it again"
+            rm -rf "$VENV"
+        fi
+    fi
+    if [ ! -e "$VENV" ]; then
+        python=$(find_python)
+        say "1/4 making .venv with Python $(python_version "$python") ($python)"
+        "$python" -m venv "$VENV" || die "$python -m venv $VENV failed, see above"
+    else
+        say "1/4 updating the .venv that is here"
+    fi
+    rm -f "$STAMP"
+    : >"$LOG"
+
+    say "2/4 installing torch ($HARDWARE)"
+    pip_install 1 "$(grep -oE '^setuptools==[^ ]+' "$LOCK")" || fail_with_log "setuptools could not be installed."
+    install_torch ||
+        fail_with_log "torch could not be installed. Check the network (and pip's configuration: pip config list)."
+
+    lines=$(grep -cvE '^(#|$)' "$LOCK")
+    say "3/4 installing the other $((lines - 2)) packages of ${LOCK#"$ROOT"/}"
+    # What compiles against torch needs all the rest first.
+    pip_install "$lines" -r <(grep -v '^flash-attn==' "$LOCK") || fail_with_log "A package could not be installed."
+    if grep -q '^flash-attn==' "$LOCK"; then
+        say "  flash-attn; without a prebuilt wheel it compiles for up to an hour and needs nvcc"
+        pip_install 1 "$(grep -oE '^flash-attn==[^ ]+' "$LOCK")" || fail_with_log "flash-attn could not be built."
+    fi
+
+    say "4/4 linking this checkout"
+    pip_install 1 -e "$ROOT" || fail_with_log "This package could not be linked."
+    fingerprint >"$STAMP"
+    say "done in $SECONDS s, $(du -sm "$VENV" | cut -f1) MB; log: .venv/install.log"
+}
+
+case ${1:-} in
+    "" | --check) ;;
+    -h | --help)
+        usage
+        exit
+        ;;
+    *)
+        die "unknown argument '$1'; see --help"
+        ;;
+esac
+
+HARDWARE=$(hardware)
+LOCK=$ROOT/requirements/$HARDWARE.txt
+check_machine
+if [ "${1:-}" = --check ]; then
+    check_disk
+    python=$(find_python)
+    say "ok: $HARDWARE stack, $python (Python $(python_version "$python")), $(uname -sm)"
+    exit
+fi
+if ! is_ready; then
+    # One installer at a time: the lock is on the folder itself and ends with this process.
+    exec 9<"$ROOT/requirements"
+    if command -v flock >/dev/null && ! flock --nonblock 9; then
+        say "another install into this checkout is running; waiting for it"
+        flock 9
+    fi
+    if ! is_ready; then
+        check_disk
+        install_all
+    fi
+fi
+say ".venv is ready ($HARDWARE, $("$VENV/bin/python" -V))"

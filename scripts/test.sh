@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Set up .venv, then lint and run the tests. Exits non-zero on the first part that fails, or if a test leaves a process.
+set -euo pipefail
+
+usage() {
+    cat <<'EOF'
+Usage: bash scripts/test.sh [unit|slow|all] [pytest arguments]
+  unit   ruff, then the fast tests (about a minute)
+  slow   only the tests that run the real commands end to end
+  all    ruff, the fast tests, then the slow ones (default)
+Example: bash scripts/test.sh unit -k lock -x
+EOF
+}
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+PART=all
+case ${1:-} in
+    unit | slow | all) PART=$1 && shift ;;
+    -h | --help)
+        usage
+        exit
+        ;;
+esac
+
+bash scripts/setup_env.sh
+PYTHON=.venv/bin/python
+say() { printf '[test] %s\n' "$*"; }
+
+# Temporary files of the tests, pytest's own included, go with this folder. The path is short because Ray puts Unix
+# sockets below it, whose paths end at 107 characters.
+TMPDIR=$(mktemp -d /tmp/retool.XXXXXX)
+export TMPDIR
+# Inherited by every process a test starts, so that one that outlives the tests is found and ended as ours.
+export RETOOL_TEST_RUN=$TMPDIR
+export HF_HUB_OFFLINE=1 WANDB_MODE=disabled RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
+
+survivors() { # pids of processes that carry our mark, without this shell and its children
+    local environ pid
+    for environ in $(grep -lszF "RETOOL_TEST_RUN=$TMPDIR" /proc/[0-9]*/environ); do
+        pid=${environ//[!0-9]/}
+        [ "$pid" = "$$" ] || [ "$(ps -o ppid= -p "$pid" | tr -d ' ')" = "$$" ] || echo "$pid"
+    done
+}
+finish() {
+    local status=$? pids
+    trap - EXIT
+    sleep 1 # what was told to end is given the time to do so
+    pids=$(survivors)
+    if [ -n "$pids" ]; then
+        say "these processes outlived the tests and are ended now:" >&2
+        # shellcheck disable=SC2086
+        ps -o pid,etime,args -p $(echo $pids | tr ' ' ',') >&2 || true
+        # shellcheck disable=SC2086
+        kill -9 $pids 2>/dev/null || true
+        [ "$status" != 0 ] || status=1
+    fi
+    rm -rf "$TMPDIR"
+    exit "$status"
+}
+trap finish EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# pytest's exit code 5 means that nothing was selected, as when `-k` names only a test of the other part.
+run_pytest() {
+    local status=0
+    "$PYTHON" -m pytest "$@" || status=$?
+    [ "$status" != 5 ] || return 0
+    [ "$status" = 0 ] || exit "$status"
+    SELECTED=1
+}
+SELECTED=0
+
+if [ "$PART" != slow ]; then
+    say "ruff"
+    .venv/bin/ruff check --output-format=concise .
+    .venv/bin/ruff format --check .
+    say "fast tests"
+    run_pytest "$@"
+fi
+if [ "$PART" != unit ]; then
+    say "slow tests (end to end; a GPU test skips where there is no GPU)"
+    run_pytest -m "slow or gpu" --timeout=1800 --durations=0 --durations-min=5 "$@"
+fi
+[ "$SELECTED" = 1 ] || exit 5

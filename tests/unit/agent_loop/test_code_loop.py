@@ -1,0 +1,305 @@
+"""The real CodeAgentLoop between a scripted LLM server and a scripted sandbox (tests/unit/conftest.py)."""
+
+import copy
+import pickle
+import sys
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_ext.sandbox.client import RunResult
+
+CALL = "<code>print(1+1)</code>"
+BLOCK_2 = "\n<interpreter>\n2\n</interpreter>\n"  # what the interpreter's "2" becomes
+FAILURE = RunResult("sandbox_failure", "", "", None, queue_s=0.0, run_s=0.0, attempts=4, message="connection refused")
+
+
+@pytest.fixture
+def encode(tokenizer):
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture
+def answer(encode, tokenizer):
+    """The last turn, with its end token."""
+    return encode("\\boxed{2}") + [tokenizer.eos_token_id]
+
+
+def test_tool_output_goes_between_the_models_turns_with_mask_0(roll_out, tokenizer, encode, answer):
+    call = encode(CALL)
+    output, server, sandbox = roll_out(tokenizer, [call, answer], ["2\n"])
+
+    block = encode(BLOCK_2)
+    assert output.response_ids == call + block + answer
+    assert output.response_mask == [1] * len(call) + [0] * len(block) + [1] * len(answer)
+    assert output.response_logprobs == (
+        [-(i + 1) / 1000 for i in range(len(call))]
+        + [0.0] * len(block)
+        + [-(len(call) + i + 1) / 1000 for i in range(len(answer))]
+    )
+    assert sandbox.codes == ["print(1+1)"]
+    fields = output.extra_fields
+    assert fields["finish_reason"] == "answer" and fields["truncated"] == 0.0
+    assert (fields["tool_calls"], fields["tool_errors"], fields["tool_timeouts"]) == (1, 0, 0)
+    assert fields["response_tokens"] == len(call) + len(answer)
+    assert fields["model_spans"] == [(0, len(call)), (len(call) + len(block), len(output.response_ids))]
+
+
+def test_each_turn_is_asked_for_what_is_left_and_stops_at_the_tag(roll_out, tokenizer, encode, answer):
+    call = encode(CALL)
+    output, server, _ = roll_out(tokenizer, [call, answer], ["2"], response_length=60)
+
+    first, second = server.calls
+    assert first["prompt_ids"] == output.prompt_ids
+    assert tokenizer.decode(output.prompt_ids) == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert second["prompt_ids"] == output.prompt_ids + call + encode(BLOCK_2)
+    assert [first["max_tokens"], second["max_tokens"]] == [60, 60 - len(call) - len(encode(BLOCK_2))]
+    assert first["request_id"] == second["request_id"]  # the router keeps it on the server with its prefix
+    for call in server.calls:
+        assert call["stop"] == ["</code>"] and call["include_stop_str_in_output"] is True
+        assert call["temperature"] == 1.0 and call["logprobs"] is True
+
+
+def test_the_server_is_asked_for_one_message_per_request_without_importing_vllm_here(
+    roll_out, tokenizer, answer, monkeypatch
+):
+    _, server, _ = roll_out(tokenizer, [answer])
+    sent = pickle.dumps(server.calls[0]["output_kind"])
+
+    enum = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(sampling_params=enum))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", enum)
+    assert pickle.loads(sent) == "final only"
+
+
+def test_the_models_tokens_stay_as_sampled_where_their_text_would_be_tokenised_otherwise(roll_out, tokenizer, answer):
+    from tokenizers import AddedToken
+
+    odd = copy.deepcopy(tokenizer)
+    odd.add_tokens([AddedToken(">#", special=False, normalized=False)])  # ends the tag and carries a character past it
+    pieces = ["<code>", *"print(12+34)", "<", "/", "c", "o", "d", "e", ">#"]
+    call = odd.convert_tokens_to_ids(pieces)
+    assert None not in call and odd.decode(call) == "<code>print(12+34)</code>#"
+    assert len(odd.encode(odd.decode(call), add_special_tokens=False)) < len(call)
+
+    output, server, sandbox = roll_out(odd, [call, answer], ["46"])
+
+    assert sandbox.codes == ["print(12+34)"]
+    assert output.response_ids[: len(call)] == call
+    assert server.calls[1]["prompt_ids"][len(output.prompt_ids) :][: len(call)] == call
+    assert output.extra_fields["model_spans"][0] == (0, len(call))
+
+
+@pytest.mark.parametrize("at_budget", [False, True], ids=["early", "with the last token of the budget"])
+def test_an_end_token_means_answer(roll_out, tokenizer, answer, at_budget):
+    response_length = len(answer) + (not at_budget)
+    output, *_ = roll_out(tokenizer, [answer], response_length=response_length)
+    assert output.extra_fields["finish_reason"] == "answer"
+    assert output.extra_fields["truncated"] == 0.0
+
+
+def test_any_special_token_ends_an_answer(roll_out, tokenizer, encode):
+    """Qwen2.5's generation_config has two end tokens; tokenizer.eos_token_id is one of them."""
+    output, *_ = roll_out(tokenizer, [encode("\\boxed{2}") + [tokenizer.pad_token_id]])
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    assert output.extra_fields["finish_reason"] == "answer"
+
+
+def test_no_code_is_run_behind_an_end_token(roll_out, tokenizer, encode, answer):
+    """A stop string that the server missed (it was split by an abort): what the model made up stays a normal sample."""
+    output, _, sandbox = roll_out(tokenizer, [encode(CALL) + answer])
+    assert output.extra_fields["finish_reason"] == "answer"
+    assert sandbox.codes == [] and output.response_ids == encode(CALL) + answer
+
+
+def test_a_turn_cut_by_the_budget_ends_with_max_tokens(roll_out, tokenizer, encode):
+    output, *_ = roll_out(tokenizer, [encode("<code>print(1+1)")], response_length=4)
+    assert len(output.response_ids) == 4
+    assert output.extra_fields["finish_reason"] == "max_tokens" and output.extra_fields["truncated"] == 1.0
+
+
+def test_an_empty_generation_ends_with_max_tokens(roll_out, tokenizer):
+    output, *_ = roll_out(tokenizer, [[]])
+    assert output.extra_fields["finish_reason"] == "max_tokens"
+    assert output.response_ids == output.response_mask == output.response_logprobs == []
+    assert output.extra_fields["model_spans"] == [(0, 0)] and output.num_turns == 2
+
+
+def test_a_call_with_the_last_token_of_the_budget_is_not_run(roll_out, tokenizer, encode):
+    call = encode(CALL)
+    output, _, sandbox = roll_out(tokenizer, [call], response_length=len(call))
+    assert output.extra_fields["finish_reason"] == "max_tokens"
+    assert sandbox.codes == [] and output.extra_fields["tool_calls"] == 0
+
+
+def test_tool_output_must_leave_a_token_to_answer_with(roll_out, tokenizer, encode):
+    call, block = encode(CALL), encode(BLOCK_2)
+    output, server, _ = roll_out(tokenizer, [call], ["2"], response_length=len(call) + len(block))
+    assert output.extra_fields["finish_reason"] == "max_tokens"
+    assert output.response_ids == call and output.extra_fields["tool_calls"] == 1
+
+    output, server, _ = roll_out(tokenizer, [call, [5]], ["2"], response_length=len(call) + len(block) + 1)
+    assert server.calls[1]["max_tokens"] == 1
+    assert output.response_ids == call + block + [5]
+
+
+def test_the_call_beyond_max_tool_calls_is_not_run(roll_out, tokenizer, encode):
+    call = encode(CALL)
+    output, _, sandbox = roll_out(tokenizer, [call, call], ["2"], max_tool_calls=1)
+    assert output.extra_fields["finish_reason"] == "max_turns" and output.extra_fields["truncated"] == 0.0
+    assert len(sandbox.codes) == 1 and output.extra_fields["tool_calls"] == 1
+    assert output.response_ids == call + encode(BLOCK_2) + call
+
+
+def test_a_sandbox_failure_ends_the_rollout_and_is_no_error_of_the_model(roll_out, tokenizer, encode):
+    output, *_ = roll_out(tokenizer, [encode(CALL)], [FAILURE])
+    assert output.extra_fields["finish_reason"] == "sandbox_failure"
+    assert output.extra_fields["tool_errors"] == 0
+    assert output.response_ids == encode(CALL)
+
+
+def test_an_aborted_turn_keeps_what_was_sampled(roll_out, tokenizer, encode):
+    call = encode(CALL)
+    output, _, sandbox = roll_out(tokenizer, [(call, "aborted", {})], ["2"])
+    assert output.extra_fields["finish_reason"] == "aborted"
+    assert output.response_ids == call and sandbox.codes == []
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [("print(1+1)</code>", "FormatError: </code> without <code>"), ("<code></code>", "FormatError: empty <code></code>")],
+)
+def test_a_malformed_call_is_answered_to_the_model(roll_out, tokenizer, encode, answer, call, told):
+    output, _, sandbox = roll_out(tokenizer, [encode(call), answer])
+    assert sandbox.codes == []
+    assert tokenizer.decode(output.response_ids) == (
+        f"{call}\n<interpreter>\n{told}\n</interpreter>\n" + tokenizer.decode(answer)
+    )
+    assert (output.extra_fields["tool_calls"], output.extra_fields["tool_errors"]) == (1, 1)
+    assert output.extra_fields["finish_reason"] == "answer"
+
+
+@pytest.mark.parametrize(
+    ("traceback", "shown"), [("last_line", "1\nNameError: x"), ("full", "1\nTraceback:\nNameError: x")]
+)
+def test_an_error_of_the_code_is_shown_as_configured_and_counted(
+    roll_out, tokenizer, encode, answer, traceback, shown
+):
+    failed = RunResult("code_error", "1\n", "Traceback:\nNameError: x\n", 1, 0.0, 0.0, 1, "")
+    output, *_ = roll_out(tokenizer, [encode(CALL), answer], [failed], traceback=traceback)
+    assert f"<interpreter>\n{shown}\n</interpreter>" in tokenizer.decode(output.response_ids)
+    assert (output.extra_fields["tool_errors"], output.extra_fields["tool_timeouts"]) == (1, 0)
+
+
+def test_the_model_is_told_that_its_code_ran_out_of_time(roll_out, tokenizer, encode, answer):
+    killed = RunResult("timeout", "1\n", "", None, 0.0, 5.0, 1, "")
+    output, *_ = roll_out(tokenizer, [encode(CALL), answer], [killed])
+    assert "<interpreter>\n1\nTimeoutError: stopped after 5 s\n</interpreter>" in tokenizer.decode(output.response_ids)
+    assert (output.extra_fields["tool_errors"], output.extra_fields["tool_timeouts"]) == (1, 1)
+
+
+def test_long_output_is_cut_in_the_middle_and_says_so(roll_out, tokenizer, encode, answer):
+    printed = "1" * 100 + "2" * 101  # 201 tokens
+    output, *_ = roll_out(tokenizer, [encode(CALL), answer], [printed], max_tool_response_tokens=9)
+    assert "<interpreter>\n1111\n[... 193 tokens cut ...]\n2222\n</interpreter>" in tokenizer.decode(output.response_ids)
+
+    output, *_ = roll_out(tokenizer, [encode(CALL), answer], ["123456789"], max_tool_response_tokens=9)
+    assert "<interpreter>\n123456789\n</interpreter>" in tokenizer.decode(output.response_ids)
+
+
+def test_num_turns_counts_user_model_and_tool_turns(roll_out, tokenizer, encode, answer):
+    assert roll_out(tokenizer, [answer])[0].num_turns == 2  # user, model
+    assert roll_out(tokenizer, [encode(CALL), answer], ["2"])[0].num_turns == 4
+    assert roll_out(tokenizer, [encode(CALL)] * 2 + [answer], ["2"] * 2)[0].num_turns == 6
+    assert roll_out(tokenizer, [encode(CALL)], [FAILURE])[0].num_turns == 2  # the tool did not answer
+
+
+def test_weight_versions_run_from_the_first_turn_to_the_last(roll_out, tokenizer, encode, answer):
+    turns = [
+        (encode(CALL), "completed", {"global_steps": 5, "min_global_steps": 4, "max_global_steps": 5}),
+        (answer, "completed", {"global_steps": 7, "min_global_steps": 6, "max_global_steps": 7}),
+    ]
+    output, *_ = roll_out(tokenizer, turns, ["2"])
+    assert output.extra_fields["min_global_steps"] == 4 and output.extra_fields["max_global_steps"] == 7
+
+
+def test_log_probs_are_absent_where_none_were_asked_for(roll_out, tokenizer, encode, answer):
+    output, *_ = roll_out(tokenizer, [encode(CALL), answer], ["2"], logprobs=False)
+    assert output.response_logprobs is None
+
+
+def test_log_probs_that_do_not_fit_the_tokens_raise(roll_out, tokenizer, answer, monkeypatch):
+    from verl.workers.rollout.replica import TokenOutput
+
+    real = TokenOutput.__init__
+    monkeypatch.setattr(TokenOutput, "__init__", lambda self, **kw: real(self, **kw | {"log_probs": [-0.1]}))
+    with pytest.raises(ValueError, match=f"1 log-probs for {len(answer)} tokens"):
+        roll_out(tokenizer, [answer])
+
+
+RESULTS = st.one_of(
+    st.text(max_size=40),
+    st.builds(
+        lambda status, out, err: RunResult(status, out, err, None, 0.0, 0.0, 1, "x"),
+        st.sampled_from(["ok", "code_error", "timeout"]),
+        st.text(max_size=40),
+        st.text(max_size=40),
+    ),
+    st.just(FAILURE),
+)
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(
+    bodies=st.lists(st.lists(st.integers(3, 464), max_size=12), min_size=1, max_size=6),
+    ends=st.lists(st.sampled_from(["call", "call", "stop only", "end token", "nothing"]), min_size=6, max_size=6),
+    results=st.lists(RESULTS, min_size=6, max_size=6),
+    response_length=st.integers(1, 90),
+    max_tool_calls=st.integers(0, 4),
+    max_tool_response_tokens=st.integers(1, 20),
+)
+def test_whatever_happens_tokens_mask_and_log_probs_stay_true(
+    roll_out, tokenizer, bodies, ends, results, response_length, max_tool_calls, max_tool_response_tokens
+):
+    start, stop = tokenizer.convert_tokens_to_ids(["<code>", "</code>"])
+    finish = {"call": [stop], "stop only": [stop], "end token": [tokenizer.eos_token_id]}
+    turns = []
+    for body, end in zip(bodies, ends, strict=False):
+        tail = finish.get(end, [20] * response_length)  # without a stop, vLLM goes on to max_tokens
+        turns.append([start] * (end == "call") + body + tail)
+    turns.append([20] * response_length)
+
+    output, server, sandbox = roll_out(
+        tokenizer,
+        turns,
+        results,
+        response_length=response_length,
+        max_tool_calls=max_tool_calls,
+        max_tool_response_tokens=max_tool_response_tokens,
+    )
+
+    ids, mask, log_probs = output.response_ids, output.response_mask, output.response_logprobs
+    spans, fields = output.extra_fields["model_spans"], output.extra_fields
+    assert len(ids) == len(mask) == len(log_probs) <= response_length
+    # What the model sampled is there as it was sent, in order, and nothing else has mask 1.
+    assert [ids[a:b] for a, b in spans] == server.sent
+    covered = [i for a, b in spans for i in range(a, b)]
+    assert covered == [i for i, m in enumerate(mask) if m == 1]
+    assert [log_probs[i] for i in covered] == [-(k + 1) / 1000 for k in range(len(covered))]
+    assert all(p == 0.0 for p, m in zip(log_probs, mask, strict=True) if m == 0)
+    # Between the spans stand whole interpreter blocks.
+    for (_, end), (begin, _) in zip(spans, spans[1:], strict=False):
+        block = tokenizer.decode(ids[end:begin])
+        assert block.startswith("\n<interpreter>\n") and block.endswith("\n</interpreter>\n")
+    # Every turn saw all that came before, and was asked for no more than what was left.
+    for call, (begin, _) in zip(server.calls, spans, strict=True):
+        assert call["prompt_ids"] == output.prompt_ids + ids[:begin]
+        assert call["max_tokens"] == response_length - begin
+    assert len(sandbox.codes) <= fields["tool_calls"] <= max_tool_calls
+    assert fields["tool_timeouts"] <= fields["tool_errors"] <= fields["tool_calls"]
+    assert fields["finish_reason"] in ("answer", "max_turns", "max_tokens", "sandbox_failure")
+    assert fields["truncated"] == float(fields["finish_reason"] == "max_tokens")
+    assert (fields["finish_reason"] == "answer") == (ids[-1] == tokenizer.eos_token_id and mask[-1] == 1)
+    assert output.num_turns == 2 * len(spans)  # user, then model and tool in turns

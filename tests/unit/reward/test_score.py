@@ -1,0 +1,294 @@
+"""Cases of the scorer: each row of the tables is a decision that someone may want to change."""
+
+import time
+from dataclasses import FrozenInstanceError
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_ext.reward import Score, score_answer, symbolic
+
+# (what stands in the box, ground truth, is it right, why)
+EXACT = [
+    ("42", "42", True, "the same integer"),
+    ("42", "43", False, "another integer"),
+    ("-42", "42", False, "the sign counts"),
+    ("073", "73", True, "leading zeros"),
+    ("7", "007", True, "leading zeros in the gold"),
+    ("42.", "42", True, "final dot"),
+    ("42.0", "42", True, "an integer as a decimal"),
+    (r"\text{42}", "42", True, "text font"),
+    (r"\mathbf{42}", "42", True, "bold"),
+    ("$42$", "42", True, "dollars around"),
+    (r"\left(42\right)", "42", True, "brackets around"),
+    ("1,234", "1234", True, "thousands separator"),
+    (r"1{,}234", "1234", True, "LaTeX thousands separator"),
+    (r"12\,000\,023", "12000023", True, "thin spaces"),
+    ("12 34", "1234", False, "not a thousands separator"),
+    ("32, 349", "32349", False, "two values"),
+    ("14.916", "14,916", False, "a dot is no thousands separator"),
+    ("１２３", "123", True, "fullwidth digits"),
+    ("−5", "-5", True, "a Unicode minus"),
+    ("1/2", "0.5", True, "fraction and decimal"),
+    (r"\frac12", r"\frac{1}{2}", True, "no braces"),
+    (r"{1 \over 2}", "1/2", True, "TeX fraction"),
+    ("½", "1/2", True, "vulgar fraction"),
+    ("2/4", "1/2", True, "not in lowest terms"),
+    ("0.33", "1/3", False, "a rounded decimal of an exact gold"),
+    ("0.333333333333", "1/3", False, "however many digits"),
+    (r"0.\overline{3}", "1/3", True, "repeating decimal"),
+    (r"0.1\overline6", "1/6", True, "repeating from the second digit: 1/10 + 6/90"),
+    (r"2\frac{3}{5}", "2.6", True, "mixed number"),
+    ("3½", "7/2", True, "mixed number in Unicode"),
+    (r"1.5\times10^3", "1500", True, "scientific notation"),
+    ("1e-4", "0.0001", True, "e notation"),
+    ("10 million", "10000000", True, "a magnitude is part of the number"),
+    ("10 million", "10", False, "a magnitude is not a unit"),
+    ("1/2003!", "1/2004!", False, "equal to any fixed number of decimals"),
+    (r"\frac{1}{2004!}", "1/2004!", True, "exact"),
+    ("2^{10^6}", "2^{1000000}", True, "large, and cheap"),
+    ("2^{10}", "1024", True, "a power is a number"),
+    ("20000000000000000000001", "20000000000000000000000", False, "exact beyond floats"),
+    (r"28\%", "28", True, "a missing % is ignored"),
+    ("28 percent", r"28\%", True, "percent in words"),
+    ("0.28", r"28\%", True, "28% is 0.28"),
+    ("28", "0.28", False, "no % anywhere"),
+    (r"74^\circ", "74", True, "degrees"),
+    (r"\$15,000", "15000", True, "currency"),
+    (r"10~\text{km/h}", "10", True, "unit in text"),
+    (r"15\,\text{cm}^2", r"15\mbox{ cm}^2", True, "the same unit"),
+    ("5 inches", "5 in", True, "spellings of a unit"),
+    (r"5\text{ km}", r"5\text{ m}", False, "another unit"),
+    ("42 apples", "42", True, "a noun"),
+    ("3xyz", "3", False, "letters are factors"),
+    ("2 sin x", "2", False, "a function is not a unit"),
+    ("58*20+87", "1247", False, "the question restated"),
+    ("6*7=42", "42", False, "a calculation, not an answer"),
+    (r"129^{34}+96^{38} \bmod 11", "9", False, "the question restated"),
+    ("41, 42, 43", "42", False, "more values than the gold"),
+    ("42 or 43", "42", False, "a choice left to the reader"),
+    (r"42\text{ and }7", "42", False, "more values than the gold"),
+    (r"\pm 42", "42", False, "two values"),
+    ("not 42", "42", False, "words"),
+    (r"\text{the answer}", "42", False, "words"),
+    ("None", "42", False, "words"),
+    ("?", "42", False, "no answer in the box"),
+    ("x", "42", False, "a letter"),
+    ("204_{5}", "204_5", True, "base"),
+    ("204_6", "204_5", False, "another base"),
+    ("204", "204_5", False, "a missing base"),
+    ("7:32", "7:32", True, "time"),
+    ("7", "7:32", False, "part of a time"),
+    ("(C)", "C", True, "choice"),
+    (r"\textbf{(C)}", r"\text{(C)}", True, "choice in fonts"),
+    (r"\textbf{(C)}\ 12", "C", True, "choice with its value"),
+    ("C or D", "C", False, "two choices"),
+    ("Cat", "C", False, "a word, not a choice"),
+    ("c", "C", False, "a variable"),
+    ("no", r"\text{No}", True, "case of a word"),
+    ("yes and no", r"\text{Yes}", False, "both"),
+    ("parabola", r"\text{hyperbola}", False, "another word"),
+    (r"x<3\text{ if odd}", r"x>3\text{ if odd}", False, "symbols among words count"),
+]  # fmt: skip
+STRUCTURE = [
+    ("1,-2", "-2,1", True, "a list has no order"),
+    (r"\{1,-2\}", "-2, 1", True, "a set is a list"),
+    ("{-3, 3}", r"\pm 3", True, "plus-minus written out"),
+    (r"-1\pm\sqrt{19}", r"1\pm\sqrt{19}", False, "other values"),
+    ("1", "1,-2", False, "fewer values than the gold"),
+    ("1,1", "1,-2", False, "each value once"),
+    ("1.2", "1,2", False, "a dot is no comma"),
+    (r"n=1\text{ or }n=-2", "1,-2", True, "labelled values"),
+    ("(3,2)", "(3, 2)", True, "tuple"),
+    ("(2,3)", "(3,2)", False, "a tuple is ordered"),
+    (r"(3,2,1)", r"\{1,2,3\}", False, "a tuple is no set"),
+    ("(3,4),(1,2)", "(1,2),(3,4)", True, "points in any order"),
+    ("(0;1),(2;3)", "(0,1),(2,3)", True, "semicolons"),
+    ("p=5,q=2;p=7,q=2", "(5,2),(7,2)", True, "groups of labelled values"),
+    ("[0,1)", r"\left[0,1\right)", True, "interval"),
+    ("(0,1]", "[0,1)", False, "open at the other end"),
+    (r"[-1,0)\cup(0,1]", r"(0,1]\cup[-1,0)", True, "a union has no order"),
+    ("x=42", "42", True, "labelled"),
+    (r"\angle APC = 74^\circ", "74", True, "label of several letters"),
+    ("(p,q)=(3,2)", "(3,2)", True, "labelled tuple"),
+    ("x=-42", "42", False, "label and sign"),
+    ("2x=84", "42", False, "an equation still to solve"),
+    ("x^2=9", "9", False, "the right side of an equation is not its answer"),
+    ("1+x", "f(x)=x^2+1", False, "another function"),
+    (r"x = 1/3 \approx 0.333", "1/3", True, "an approximation after the value"),
+    (r"\begin{bmatrix}1&2\\3&4\end{bmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", True, "matrix brackets"),
+    (r"\begin{pmatrix}1&2\\3&5\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", False, "one entry differs"),
+    (r"\begin{pmatrix}1&2&3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", False, "another shape"),
+    (r"\emptyset", r"\{0\}", False, "the empty set"),
+]  # fmt: skip
+SYMBOLIC = [
+    (r"3\cdot\sqrt{13}", r"3\sqrt{13}", True, "a product sign"),
+    (r"\sqrt2/2", r"\frac{1}{\sqrt{2}}", True, "rationalised"),
+    (r"\sqrt{16}", "4", True, "an integer in disguise"),
+    ("1.414214", r"\sqrt2", False, "a rounded decimal"),
+    (r"4^{\frac13}", r"\sqrt[3]{4}", True, "root as a power"),
+    (r"\frac17(x+2)", r"\frac{x+2}{7}", True, "factor"),
+    ("6xy^2", "6x^2y", False, "exponents"),
+    ("0.5x", r"\frac{x}{2}", True, "decimal coefficient"),
+    (r"\sqrt{x^2}", "x", False, "x may be negative"),
+    (r"\sec^2 y", r"\tan^2 y+1", True, "identity"),
+    (r"\sin^2 1+\cos^2 1-1", "0", True, "zero by an identity"),
+    (r"\frac{\sqrt2}{2023!}", r"\frac{\sqrt2}{2024!}", False, "compared relative to their size"),
+    (r"2^{2023}\sqrt3", r"2^{2024}\frac{\sqrt3}{2}", True, "a year as an exponent"),
+    (r"\csc^2 y", r"\tan^2 y+1", False, "not an identity"),
+    (r"\ln 5", r"\ln 6", False, "another constant"),
+    (r"e^{\pi\sqrt{163}}", "262537412640768744", False, "differs after 30 digits"),
+    (r"\frac{3i}{4}", r"\frac34 i", True, "imaginary unit"),
+    ("C(10,3)", r"\binom{10}{3}", True, "binomial"),
+    ("-2x-4y+3=0", "2x+4y-3=0", True, "equation times -1"),
+    ("y=3x+2", "y=2x+3", False, "another line"),
+    ("-x<-5", "x>5", True, "inequality turned round"),
+    (r"x\in(5,\infty)", "x>5", True, "interval for an inequality"),
+    ("x>3", r"x\ge 3", False, "strict"),
+    (r"|x|>8", r"(-\infty,-8)\cup(8,\infty)", True, "absolute value"),
+    (r"(3,\frac{\pi}{2})", r"(3,\pi/2)", True, "inside a tuple"),
+]  # fmt: skip
+
+
+RESPONSES = [
+    (r"We get \boxed{42}. Correction: \boxed{24}.", "42", False, "the last box wins"),
+    (r"\boxed{41} or \boxed{42}", "42", False, "two boxes joined by a word are one answer of two values"),
+    (r"\boxed{-2} and \boxed{1}", "1,-2", True, "the same for a gold of two values"),
+    (r"<think>\boxed{42}</think> The answer is \boxed{41}.", "42", False, "thoughts are no answer"),
+    (r"\boxed{42}^\circ", "42", True, "what follows the box is not read"),
+    (r"\boxed{42} and now a long check: " + "it holds. " * 500, "42", True, "the whole text is searched"),
+    (r"<code>print(r'\boxed{42}')</code>", "42", False, "the model's code is no answer"),
+    ("<interpreter>\n\\boxed{42}\n</interpreter>", "42", False, "nor is what a tool prints"),
+    (r"The answer is 42.", "42", False, "no box"),
+    (r"\boxed{42", "42", False, "an unclosed box"),
+    (r"\boxed{}", "42", False, "an empty box"),
+    (r"<answer>41</answer> no: <answer>42</answer>", "42", True, "answer tags where there is no box"),
+    (r"因此答案是 \boxed{42}。", "42", True, "another language"),
+    (r"\boxed{\boxed{42}}", "42", True, "a box in a box"),
+    ("", "42", False, "nothing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "ground_truth", "right", "why"), EXACT + STRUCTURE + SYMBOLIC)
+def test_answer_is_judged_as_the_table_says(answer, ground_truth, right, why):
+    score = score_answer(rf"So it is \boxed{{{answer}}}.", ground_truth)
+    assert score.acc == float(right), f"{why}: {score}"
+    assert score.verdict == ("correct" if right else "wrong")
+    assert score.pred == answer
+
+
+@pytest.mark.parametrize(("response", "ground_truth", "right", "why"), RESPONSES)
+def test_response_is_judged_as_the_table_says(response, ground_truth, right, why):
+    score = score_answer(response, ground_truth)
+    assert score.acc == float(right), f"{why}: {score}"
+
+
+@pytest.mark.parametrize("response", ["The answer is 42.", r"\boxed{42", r"\boxed{ }", ""])
+def test_response_without_an_answer_is_told_from_a_wrong_one(response):
+    assert score_answer(response, "42") == Score(0.0, "", "no_answer", "empty" if " }" in response else "no_box")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["1247", "-3", "0012", "1,247", "12 47", "58*20+87", "1247.0", "1/2", "12-", "((3", "x", "no", "1e5", "?", "1.2.3"],
+)
+def test_integer_task_never_starts_a_process(answer, monkeypatch):
+    monkeypatch.setattr(symbolic, "is_equal", lambda *_: pytest.fail("computer algebra was asked"))
+    score_answer(rf"\boxed{{{answer}}}", "1247")
+
+
+HOSTILE = [
+    "9**9**9**9",
+    "9^{9^{9^{9}}}",
+    "x^{9^{9^{9}}}",
+    r"\frac{100000!}{99999!}",
+    "((((9999999!)!)!)!)",
+    r"\binom{10^9}{5\cdot10^8}",
+    "(" * 900 + "42" + ")" * 900,
+    r"\sqrt{" * 300 + "42" + "}" * 300,
+    r"\text{" * 300 + "42" + "}" * 300,
+    r"\frac{1}{" * 200 + "1" + "}" * 200,
+    "9" * 1999,
+    r"\sum_{k=1}^{1000000000} k",
+    r"\int_0^1 \sin(\sin(\sin(x^7)))dx",
+    r"\det\begin{pmatrix}"
+    + r"\\".join("&".join(f"x_{{{i}{j}}}" for j in range(9)) for i in range(9))
+    + r"\end{pmatrix}",
+    "__import__('os').system('touch PWNED')",
+    "42 if open('PWNED','w') else 42",
+    "sympify(\"open('PWNED','w')\")",
+    "Integer(42).__class__",
+    "open('PWNED','w').close()",
+    r"\boxed{" * 400,
+]
+
+
+@pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))
+def test_hostile_answer_is_refused_at_once_and_runs_nothing(answer, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(symbolic, "is_equal", lambda *_: pytest.fail("computer algebra was asked"))
+    start = time.process_time()
+    score = score_answer(rf"\boxed{{{answer}}}", "43")
+    assert time.process_time() - start < 0.5
+    assert score.acc == 0.0
+    assert not list(tmp_path.iterdir())
+
+
+def test_long_hostile_response_is_searched_in_linear_time():
+    pieces = [r"\boxed{", "<code>", "<interpreter>", "```python\n", "</think>", "<answer>", "{", "```\n", r"\boxed{1}"]
+    for piece in pieces:
+        start = time.process_time()
+        score_answer(piece * (200_000 // len(piece)) + r"</answer>}", "42")
+        assert time.process_time() - start < 2.0, piece
+
+
+def test_unverified_answer_is_neither_right_nor_wrong(monkeypatch):
+    monkeypatch.setattr(symbolic, "is_equal", lambda *_: None)
+    assert score_answer(r"\boxed{\sqrt{16}+x}", r"\sqrt{x}") == Score(None, r"\sqrt{16}+x", "unknown", "symbolic")
+
+
+def test_unverified_value_leaves_a_list_open_unless_another_value_is_wrong(monkeypatch):
+    monkeypatch.setattr(symbolic, "is_equal", lambda *_: None)
+    assert score_answer(r"\boxed{(1, \sqrt{x})}", "(1, x)").verdict == "unknown"
+    assert score_answer(r"\boxed{(2, \sqrt{x})}", "(1, x)").verdict == "wrong"
+
+
+def test_answer_costs_one_deadline_at_most(monkeypatch):
+    asked = []
+    monkeypatch.setattr(symbolic, "is_equal", lambda *pair: asked.append(pair))
+    assert score_answer(r"\boxed{\sqrt{a}, \sqrt{b}, \sqrt{c}}", "x, y, z").verdict == "unknown"
+    assert len(asked) == 1
+
+
+def test_empty_ground_truth_is_our_error():
+    with pytest.raises(ValueError, match="ground truth is empty"):
+        score_answer(r"\boxed{42}", " ")
+
+
+def test_score_is_frozen():
+    with pytest.raises(FrozenInstanceError):
+        score_answer(r"\boxed{42}", "42").acc = 0.0
+
+
+@settings(deadline=None)
+@given(st.integers(), st.integers())
+def test_integer_equals_itself_only(pred, gold):
+    assert score_answer(rf"\boxed{{{pred}}}", str(gold)).acc == float(pred == gold)
+
+
+@given(
+    st.fractions(), st.sampled_from(["{}", " {} ", "${}$", r"\displaystyle {}", r"\left({}\right)", "{}.", "x = {}"])
+)
+def test_fraction_is_recognised_in_any_layout(value, layout):
+    latex = rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+    assert score_answer(rf"\boxed{{{layout.format(latex)}}}", str(value)).acc == 1.0
+    assert score_answer(rf"\boxed{{{layout.format(latex)}}}", str(value + Fraction(1, 7))).acc == 0.0
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.sampled_from([*r"\{}()[]<>/^_!,;.%$&0129ax =", r"\frac", r"\boxed{", r"\pm", "<code>", "½"])))
+def test_any_text_gets_a_verdict(pieces):
+    text = "".join(pieces)
+    assert score_answer(text + r"\boxed{" + text, "42").verdict in ("correct", "wrong", "no_answer", "unknown")

@@ -1,0 +1,136 @@
+"""The worker processes: real ones, since what is tested is that they can be limited, killed and replaced."""
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from verl_ext.reward.symbolic import MEMORY_BYTES, SymbolicPool
+
+TOO_MUCH = r"\sum_{k=1}^{10^9} \frac{1}{k}"  # sympy adds these up one by one
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = SymbolicPool(cpu_s=0.5)
+    yield pool
+    pool.close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_nothing_starts_before_the_first_comparison():
+    assert SymbolicPool().worker_pids() == []
+
+
+def test_worker_is_reused(pool):
+    assert pool.is_equal("x+1", "1+x") is True
+    pids = pool.worker_pids()
+    assert pool.is_equal("x+1", "1-x") is False
+    assert pool.worker_pids() == pids
+
+
+def test_what_cannot_be_parsed_is_not_equal(pool):
+    assert pool.is_equal(r"\frac{1}{", "x") is False
+
+
+def test_cpu_time_limit_leaves_it_open_and_the_next_comparison_works(pool):
+    pool.is_equal("x", "x")
+    (pid, *_) = pool.worker_pids()
+    assert pool.is_equal(TOO_MUCH, "3") is None
+    assert not is_running(pid)
+    assert pool.is_equal("x+1", "1+x") is True
+
+
+def test_memory_of_a_worker_is_limited(pool):
+    pool.is_equal("x", "x")
+    for pid in pool.worker_pids():
+        assert resource.prlimit(pid, resource.RLIMIT_AS) == (MEMORY_BYTES, MEMORY_BYTES)
+
+
+def test_idle_worker_that_was_killed_is_replaced(pool):
+    pool.is_equal("x", "x")
+    for pid in pool.worker_pids():
+        os.kill(pid, signal.SIGKILL)
+    assert pool.is_equal("x+1", "1+x") is True
+
+
+def test_threads_share_the_workers(pool):
+    verdicts = []
+    threads = [
+        threading.Thread(target=lambda n=n: verdicts.append(pool.is_equal(f"x+{n}", f"{n}+x"))) for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert verdicts == [True] * 8
+    assert 1 <= len(pool.worker_pids()) <= 2
+
+
+def test_event_loop_goes_on_during_a_comparison(pool):
+    async def both():
+        comparison = asyncio.create_task(asyncio.to_thread(pool.is_equal, TOO_MUCH, "3"))
+        ticks = 0
+        while not comparison.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        return await comparison, ticks
+
+    verdict, ticks = asyncio.run(both())
+    assert verdict is None
+    assert ticks > 10
+
+
+def test_close_ends_the_workers(pool):
+    pool.is_equal("x", "x")
+    pids = pool.worker_pids()
+    pool.close()
+    assert pids and not any(is_running(pid) for pid in pids)
+
+
+def run_program(*lines: str) -> subprocess.CompletedProcess:
+    start = [
+        "import os, signal",
+        "from verl_ext.reward import score_answer, symbolic",
+        r"assert score_answer(r'\boxed{\sqrt{16}}', '4').acc == 1.0",
+    ]
+    return subprocess.run([sys.executable, "-c", "\n".join([*start, *lines])], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_no_worker_outlives_its_parent(end):
+    parent = run_program("print(*symbolic._POOL.worker_pids(), flush=True)", end)
+    (pid,) = map(int, parent.stdout.split())
+    deadline = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(pid)
+
+
+def test_forked_child_leaves_its_parents_workers_alone():
+    parent = run_program(
+        "child = os.fork()",
+        "if child == 0: os._exit(len(symbolic._POOL.worker_pids()))",
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(symbolic._POOL.worker_pids()))",
+    )
+    assert parent.stdout.split() == ["0", "1"]
+
+
+def test_broken_installation_is_our_error(monkeypatch, tmp_path):
+    (tmp_path / "sympy.py").write_text("raise ImportError('sympy is broken')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="did not start: sympy is broken"):
+        SymbolicPool().is_equal("x", "x")

@@ -1,0 +1,318 @@
+"""The client against a real server, and against a fake one for what the world does to it."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from verl_ext.sandbox import RunResult, SandboxClient, running_server
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with running_server(workers=2) as url:
+        yield url
+
+
+def answer(answer_status: str = "Success", **result: object) -> web.Response:
+    run_result = {"status": "Finished", "execution_time": 0.5, "return_code": 0, "stdout": "out", "stderr": "err"}
+    body = {"status": answer_status, "message": "why", "run_result": run_result | result, "queue_time": 0.25}
+    return web.json_response(body)
+
+
+async def hang() -> web.Response:
+    await asyncio.sleep(60)
+    raise AssertionError("not reached")
+
+
+class FakeServer:
+    """Answers request after request with what `script` says, the last entry again and again; keeps their bodies."""
+
+    def __init__(self) -> None:
+        self.script: list[Callable[[], web.Response | Awaitable[web.Response]]] = [answer]
+        self.bodies: list[dict] = []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.json())
+        step = self.script[min(len(self.bodies), len(self.script)) - 1]()
+        return step if isinstance(step, web.Response) else await step
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/run_code", self.handle)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., Awaitable[FakeServer]]]:
+    servers = []
+
+    async def start_one(*script: Callable) -> FakeServer:
+        servers.append(FakeServer())
+        servers[-1].script = list(script)
+        await servers[-1].start()
+        return servers[-1]
+
+    yield start_one
+    for server in servers:
+        await server.runner.cleanup()
+
+
+async def call(*urls: str, code: str = "print(1)", timeout_s: float = 5, **settings: object) -> RunResult:
+    client = SandboxClient(urls, **({"backoff_s": 0.01} | settings))
+    try:
+        return await client.run(code, timeout_s=timeout_s)
+    finally:
+        await client.aclose()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+# --- with a real server
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "return_code", "stdout", "stderr_end"),
+    [
+        ("print('é' * 3)", "ok", 0, "ééé\n", ""),
+        ("", "ok", 0, "", ""),
+        ("print(1); 1/0", "code_error", 1, "1\n", "ZeroDivisionError: division by zero\n"),
+        ("import sys; sys.exit(7)", "code_error", 7, "", ""),
+        ("import os; os.kill(os.getpid(), 9)", "code_error", -9, "", ""),
+        ("print(1, flush=True)\nwhile True: pass", "timeout", None, "1\n", ""),
+        ("\ud800", "code_error", 1, "", ""),
+    ],
+)
+async def test_outcome_of_a_program(url, code, status, return_code, stdout, stderr_end):
+    result = await call(url, code=code, timeout_s=0.5)
+    assert (result.status, result.return_code, result.stdout) == (status, return_code, stdout)
+    assert result.stderr.endswith(stderr_end)
+    assert (result.attempts, result.message) == (1, "")
+    assert 0 < result.run_s < 2
+    assert result.queue_s < 2
+
+
+async def test_stdin_and_memory_limit_reach_the_program(url):
+    client = SandboxClient([url])
+    result = await client.run("x = bytearray(200 << 20); print(input())", stdin="hello", memory_limit_mb=512)
+    assert result.stdout == "hello\n"
+    result = await client.run("x = bytearray(200 << 20); print(input())", stdin="hello", memory_limit_mb=128)
+    assert (result.status, result.stderr.splitlines()[-1]) == ("code_error", "MemoryError")
+    await client.aclose()
+
+
+async def test_many_calls_at_once_get_their_own_answers(url):
+    client = SandboxClient([url], max_concurrency=16)
+    results = await asyncio.gather(*(client.run(f"print({i})") for i in range(50)))
+    assert [result.stdout for result in results] == [f"{i}\n" for i in range(50)]
+    await client.aclose()
+
+
+# --- errors of the world
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        lambda: web.Response(status=500, text="oops"),
+        lambda: web.Response(status=503),
+        lambda: web.Response(status=429),
+        lambda: answer("SandboxError"),
+        lambda: web.Response(text="{"),
+        lambda: web.Response(text="[]"),
+        lambda: web.Response(body=b"\xff"),
+        lambda: web.json_response({"status": "Success"}),
+        lambda: web.json_response({"status": "Odd", "run_result": {}}),
+    ],
+)
+async def test_error_of_the_world_is_tried_again(start, failure):
+    server = await start(failure, failure, answer)
+    assert await call(server.url) == RunResult("ok", "out", "err", 0, pytest.approx(0.25, abs=0.2), 0.5, 3, "")
+    assert len(server.bodies) == 3
+
+
+async def test_after_the_last_attempt_it_is_a_sandbox_failure_that_says_why(start):
+    server = await start(lambda: web.Response(status=500, text="oops"))
+    result = await call(server.url, max_attempts=3)
+    assert (result.status, result.stdout, result.stderr, result.return_code) == ("sandbox_failure", "", "", None)
+    assert (result.attempts, len(server.bodies)) == (3, 3)
+    assert result.message == f"sandbox failed after 3 attempt(s): {server.url}/run_code: HTTP 500: oops"
+
+
+async def test_sandbox_error_passes_its_message_on(start):
+    server = await start(lambda: answer("SandboxError"))
+    assert (await call(server.url, max_attempts=1)).message.endswith("SandboxError: why")
+
+
+async def test_refused_connection_is_a_sandbox_failure():
+    result = await call(f"http://127.0.0.1:{free_port()}")
+    assert (result.status, result.attempts) == ("sandbox_failure", 4)
+    assert "Connect call failed" in result.message
+
+
+async def test_server_that_drops_the_connection_is_tried_again(start):
+    async def drop() -> web.Response:
+        raise ConnectionAbortedError
+
+    server = await start(drop, answer)
+    assert (await call(server.url)).status == "ok"
+
+
+async def test_server_that_hangs_is_a_sandbox_failure_in_bounded_time(start):
+    server = await start(hang)
+    started = time.monotonic()
+    result = await call(server.url, timeout_s=0.3, queue_timeout_s=0.5)
+    assert 0.7 < time.monotonic() - started < 1.5
+    assert result.status == "sandbox_failure"
+    assert "did not answer within" in result.message
+
+
+async def test_retry_after_is_respected(start):
+    server = await start(lambda: web.Response(status=504, headers={"Retry-After": "1"}), answer)
+    started = time.monotonic()
+    assert (await call(server.url)).attempts == 2
+    assert 1 <= time.monotonic() - started < 2
+
+
+async def test_no_attempt_is_made_that_cannot_end_before_the_deadline(start):
+    server = await start(lambda: web.Response(status=504, headers={"Retry-After": "5"}))
+    started = time.monotonic()
+    result = await call(server.url, timeout_s=1, queue_timeout_s=2)
+    assert time.monotonic() - started < 1
+    assert (result.status, result.attempts) == ("sandbox_failure", 1)
+    assert "no time left" in result.message
+
+
+# --- errors of the program's and ours are not tried again
+
+
+async def test_timeout_of_the_program_is_not_tried_again(start):
+    server = await start(lambda: answer("Failed", status="TimeLimitExceeded", return_code=None), answer)
+    result = await call(server.url)
+    assert (result.status, result.return_code, result.stdout, result.attempts) == ("timeout", None, "out", 1)
+    assert len(server.bodies) == 1
+
+
+async def test_failed_program_is_not_tried_again(start):
+    server = await start(lambda: answer("Failed", return_code=1), answer)
+    result = await call(server.url)
+    assert (result.status, result.return_code, len(server.bodies)) == ("code_error", 1, 1)
+
+
+@pytest.mark.parametrize("status", [404, 413, 422])
+async def test_rejected_request_raises_at_once(start, status):
+    server = await start(lambda: web.Response(status=status, text="no"))
+    with pytest.raises(ValueError, match=f"HTTP {status}: no"):
+        await call(server.url)
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize("urls", [[], "http://127.0.0.1:1", ["127.0.0.1:1"], ["ftp://127.0.0.1"], ["http://"]])
+def test_wrong_urls_raise(urls):
+    with pytest.raises(ValueError, match="expected a list of URLs such as"):
+        SandboxClient(urls)
+
+
+# --- queueing
+
+
+async def test_request_carries_the_limits_and_a_share_of_the_queueing_time(start):
+    server = await start(lambda: web.Response(status=500), answer)
+    client = SandboxClient([server.url], max_attempts=4, backoff_s=0.01, queue_timeout_s=60)
+    await client.run("code", timeout_s=7, memory_limit_mb=99, stdin="in")
+    shares = [body.pop("queue_timeout") for body in server.bodies]
+    assert shares == [pytest.approx(60 / 4, abs=0.2), pytest.approx(60 / 3, abs=0.2)]
+    expected = {"code": "code", "language": "python", "run_timeout": 7, "memory_limit_MB": 99, "stdin": "in"}
+    assert server.bodies == [expected] * 2
+    await client.aclose()
+
+
+async def test_calls_in_flight_are_bounded(start):
+    in_flight, most = 0, 0
+
+    async def slow() -> web.Response:
+        nonlocal in_flight, most
+        in_flight += 1
+        most = max(most, in_flight)
+        await asyncio.sleep(0.05)
+        in_flight -= 1
+        return answer()
+
+    server = await start(slow)
+    client = SandboxClient([server.url], max_concurrency=3)
+    results = await asyncio.gather(*(client.run("1") for _ in range(9)))
+    assert most == 3
+    assert max(result.queue_s for result in results) >= 0.25 + 0.1  # the server's, and two rounds of waiting here
+    await client.aclose()
+
+
+async def test_waiting_for_a_free_slot_counts_towards_the_deadline(start):
+    server = await start(hang)
+    client = SandboxClient([server.url], max_concurrency=1, max_attempts=1, queue_timeout_s=0.3)
+    first = asyncio.create_task(client.run("1", timeout_s=0.5))
+    await asyncio.sleep(0.05)
+    second = await client.run("1", timeout_s=0.1)
+    assert (second.status, second.attempts) == ("sandbox_failure", 0)
+    assert "no free slot of this client for 0.4 s" in second.message
+    assert (await first).status == "sandbox_failure"
+    await client.aclose()
+
+
+# --- several servers
+
+
+async def test_call_goes_to_the_server_with_the_fewest_in_flight(start):
+    busy, idle = await start(hang), await start(answer)
+    client = SandboxClient([busy.url, idle.url])
+    client._in_flight[1] = 1  # sends the first call to the other server, where it hangs
+    blocked = asyncio.create_task(client.run("1"))
+    await asyncio.sleep(0.05)
+    client._in_flight[1] = 0
+    for _ in range(5):
+        assert (await client.run("1")).status == "ok"
+    assert (len(busy.bodies), len(idle.bodies)) == (1, 5)
+    blocked.cancel()
+    await asyncio.gather(blocked, return_exceptions=True)
+    assert client._in_flight == [0, 0]
+    await client.aclose()
+
+
+async def test_second_attempt_goes_to_another_server(start):
+    server = await start(answer)
+    down = [f"http://127.0.0.1:{free_port()}" for _ in range(3)]
+    for _ in range(10):
+        result = await call(*down, server.url, max_attempts=4)
+        assert result.status == "ok"
+
+
+async def test_client_can_be_made_outside_a_loop_and_closed_unused():
+    client = await asyncio.to_thread(SandboxClient, ["http://127.0.0.1:1/"])
+    await client.aclose()
+
+
+def test_server_that_cannot_start_is_reported(url, capfd):
+    with pytest.raises(RuntimeError, match=r"exit code 1 .* before it was ready"):
+        with running_server(port=int(url.rsplit(":")[-1])):
+            raise AssertionError("not reached")
+    assert "is in use" in capfd.readouterr().err
+
+
+async def test_fake_server_answers_as_the_real_one_does(url):
+    async with aiohttp.ClientSession() as session:
+        async with session.post(f"{url}/run_code", json={"code": "1", "language": "python"}) as response:
+            real = await response.json()
+    fake = json.loads(answer().body)
+    assert set(fake) <= set(real)
+    assert set(fake["run_result"]) == set(real["run_result"])

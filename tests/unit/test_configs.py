@@ -1,0 +1,433 @@
+"""configs/*.yaml against verl's own schema, and the launchers in recipe/retool that run them.
+
+Hydra accepts an unknown key inside a YAML without a word, so a misspelt one would silently do nothing. The fast tests
+compose with Hydra alone and read verl's sources; the slow one prints each run by its launcher and lets verl accept it.
+"""
+
+import ast
+import functools
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra._internal.utils import get_args_parser
+from omegaconf import DictConfig, OmegaConf
+
+ROOT = Path(__file__).parents[2]
+VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])  # found, not imported: that takes 5 s
+RUNS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+RL_RUNS = [run for run in RUNS if run.endswith("_dapo")]
+SFT_RUNS = [run for run in RUNS if run.endswith("_sft")]
+
+# Sections whose keys verl's YAML does not list, and who refuses a wrong key instead.
+OPEN_SECTIONS = {
+    "retool": "ours: test_verl_ext_reads_every_retool_key",
+    "reward.reward_kwargs": "verl's `dapo` reward manager and ours read it; no YAML of verl lists it",
+    "ray_kwargs.ray_init": "keyword arguments of ray.init, which refuses unknown ones",
+    "hydra": "Hydra's own, checked by Hydra",
+}
+
+# Keys that compose but do nothing in verl 0.9.1's v1 trainer with our agent loop and sampler -> what to set instead.
+KEYS_WITHOUT_EFFECT = {
+    "custom_reward_function": "reward.reward_manager",
+    "reward_model": "reward",
+    "sandbox_fusion": "retool.sandbox",
+    "reward.sandbox_fusion": "retool.sandbox",
+    "reward.custom_reward_function": "the reward manager of verl_ext scores by itself",
+    "data.return_raw_chat": "nothing: always on",
+    "actor_rollout_ref.rollout.mode": "nothing: always async",
+    "actor_rollout_ref.rollout.multi_turn": "retool.*",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "actor_rollout_ref.rollout.val_kwargs.temperature",
+    "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "trainer.v1.sampler.sync_refill_failed_groups": "nothing: verl_ext.replay_buffer always does",
+}
+
+# The published runs: verl-recipe@48ea0a7 retool/run_qwen2-32b_{sft,dapo}.sh, and for SFT the defaults of verl 0.6.1.
+PUBLISHED = {
+    "qwen2-32b_sft": {
+        "data.train_batch_size": 32,
+        "data.micro_batch_size_per_gpu": 4,
+        "data.use_dynamic_bsz": False,
+        "data.max_length": 16384,
+        "model.use_remove_padding": True,
+        "engine.strategy": "fsdp",
+        "engine.ulysses_sequence_parallel_size": 4,
+        "optim.lr": 1e-5,
+        "optim.lr_scheduler_type": "cosine",
+        "optim.lr_warmup_steps_ratio": 0.1,
+        "optim.betas": [0.9, 0.95],
+        "trainer.total_epochs": 6,
+    },
+    "qwen2-32b_dapo": {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.norm_adv_by_std_in_grpo": True,
+        "data.train_batch_size": 512,
+        "data.max_prompt_length": 2048,
+        "data.max_response_length": 16384,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
+        "actor_rollout_ref.actor.clip_ratio_c": 10.0,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 2048 + 16384,
+        "actor_rollout_ref.actor.optim.lr": 1e-6,
+        "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size": 8,
+        "actor_rollout_ref.actor.fsdp_config.param_offload": True,
+        "actor_rollout_ref.actor.fsdp_config.optimizer_offload": True,
+        "actor_rollout_ref.rollout.n": 16,
+        "actor_rollout_ref.rollout.temperature": 1.0,
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 4,
+        "actor_rollout_ref.rollout.gpu_memory_utilization": 0.9,
+        "actor_rollout_ref.rollout.val_kwargs.n": 30,
+        "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
+        "actor_rollout_ref.rollout.val_kwargs.top_p": 0.6,
+        "trainer.nnodes": 2,
+        "trainer.n_gpus_per_node": 8,
+        "trainer.save_freq": 30,
+        "trainer.test_freq": 5,
+    },
+}
+
+
+@functools.cache
+def own_yaml(path: str) -> dict:
+    """A YAML of ours as written, `path` without suffix, without what its `defaults:` bring in."""
+    return OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / f"{path}.yaml"))
+
+
+def composed(run: str, *overrides: str) -> DictConfig:
+    """What Hydra makes of a run. verl's main brings verl's config folder into the search path; here it is named."""
+    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
+        return compose(run, overrides=[f"hydra.searchpath=[file://{VERL}/trainer/config]", *overrides])
+
+
+composed_once = functools.cache(composed)
+
+
+@functools.cache
+def schema(run: str) -> dict:
+    """All keys that verl's entry config of this run has, with verl's defaults."""
+    with initialize_config_dir(f"{VERL}/trainer/config", version_base=None):
+        return OmegaConf.to_container(compose(own_yaml(run)["defaults"][0]), resolve=False)
+
+
+def leaves(tree: dict, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value; a list or an empty dict is a value."""
+    flat = {}
+    for name, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat.update(leaves(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def is_within(key: str, section: str) -> bool:
+    return key == section or key.startswith(f"{section}.")
+
+
+@functools.cache
+def dataclass_fields(name: str) -> frozenset[str]:
+    """Fields of verl's config dataclass `name` and its bases, from the source: what instantiating it would accept."""
+    for folder in ("workers/config", "trainer/config", "utils/profiler", "utils/skip"):
+        for path in sorted((VERL / folder).rglob("*.py")):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and node.name == name:
+                    own = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
+                    return frozenset(own).union(*(dataclass_fields(ast.unparse(base)) for base in node.bases))
+    return frozenset()
+
+
+def is_known(key: str, tree: Any) -> bool:
+    """Whether `tree`, verl's composed config, has `key`, leaves its section open, or makes a dataclass with it."""
+    for name in key.split("."):
+        if tree == {}:
+            return True
+        if not isinstance(tree, dict):
+            return False
+        if name not in tree:
+            return name in dataclass_fields(tree.get("_target_", "").rpartition(".")[2])
+        tree = tree[name]
+    return True
+
+
+def own_keys(run: str) -> dict[str, Any]:
+    """Dotted key -> value, of the run's YAML and of what its `defaults:` include from configs/ by `group: option`."""
+    groups = [entry for entry in own_yaml(run)["defaults"] if isinstance(entry, dict)]
+    paths = [f"{group}/{option}" for entry in groups for group, option in entry.items()] + [run]
+    trees = [{name: value for name, value in own_yaml(path).items() if name != "defaults"} for path in paths]
+    return {key: value for tree in trees for key, value in leaves(tree).items()}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_verl_knows_every_key(run: str):
+    keys = [key for key in own_keys(run) if not any(is_within(key, section) for section in OPEN_SECTIONS)]
+    assert [key for key in keys if not is_known(key, schema(run))] == []
+    assert len(keys) > 5
+
+
+@pytest.mark.parametrize(
+    ("key", "known"),
+    [
+        ("actor_rollout_ref.actor.clip_ratio_high", True),
+        ("actor_rollout_ref.actor.clip_higher", False),  # no such key
+        ("actor_rollout_ref.rollout.enable_sleep_mode", True),  # in RolloutConfig, not in rollout.yaml
+        (
+            "actor_rollout_ref.actor.fsdp_config.max_token_len_per_gpu",
+            True,
+        ),  # in EngineConfig, a base of FSDPEngineConfig
+        ("actor_rollout_ref.rollout.engine_kwargs.vllm.anything", True),  # handed on to vLLM
+        ("trainer.v1.sampler.sampler_kwargs.anything", True),  # handed on to the sampler
+        ("trainer.savefreq", False),
+        ("trainer.save_freq.unit", False),
+        ("data.max_length", False),  # SFT's
+    ],
+)
+def test_key_check_tells_known_from_unknown(key: str, known: bool):
+    assert is_known(key, schema("qwen2-32b_dapo")) is known
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_values_have_the_type_of_verls_default(run: str):
+    defaults = leaves(schema(run))
+    for key, value in own_keys(run).items():
+        default = defaults.get(key)
+        if isinstance(default, str | None) or isinstance(value, str) and value.startswith(("${", "???")):
+            continue
+        if key == "trainer.save_freq" and value == "after_each_epoch":
+            continue
+        kind = (int, float) if isinstance(default, int | float) and not isinstance(default, bool) else type(default)
+        assert isinstance(value, kind) and isinstance(value, bool) == isinstance(default, bool), f"{key}: {value!r}"
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_no_key_without_effect_is_set(run: str):
+    dead = {
+        key: use for key in own_keys(run) for section, use in KEYS_WITHOUT_EFFECT.items() if is_within(key, section)
+    }
+    assert dead == {}
+
+
+def test_every_section_without_effect_exists_in_verl():
+    assert [key for key in KEYS_WITHOUT_EFFECT if not is_known(key, schema("qwen2-32b_dapo"))] == []
+
+
+@pytest.mark.parametrize("run", RL_RUNS)
+def test_verl_ext_reads_every_retool_key(run: str):
+    source = "\n".join(path.read_text() for path in (ROOT / "verl_ext").rglob("*.py"))
+    unread = [key for key in leaves(own_yaml(run)["retool"]) if not re.search(rf"\b{key.split('.')[-1]}\b", source)]
+    assert unread == []
+    assert leaves(own_yaml(run)["retool"]).keys() == leaves(own_yaml("qwen2-32b_dapo")["retool"]).keys()
+
+
+@pytest.mark.parametrize(("run", "key", "expected"), [(r, k, v) for r in PUBLISHED for k, v in PUBLISHED[r].items()])
+def test_published_parameter(run: str, key: str, expected: Any):
+    assert OmegaConf.select(composed_once(run), key) == expected
+
+
+@pytest.mark.parametrize("run", RL_RUNS)
+def test_all_four_parts_of_dapo_are_on_and_kl_is_off(run: str):
+    config = composed_once(run)
+    actor = config.actor_rollout_ref.actor
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (0.2, 0.28)
+    assert config.algorithm.filter_groups.enable and config.algorithm.filter_groups.metric in ("acc", "train_acc")
+    assert actor.loss_agg_mode == "token-mean"
+    overlong = config.reward.reward_kwargs.overlong_buffer_cfg
+    assert overlong.enable and overlong.penalty_factor == 1.0
+    assert 0 < overlong.len < config.reward.reward_kwargs.max_resp_len == config.data.max_response_length
+    assert config.algorithm.adv_estimator == "grpo"
+    assert not (config.algorithm.use_kl_in_reward or actor.use_kl_loss)
+
+
+@pytest.mark.parametrize("run", RL_RUNS)
+def test_sampler_filters_by_the_metric_of_the_algorithm_section(run: str):
+    config = composed(run, "algorithm.filter_groups.metric=another")
+    assert config.trainer.v1.sampler.sampler_kwargs.filter_metric == "another"
+
+
+@pytest.mark.parametrize("run", RL_RUNS)
+def test_rl_batches_divide_and_sequences_fit(run: str):
+    config = composed_once(run)
+    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    gpus = trainer.nnodes * trainer.n_gpus_per_node
+    ulysses = actor.fsdp_config.ulysses_sequence_parallel_size
+    longest = config.data.max_prompt_length + config.data.max_response_length  # tokens
+    assert rollout.n > 1, "a group of one has its raw score as advantage"
+    assert config.data.train_batch_size % actor.ppo_mini_batch_size == 0
+    assert gpus % ulysses == 0 and gpus % rollout.tensor_model_parallel_size == 0
+    assert actor.ppo_mini_batch_size * rollout.n % (gpus // ulysses) == 0
+    assert actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu * ulysses >= longest
+    assert rollout.max_model_len is None or rollout.max_model_len >= longest
+    assert config.retool.max_tool_response_tokens < config.data.max_response_length
+
+
+@pytest.mark.parametrize("run", SFT_RUNS)
+def test_sft_batches_divide_and_sequences_fit(run: str):
+    config = composed_once(run)
+    if config.data.use_dynamic_bsz:
+        assert (
+            config.data.max_token_len_per_gpu * config.engine.ulysses_sequence_parallel_size >= config.data.max_length
+        )
+    else:
+        assert config.data.train_batch_size % config.data.micro_batch_size_per_gpu == 0
+
+
+def defined_classes(module: str) -> set[str]:
+    path = ROOT / f"{module.replace('.', '/')}.py"
+    return {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_class_that_a_config_names_exists(run: str):
+    config = composed_once(run)
+    if run in SFT_RUNS:
+        named = [(config.data.custom_cls.path, config.data.custom_cls.name)]
+    else:
+        manager, sampler = config.reward.reward_manager, config.trainer.v1.sampler.custom_sampler
+        assert manager.source == "importlib"
+        named = [(manager.module.path, manager.name), (sampler.path, sampler.name)]
+        agent = config.actor_rollout_ref.rollout.agent
+        loops = {loop.name: loop._target_ for loop in OmegaConf.load(ROOT / agent.agent_loop_config_path)}
+        named.append(loops[agent.default_agent_loop].rsplit(".", 1))
+    for path, name in named:
+        assert name in defined_classes(path.removeprefix("pkg://")), f"{path} has no class {name}"
+
+
+# Launchers -----------------------------------------------------------------------------------------------------------
+
+
+def launcher(run: str) -> Path:
+    return ROOT / "recipe" / "retool" / f"run_{run}.sh"
+
+
+@pytest.fixture
+def fake_python(tmp_path: Path) -> Path:
+    """Stands for Python: prints the folder, the variable and the arguments that a launcher hands on."""
+    path = tmp_path / "python"
+    path.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$PWD" "$VERL_USE_EXTERNAL_MODULES" "$@"\n')
+    path.chmod(0o755)
+    return path
+
+
+def launch(run: str, *args: str, cwd: Path, timeout_s: float = 20, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        ["bash", str(launcher(run)), *args],
+        cwd=cwd,
+        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", ""), **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+
+
+def test_every_run_has_a_launcher_and_every_launcher_a_run():
+    assert RUNS == sorted(path.stem.removeprefix("run_") for path in (ROOT / "recipe" / "retool").glob("run_*.sh"))
+
+
+@pytest.mark.parametrize("args", [("--cfg", "job", "trainer.save_freq=7"), ("trainer.save_freq=7", "--cfg", "job")])
+@pytest.mark.parametrize("run", RUNS)
+def test_launcher_runs_its_config_from_any_folder_with_overrides_last(
+    run: str, args: tuple[str, ...], tmp_path: Path, fake_python: Path
+):
+    result = launch(run, *args, cwd=tmp_path, PYTHON=str(fake_python), OUTPUT_DIR=str(tmp_path / "out"))
+    assert result.returncode == 0, result.stderr
+    folder, external_modules, *argv = result.stdout.splitlines()
+    assert (folder, external_modules) == (str(ROOT), "verl_ext")
+    assert argv[0] == "-m" and argv[1].startswith("verl.trainer."), "printing a run needs one process"
+    hydra_args = get_args_parser().parse_args(argv[2:])  # exits where Hydra would refuse the order
+    assert (ROOT / hydra_args.config_dir, hydra_args.config_name, hydra_args.cfg) == (ROOT / "configs", run, "job")
+    assert hydra_args.overrides[-1] == "trainer.save_freq=7"
+    assert not (tmp_path / "out").exists(), "printing a run must leave nothing behind"
+
+
+@pytest.mark.parametrize(
+    ("run", "variable", "key"),
+    [
+        ("qwen2-32b_sft", "TRAIN_FILE", "data.train_files"),
+        ("qwen2-32b_dapo", "MODEL_PATH", "actor_rollout_ref.model.path"),
+        ("qwen2-32b_dapo", "TRAIN_FILE", "data.train_files"),
+        ("qwen2-32b_dapo", "VAL_FILE", "data.val_files"),
+    ],
+)
+def test_launcher_names_the_missing_input(run: str, variable: str, key: str, tmp_path: Path, fake_python: Path):
+    present = dict.fromkeys(("MODEL_PATH", "TRAIN_FILE", "VAL_FILE"), str(tmp_path))
+    env = {**present, "PYTHON": str(fake_python), "OUTPUT_DIR": str(tmp_path / "out"), "NNODES": "1"}
+    assert launch(run, cwd=tmp_path, **env).returncode == 0
+    missing = launch(run, cwd=tmp_path, **{**env, variable: "/nowhere"})
+    assert missing.returncode == 1 and f"{variable}=/nowhere does not exist." in missing.stderr
+    overridden = launch(run, f"{key}=/elsewhere", cwd=tmp_path, **{**env, variable: "/nowhere"})
+    assert overridden.stdout.splitlines()[-1] == f"{key}=/elsewhere"
+
+
+def test_sft_launcher_joins_nodes_by_variables(tmp_path: Path, fake_python: Path):
+    env = {"PYTHON": str(fake_python), "OUTPUT_DIR": str(tmp_path / "out"), "TRAIN_FILE": str(tmp_path)}
+    refused = launch("qwen2-32b_sft", cwd=tmp_path, NNODES="2", **env)
+    assert refused.returncode != 0 and "MASTER_ADDR" in refused.stderr
+    joined = launch("qwen2-32b_sft", cwd=tmp_path, NNODES="2", NODE_RANK="1", MASTER_ADDR="10.0.0.1", **env)
+    argv = joined.stdout.splitlines()[2:]
+    assert argv[:2] == ["-m", "torch.distributed.run"]
+    assert {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--nproc-per-node=8"} < set(argv)
+
+
+def test_rl_launcher_takes_several_sandboxes(tmp_path: Path, fake_python: Path):
+    urls = "http://10.0.0.1:8080,http://10.0.0.2:8080"
+    result = launch("qwen2-32b_dapo", "--cfg", "job", cwd=tmp_path, PYTHON=str(fake_python), SANDBOX_URL=urls)
+    override = next(line for line in result.stdout.splitlines() if line.startswith("retool.sandbox.urls="))
+    assert list(composed("qwen2-32b_dapo", override).retool.sandbox.urls) == urls.split(",")
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_launcher_help_is_its_header(run: str, tmp_path: Path):
+    result = launch(run, "--help", cwd=tmp_path)
+    assert result.returncode == 0 and f"configs/{run}.yaml" in result.stdout and "#!" not in result.stdout
+
+
+# verl itself ---------------------------------------------------------------------------------------------------------
+
+ACCEPT = """
+import sys
+from omegaconf import OmegaConf
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.utils.import_utils import load_extern_object
+
+config = OmegaConf.load(sys.argv[1])
+if "actor_rollout_ref" in config:
+    from verl.trainer.ppo.reward import resolve_reward_manager_cls
+    validate_config(config, use_reference_policy=False, use_critic=False)
+    for section in ("actor_rollout_ref.rollout", "algorithm"):
+        omega_conf_to_dataclass(OmegaConf.select(config, section))
+    resolve_reward_manager_cls(config)
+    named = config.trainer.v1.sampler.custom_sampler
+else:
+    for section in ("engine", "optim", "checkpoint", "profiler"):
+        omega_conf_to_dataclass(config[section])
+    named = config.data.custom_cls
+load_extern_object(named.path, named.name)
+print("accepted")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("run", RUNS)
+def test_verl_accepts_what_the_launcher_prints(run: str, tmp_path: Path):
+    printed = launch(run, "--cfg", "job", "--resolve", "trainer.save_freq=7", cwd=tmp_path, timeout_s=120)
+    assert printed.returncode == 0, printed.stderr
+    config = OmegaConf.create(printed.stdout)
+    assert config.trainer.save_freq == 7 and config.trainer.experiment_name == run
+    published = {key: value for key, value in PUBLISHED.get(run, {}).items() if key != "trainer.save_freq"}
+    assert {key: OmegaConf.select(config, key) for key in published} == published
+
+    (tmp_path / "run.yaml").write_text(printed.stdout)
+    accepted = subprocess.run(
+        [sys.executable, "-c", ACCEPT, str(tmp_path / "run.yaml")],
+        cwd=ROOT,
+        env={**os.environ, "VERL_USE_EXTERNAL_MODULES": "verl_ext"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert accepted.stdout.endswith("accepted\n"), accepted.stderr

@@ -1,0 +1,219 @@
+import json
+import random
+
+import pytest
+
+from verl_ext.estimators import Estimate
+from verl_ext.evaluation import compare, evaluate, format_comparison, format_evaluation, latest_dump, main, read_dump
+
+
+def row(problem, session, acc, **changes):
+    """A row as verl's PPOTrainer._write_generations writes it with our reward manager's keys."""
+    return {
+        "input": f"user\n{problem}\nassistant\n",
+        "output": "\\boxed{7}",
+        "gts": "7",
+        "score": 2.0 * acc - 1,
+        "step": 40,
+        "reward": 2.0 * acc - 1,
+        "acc": float(acc),
+        "pred": "7" if acc else "5",
+        "verdict": "equal" if acc else "different",
+        "method": "integer",
+        "data_source": "tiny_tools",
+        "finish_reason": "answer",
+        "tool_calls": 1.0,
+        "tool_errors": 0.0,
+        "tool_timeouts": 0.0,
+        "response_tokens": 20.0,
+        "truncated": 0.0,
+        "unverified": 0.0,
+        "sandbox_failure": 0.0,
+        "uid": f"uuid-{problem}_{session}_0",
+    } | changes
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def samples(tmp_path):
+    """Turns rows into what read_dump gives."""
+    return lambda rows: read_dump(write(tmp_path / "dump.jsonl", rows))
+
+
+TWO_PROBLEMS = [
+    row("a", 0, 1, pred="7", tool_calls=1.0, response_tokens=10.0),
+    row("a", 1, 0, pred="5", tool_calls=2.0, tool_errors=1.0, response_tokens=20.0),
+    row("b", 0, 0, pred="3", tool_calls=0.0, response_tokens=30.0, truncated=1.0, finish_reason="max_tokens"),
+    row("b", 1, 0, pred="3", tool_calls=1.0, tool_errors=1.0, tool_timeouts=1.0, response_tokens=40.0),
+]
+
+
+def test_figures_of_two_problems_by_hand(samples):
+    each = evaluate(samples(TWO_PROBLEMS), draws=100)["tiny_tools"]
+    assert (each.num_problems, each.num_samples, each.n, each.k) == (2, 4, 2, 2)
+    assert each.finish_reasons == {"answer": 3, "max_tokens": 1}
+    assert {name: estimate.value for name, estimate in each.metrics.items()} == pytest.approx(
+        {
+            "acc/mean@k": 0.25,  # (1/2 + 0/2) / 2
+            "acc/best@k": 0.5,  # a has a right one, b none
+            "acc/maj@k": 0.25,  # a: "7" and "5" tie, worth 1/2; b: "3" is wrong
+            "tool/code_ratio": 0.75,  # 3 of 4 samples
+            "tool/error_rate": 0.5,  # 2 of 4 calls
+            "tool/timeout_rate": 0.25,  # 1 of 4 calls
+            "turns": 2.0,  # (2 + 3 + 1 + 2) / 4
+            "model_tokens": 25.0,
+            "truncation_rate": 0.25,
+        }
+    )
+
+
+def test_k_below_n_takes_the_unbiased_estimates(samples):
+    rows = [row("a", i, acc, pred=pred) for i, (acc, pred) in enumerate([(1, "7"), (0, "5"), (0, "5"), (0, "5")])]
+    each = evaluate(samples(rows), k=2, draws=10)["tiny_tools"]
+    assert each.metrics["acc/mean@k"].value == 0.25  # of all four
+    assert each.metrics["acc/best@k"].value == 0.5  # 1 - C(3,2)/C(4,2)
+    assert each.metrics["acc/maj@k"].value == 0.25  # blocks "7 5" (tie, 1/2) and "5 5" (0)
+
+
+def test_k_beyond_the_samples_is_refused(samples):
+    with pytest.raises(ValueError, match="k is 3, but .* 1 <= k <= 2"):
+        evaluate(samples(TWO_PROBLEMS), k=3)
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"),
+    [
+        ({"sandbox_failure": 1.0, "finish_reason": "sandbox_failure"}, "sandbox_failure"),
+        ({"unverified": 1.0, "finish_reason": "verifier_unknown"}, "unverified"),
+        ({"acc": None}, "unverified"),
+        ({"sandbox_failure": 1.0, "unverified": 1.0}, "sandbox_failure"),
+    ],
+)
+def test_a_sample_that_the_world_failed_is_not_wrong_but_counted_apart(samples, failure, kind):
+    rows = [row("a", 0, 1), row("a", 1, 0, tool_errors=1.0) | failure, row("b", 0, 1), row("b", 1, 1)]
+    each = evaluate(samples(rows), draws=10)["tiny_tools"]
+    assert each.metrics["acc/mean@k"] == Estimate(1.0, 1.0, 1.0)
+    assert each.metrics["tool/error_rate"].value == 0.0
+    assert each.excluded == {"sandbox_failure": 0, "unverified": 0} | {kind: 1}
+    assert (each.num_samples, each.num_problems_scored, each.num_problems_short) == (4, 2, 1)
+
+
+def test_a_problem_without_any_verdict_is_in_no_figure(samples):
+    rows = [row("a", 0, 1), row("b", 0, 0, sandbox_failure=1.0)]
+    each = evaluate(samples(rows), draws=10)["tiny_tools"]
+    assert (each.num_problems, each.num_problems_scored) == (2, 1)
+    assert each.metrics["acc/mean@k"].value == 1.0
+
+
+def test_nothing_judged_gives_no_figures_and_still_prints(samples):
+    figures = evaluate(samples([row("a", 0, 0, sandbox_failure=1.0)]), draws=10)
+    assert set(figures["tiny_tools"].metrics.values()) == {None}
+    assert " - " in format_evaluation(figures)
+
+
+def test_out_of_distribution_sources_are_apart_and_pooled(samples):
+    rows = [row("a", 0, 1), row("b", 0, 1, data_source="aime")]
+    rows += [row("c", 0, 0, data_source="tiny_tools_ood_large"), row("d", 0, 0, data_source="tiny_tools_ood_chain")]
+    figures = evaluate(samples(rows), draws=10)
+    assert list(figures) == [
+        *("aime", "tiny_tools", "tiny_tools_ood_chain", "tiny_tools_ood_large"),
+        *("in_distribution", "out_of_distribution", "overall"),
+    ]
+    values = {name: each.metrics["acc/mean@k"].value for name, each in figures.items()}
+    assert (values["in_distribution"], values["out_of_distribution"], values["overall"]) == (1.0, 0.0, 0.5)
+
+
+def test_the_same_text_in_two_sources_is_two_problems(samples):
+    figures = evaluate(samples([row("a", 0, 1), row("a", 1, 0, data_source="aime")]), draws=10)
+    assert figures["overall"].num_problems == 2
+
+
+def test_a_problem_listed_twice_is_one_problem_and_leaves_k_alone(samples):
+    rows = [row(name, session, 1) for name in "abc" for session in (0, 1)]
+    rows += [row("a", session, 0, uid=f"uuid-again_{session}_0") for session in (0, 1)]
+    each = evaluate(samples(rows), draws=10)["tiny_tools"]
+    assert (each.num_problems, each.num_samples, each.n) == (3, 8, 2)
+    assert each.metrics["acc/mean@k"].value == pytest.approx((1 / 2 + 1 + 1) / 3)
+
+
+def test_difference_is_paired_by_problem(samples):
+    # Every problem gains exactly one of its two samples, so the difference is sure although either side is not.
+    before = samples([row(str(i), s, (i % 2) * (s == 0)) for i in range(20) for s in (0, 1)])
+    after_rows = [row(str(i), s, (i % 2) or s == 0, uid=f"new-{i}_{s}_0") for i in range(20) for s in (0, 1)]
+    random.Random(0).shuffle(after_rows)
+    after = samples(after_rows)
+    difference = compare(before, after, draws=500)["tiny_tools"]
+    gain = difference.metrics["acc/mean@k"]
+    assert (gain.low, gain.value, gain.high) == pytest.approx((0.5, 0.5, 0.5))
+    side = evaluate(after, draws=500)["tiny_tools"].metrics["acc/mean@k"]
+    assert side.high - side.low > 0.1
+
+
+def test_difference_has_the_sign_of_after_minus_before(samples):
+    before, after = samples([row("a", 0, 1, tool_calls=0.0)]), samples([row("a", 0, 0)])
+    metrics = compare(before, after, draws=10)["tiny_tools"].metrics
+    assert metrics["acc/mean@k"].value == -1.0
+    assert metrics["tool/code_ratio"].value == 1.0
+    assert metrics["tool/error_rate"] is None  # no calls before: 0/0
+
+
+def test_problems_of_one_side_only_are_left_out_and_said(samples):
+    before = samples([row("a", 0, 0), row("b", 0, 1), row("c", 0, 1)])
+    after = samples([row("a", 0, 1), row("b", 0, 1, sandbox_failure=1.0)])
+    difference = compare(before, after, draws=10)
+    assert (difference["tiny_tools"].num_problems, difference["tiny_tools"].num_unmatched) == (1, 2)
+    assert difference["tiny_tools"].metrics["acc/mean@k"].value == 1.0
+    table = format_comparison(evaluate(before, draws=10), evaluate(after, draws=10), difference)
+    assert "2 problems have judged samples in one dump only" in table
+
+
+def test_of_a_session_with_several_outputs_the_last_counts(samples):
+    rows = [row("a", 0, 0, uid="u_0_1", pred="last"), row("a", 0, 1, uid="u_0_0"), row("a", 1, 1, uid="u_1_0")]
+    kept = samples(rows)
+    assert [(sample.uid, sample.pred) for sample in kept] == [("u_0_1", "last"), ("u_1_0", "7")]
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ({key: value for key, value in row("a", 0, 1).items() if key != "tool_calls"}, "no key tool_calls"),
+        (row("a", 0, 1) | {"acc": 0.5}, "acc is 0.5"),
+        (row("a", 0, 1, pred=None), "pred is None, not a string"),
+        (row("a", 0, 1, tool_errors=None), "tool_errors is None, not a finite number"),
+        (row("a", 0, 1, response_tokens=float("nan")), "response_tokens is nan"),
+    ],
+)
+def test_a_malformed_row_is_named_with_file_and_line(tmp_path, broken, message):
+    path = write(tmp_path / "40.jsonl", [row("a", 1, 1), broken])
+    with pytest.raises(ValueError, match=f"40.jsonl, line 2: {message}"):
+        read_dump(path)
+
+
+def test_latest_dump_is_the_one_of_the_highest_step(tmp_path):
+    assert latest_dump(tmp_path) is None
+    for name in ("9.jsonl", "40.jsonl", "notes.jsonl"):
+        write(tmp_path / name, [])
+    assert latest_dump(tmp_path).name == "40.jsonl"
+
+
+def test_command_prints_both_dumps_and_writes_the_same_figures(tmp_path, capsys):
+    before = write(tmp_path / "0.jsonl", TWO_PROBLEMS)
+    (tmp_path / "after").mkdir()
+    write(tmp_path / "after" / "40.jsonl", [row(name, session, 1) for name in "ab" for session in (0, 1)])
+    main([str(before), "--compare", str(tmp_path / "after"), "--json", str(tmp_path / "out.json"), "--draws", "200"])
+    printed = capsys.readouterr().out
+    assert "0.250 [0.000, 0.500]" in printed and "1.000 [1.000, 1.000]" in printed
+    assert "+0.750 [+0.500, +1.000]" in printed
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["dump"]["tiny_tools"]["metrics"]["acc/mean@k"] == {"value": 0.25, "low": 0.0, "high": 0.5}
+    assert written["difference"]["overall"]["metrics"]["acc/mean@k"]["value"] == 0.75
+
+
+def test_command_says_where_no_dump_is(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path)])
+    assert f"No dump at {tmp_path}" in capsys.readouterr().err

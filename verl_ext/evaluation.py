@@ -1,0 +1,395 @@
+"""Accuracy and tool use of a verl validation dump with 95% intervals, and differences on the same problems.
+
+Reads the JSONL files of `trainer.validation_data_dir`, one row a sample. It scores nothing: `acc` is what the reward
+manager found. `python -m verl_ext.evaluation DUMP.jsonl [--compare OTHER.jsonl] [--json OUT]`
+"""
+
+import argparse
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl_ext.estimators import Estimate, bootstrap_ratios, interval_95, majority_acc, pass_at_k, ratio_of_sums
+
+# Each figure is a ratio of sums over problems, so that one resampling of problems serves them all.
+METRICS = (
+    "acc/mean@k",  # mean over problems of the share of right samples
+    "acc/best@k",  # mean over problems of the chance that one of k samples is right (pass@k)
+    "acc/maj@k",  # mean over problems of the acc of the most frequent `pred` of k samples
+    "tool/code_ratio",  # share of samples that ran code
+    "tool/error_rate",  # failed calls / calls
+    "tool/timeout_rate",  # calls over the time limit / calls
+    "turns",  # stretches written by the model: calls + 1
+    "model_tokens",  # tokens of the model, tool output not counted
+    "truncation_rate",  # share of samples cut by the response budget
+)
+NUMBERS = (
+    "score",
+    "tool_calls",
+    "tool_errors",
+    "tool_timeouts",
+    "response_tokens",
+    "truncated",
+    "unverified",
+    "sandbox_failure",
+)
+TEXTS = ("input", "output", "uid", "pred", "data_source", "finish_reason")
+POOLED = ("in_distribution", "out_of_distribution", "overall")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to one problem: a row of the dump, `uid` = "{prompt uid}_{session}_{output index}"."""
+
+    uid: str
+    input: str
+    output: str
+    gts: Any
+    pred: str  # "" when the response gave no answer
+    data_source: str
+    finish_reason: str
+    acc: float | None  # 0 or 1; None when there is no verdict
+    score: float
+    tool_calls: float
+    tool_errors: float
+    tool_timeouts: float
+    response_tokens: float
+    truncated: float
+    unverified: float
+    sandbox_failure: float
+
+    @property
+    def failure(self) -> str | None:
+        """What in the world, not in the model, kept this sample from being judged; None when it was judged."""
+        if self.sandbox_failure:
+            return "sandbox_failure"
+        return "unverified" if self.unverified or self.acc is None else None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures of one group of problems (one data source, or several pooled)."""
+
+    data_sources: list[str]
+    num_problems: int
+    num_problems_scored: int  # with at least one judged sample; the figures are over these
+    num_problems_short: int  # of those, with fewer than k judged samples: best@k and maj@k take what there is
+    num_samples: int
+    excluded: dict[str, int]  # samples the world failed, in none of the figures
+    n: int  # samples a problem, as most have
+    k: int  # of best@k and maj@k
+    finish_reasons: dict[str, int]  # of all samples
+    metrics: dict[str, Estimate | None]  # None: 0/0, e.g. the error rate of no calls
+
+
+@dataclass(frozen=True)
+class Difference:
+    """After minus before on the problems that both have a judged sample of."""
+
+    data_sources: list[str]
+    num_problems: int
+    num_unmatched: int  # problems of either dump that the other has no judged sample of
+    k: int
+    metrics: dict[str, Estimate | None]
+
+
+def evaluate(
+    samples: Sequence[Sample], *, k: int | None = None, draws: int = 10_000, seed: int = 0
+) -> dict[str, Evaluation]:
+    """Figures of every data source, and of several pooled: `in_distribution`, `out_of_distribution`, `overall`.
+
+    A problem is its data source and input text. Samples the world failed (`Sample.failure`) are counted and left out.
+
+    Args:
+        k: samples for best@k and maj@k; by default all n of a problem. mean@k always averages all n.
+        draws: bootstrap resamples of the problems.
+    Raises:
+        ValueError: no samples, or k outside [1, n].
+    """
+    if not samples:
+        raise ValueError("No samples to evaluate. Check that the dump is not empty.")
+    problems = _by_problem(samples)
+    n, k = _counts([problems], k)
+    figures = {}
+    for name, sources in _pools(source for source, _ in problems).items():
+        members = {key: rows for key, rows in problems.items() if key[0] in sources}
+        rows = [row for group in members.values() for row in group]
+        judged = {key: kept for key, group in members.items() if (kept := [row for row in group if not row.failure])}
+        num, den = _stack([_problem_terms(group, k) for group in judged.values()])
+        figures[name] = Evaluation(
+            data_sources=sources,
+            num_problems=len(members),
+            num_problems_scored=len(judged),
+            num_problems_short=sum(len(group) < k for group in judged.values()),
+            num_samples=len(rows),
+            excluded={kind: sum(row.failure == kind for row in rows) for kind in ("sandbox_failure", "unverified")},
+            n=n,
+            k=k,
+            finish_reasons=dict(sorted(Counter(row.finish_reason for row in rows).items())),
+            metrics=_named(ratio_of_sums(num, den), bootstrap_ratios(num, den, draws=draws, seed=seed)),
+        )
+    return figures
+
+
+def compare(
+    before: Sequence[Sample],
+    after: Sequence[Sample],
+    *,
+    k: int | None = None,
+    draws: int = 10_000,
+    seed: int = 0,
+) -> dict[str, Difference]:
+    """Figures of `after` minus those of `before`, paired by problem: one resampling of problems serves both sides.
+
+    Args as for `evaluate`; k defaults to the smaller n of the two. Groups without a common problem are left out.
+    """
+    sides = [_by_problem(before), _by_problem(after)]
+    _, k = _counts(sides, k)
+    judged = [
+        {key: kept for key, rows in side.items() if (kept := [row for row in rows if not row.failure])}
+        for side in sides
+    ]
+    common = [key for key in judged[0] if key in judged[1]]
+    figures = {}
+    for name, sources in _pools(source for side in sides for source, _ in side).items():
+        keys = [key for key in common if key[0] in sources]
+        if not keys:
+            continue
+        terms = [_stack([_problem_terms(side[key], k) for key in keys]) for side in judged]
+        resampled = [bootstrap_ratios(*pair, draws=draws, seed=seed) for pair in terms]
+        figures[name] = Difference(
+            data_sources=sources,
+            num_problems=len(keys),
+            num_unmatched=len({key for side in sides for key in side if key[0] in sources}) - len(keys),
+            k=k,
+            metrics=_named(ratio_of_sums(*terms[1]) - ratio_of_sums(*terms[0]), resampled[1] - resampled[0]),
+        )
+    return figures
+
+
+def is_ood(data_source: str) -> bool:
+    """Out-of-distribution sources carry `_ood` in their name (`tiny_tools_ood_large`)."""
+    return "_ood" in data_source
+
+
+def latest_dump(folder: Path) -> Path | None:
+    """The dump of the highest step (`40.jsonl`) in a `validation_data_dir`; None when it has none."""
+    dumps = [path for path in Path(folder).glob("*.jsonl") if path.stem.isdecimal()]
+    return max(dumps, key=lambda path: int(path.stem), default=None)
+
+
+def read_dump(path: Path) -> list[Sample]:
+    """Samples of a verl validation dump; of a session with several outputs only the last, as verl's own metrics do.
+
+    Raises:
+        ValueError: a row that is no JSON, lacks a key, or has a value of the wrong kind; names the file and line.
+    """
+    last: dict[str, tuple[int, Sample]] = {}
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                sample = _sample(json.loads(line))
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(
+                    f"{path}, line {number}: {error}. Expected a row of verl's validation dump with the keys of "
+                    "verl_ext/reward/manager.py; make it with `trainer.validation_data_dir` and that reward manager."
+                ) from error
+            parts = sample.uid.rsplit("_", 2)
+            session, index = ("_".join(parts[:2]), int(parts[2])) if len(parts) == 3 else (sample.uid, 0)
+            if session not in last or index > last[session][0]:
+                last[session] = (index, sample)
+    return [sample for _, sample in last.values()]
+
+
+def to_json(figures: dict[str, Evaluation] | dict[str, Difference]) -> dict[str, dict]:
+    """Plain dictionaries; an undefined figure is None."""
+    return {name: asdict(figure) for name, figure in figures.items()}
+
+
+def is_shown(group: str, data_sources: Sequence[str]) -> bool:
+    """Whether a group earns a table row: every data source does, a pooled group when it holds more than one."""
+    return group not in POOLED or len(data_sources) > 1
+
+
+def format_estimate(estimate: Estimate | None, *, sign: bool = False) -> str:
+    """`0.312 [0.284, 0.341]`, with `sign` `+0.312 [...]`; `-` when undefined."""
+    if estimate is None:
+        return "-"
+    form = "+.3f" if sign else ".3f"
+    return f"{estimate.value:{form}} [{estimate.low:{form}}, {estimate.high:{form}}]"
+
+
+def format_evaluation(figures: dict[str, Evaluation]) -> str:
+    """Two tables for a terminal: accuracy with intervals, then tool use."""
+    k, n = next((each.k, each.n) for each in figures.values())
+    names = [("acc/mean@k", f"mean@{n}")]
+    if n > 1:
+        names += [("acc/best@k", f"best@{k}"), ("acc/maj@k", f"maj@{k}")]
+    accuracy = [["acc, 95% interval", "problems", "samples", "excluded", *(title for _, title in names)]]
+    behaviour = [["tool use", "code use", "tool errors", "timeouts", "turns", "model tokens", "truncated"]]
+    for name, each in figures.items():
+        if not is_shown(name, each.data_sources):
+            continue
+        counts = [each.num_problems, each.num_samples, sum(each.excluded.values())]
+        accuracy.append([name, *map(str, counts), *(format_estimate(each.metrics[key]) for key, _ in names)])
+        values = [None if each.metrics[key] is None else each.metrics[key].value for key in METRICS[3:]]
+        forms = ["{:.1%}", "{:.1%}", "{:.1%}", "{:.2f}", "{:.1f}", "{:.1%}"]
+        behaviour.append([name, *("-" if v is None else form.format(v) for form, v in zip(forms, values, strict=True))])
+    return f"{_align(accuracy)}\n\n{_align(behaviour)}"
+
+
+def format_comparison(
+    before: dict[str, Evaluation], after: dict[str, Evaluation], difference: dict[str, Difference]
+) -> str:
+    """A table for a terminal: accuracy and code use before and after, and the paired difference."""
+    blocks = []
+    for key, title in (("acc/mean@k", "acc (mean)"), ("tool/code_ratio", "code use")):
+        table = [[f"{title}, 95% interval", "problems", "before", "after", "difference"]]
+        for name, each in difference.items():
+            if not is_shown(name, each.data_sources):
+                continue
+            table.append(
+                [
+                    name,
+                    str(each.num_problems),
+                    format_estimate(before[name].metrics[key]),
+                    format_estimate(after[name].metrics[key]),
+                    format_estimate(each.metrics[key], sign=True),
+                ]
+            )
+        blocks.append(_align(table))
+    unmatched = sum(each.num_unmatched for name, each in difference.items() if name not in POOLED)
+    if unmatched:
+        blocks.append(f"{unmatched} problems have judged samples in one dump only: not in the difference.")
+    return "\n\n".join(blocks)
+
+
+def _align(table: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in table
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    missing = [key for key in (*TEXTS, *NUMBERS, "acc", "gts") if key not in row]
+    if missing:
+        raise ValueError(f"no key {', '.join(missing)}; the row has {', '.join(row)}")
+    for key in TEXTS:
+        if not isinstance(row[key], str):
+            raise ValueError(f"{key} is {row[key]!r}, not a string")
+    numbers = {}
+    for key in NUMBERS:
+        if not isinstance(row[key], int | float) or not math.isfinite(row[key]):
+            raise ValueError(f"{key} is {row[key]!r}, not a finite number")
+        numbers[key] = float(row[key])
+    if row["acc"] is not None and row["acc"] not in (0, 1):
+        raise ValueError(f"acc is {row['acc']!r}, not 0, 1 or null")
+    acc = None if row["acc"] is None else float(row["acc"])
+    return Sample(**{key: row[key] for key in TEXTS}, **numbers, acc=acc, gts=row["gts"])
+
+
+def _by_problem(samples: Iterable[Sample]) -> dict[tuple[str, str], list[Sample]]:
+    problems = defaultdict(list)
+    for sample in samples:
+        problems[sample.data_source, sample.input].append(sample)
+    return dict(problems)
+
+
+def _counts(sides: list[dict[tuple[str, str], list[Sample]]], k: int | None) -> tuple[int, int]:
+    """(n, k): samples that most problems have, of the dump where it is fewer; k is n unless given."""
+    sizes = [Counter(map(len, problems.values())) for problems in sides if problems]
+    n = min((max(each, key=lambda size: (each[size], size)) for each in sizes), default=1)
+    if k is not None and not 1 <= k <= n:
+        raise ValueError(f"k is {k}, but best@k and maj@k need 1 <= k <= {n}, the samples a problem has in the dump.")
+    return n, k or n
+
+
+def _pools(sources: Iterable[str]) -> dict[str, list[str]]:
+    """Group name -> its data sources: each alone, in-distribution ones first, then the pooled groups."""
+    names = sorted(set(sources), key=lambda name: (is_ood(name), name))
+    inside, outside = [name for name in names if not is_ood(name)], [name for name in names if is_ood(name)]
+    pooled = dict(zip(POOLED, (inside, outside, names), strict=True))
+    return {name: [name] for name in names} | {name: members for name, members in pooled.items() if members}
+
+
+def _problem_terms(samples: Sequence[Sample], k: int) -> tuple[list[float], list[float]]:
+    """Numerators and denominators of METRICS for the judged samples of one problem.
+
+    maj@k below n is the mean over disjoint blocks of k samples in dump order (the rest is left out): unbiased, since
+    samples are exchangeable.
+    """
+    m = len(samples)
+    block = min(k, m)
+    accs, preds = [sample.acc for sample in samples], [sample.pred for sample in samples]
+    starts = range(0, m - block + 1, block)
+    maj = [majority_acc(preds[start : start + block], accs[start : start + block]) for start in starts]
+    calls = sum(sample.tool_calls for sample in samples)
+    terms = [
+        (sum(accs) / m, 1),
+        (pass_at_k(m, int(sum(accs)), block), 1),
+        (sum(maj) / len(maj), 1),
+        (sum(sample.tool_calls > 0 for sample in samples), m),
+        (sum(sample.tool_errors for sample in samples), calls),
+        (sum(sample.tool_timeouts for sample in samples), calls),
+        (calls + m, m),
+        (sum(sample.response_tokens for sample in samples), m),
+        (sum(sample.truncated for sample in samples), m),
+    ]
+    return [num for num, _ in terms], [den for _, den in terms]
+
+
+def _stack(terms: list[tuple[list[float], list[float]]]) -> tuple[np.ndarray, np.ndarray]:
+    shape = (len(terms), len(METRICS))
+    return (
+        np.array([num for num, _ in terms], dtype=float).reshape(shape),
+        np.array([den for _, den in terms], dtype=float).reshape(shape),
+    )
+
+
+def _named(values: np.ndarray, resampled: np.ndarray) -> dict[str, Estimate | None]:
+    return {name: interval_95(values[i], resampled[:, i]) for i, name in enumerate(METRICS)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m verl_ext.evaluation", description=__doc__.split("\n")[0])
+    parser.add_argument("dump", type=Path, help="validation dump (JSONL), or its folder: the highest step in it")
+    parser.add_argument("--compare", type=Path, metavar="OTHER", help="a later dump: prints OTHER minus DUMP, paired")
+    parser.add_argument("--k", type=int, help="samples for best@k and maj@k (default: all of a problem)")
+    parser.add_argument("--draws", type=int, default=10_000, help="bootstrap resamples (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures to this file")
+    args = parser.parse_args(argv)
+    settings = {"k": args.k, "draws": args.draws, "seed": args.seed}
+
+    dumps = []
+    for path in filter(None, (args.dump, args.compare)):
+        dump = latest_dump(path) if path.is_dir() else path
+        if dump is None or not dump.is_file():
+            parser.error(f"No dump at {path}. Expected a JSONL file, or a folder with <step>.jsonl.")
+        dumps.append((dump, read_dump(dump)))
+
+    evaluations = [evaluate(samples, **settings) for _, samples in dumps]
+    for (path, _), figures in zip(dumps, evaluations, strict=True):
+        print(f"{path}\n{format_evaluation(figures)}\n")
+    result = {"dump": to_json(evaluations[0])}
+    if args.compare:
+        difference = compare(dumps[0][1], dumps[1][1], **settings)
+        print(f"{dumps[1][0]} minus {dumps[0][0]}\n{format_comparison(*evaluations, difference)}")
+        result |= {"other": to_json(evaluations[1]), "difference": to_json(difference)}
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

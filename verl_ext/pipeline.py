@@ -1,0 +1,251 @@
+"""The quickstart: data, SFT, merge, RL, merge, evaluation and report, as one resumable pipeline of the real commands.
+
+    python -m verl_ext.pipeline [--stage STAGE] [--fresh] [--out DIR] ...
+
+scripts/quickstart.sh sets up the environment and calls this. Each stage is a launcher of recipe/ or a command that README names;
+this file only orders them, shows how they progress, and sees to it that nothing they started outlives them (verl_ext/supervise.py).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_ext.sandbox.launch import running_server
+from verl_ext.supervise import CommandFailed, Supervisor, show_rl_progress, show_sft_progress
+
+REPO = Path(__file__).resolve().parents[1]
+STAGES = ("data", "sft", "merge", "rl", "eval", "report")
+
+
+@dataclass
+class Run:
+    """One quickstart: where it writes, and the overrides its stages get."""
+
+    out: Path
+    seed: int
+    data_args: list[str]
+    sft: list[str]
+    rl: list[str]
+    supervisor: Supervisor
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the launchers in recipe/ read."""
+        return {"PYTHON": sys.executable, "DATA_DIR": str(self.out / "data")}
+
+    def stamp(self) -> dict[str, object]:
+        """The settings that every stage's result depends on."""
+        return {"seed": self.seed, "data": self.data_args, "sft": self.sft, "rl": self.rl}
+
+
+def make_data(run: Run) -> None:
+    """Word problems, tokenizer and random initial model."""
+    tools = REPO / "data" / "tiny_tools"
+    seed = ["--seed", str(run.seed)]
+    log = run.out / "data.log"
+    run.supervisor.run(
+        [sys.executable, str(tools / "prepare.py"), "--out", str(run.out / "data"), *seed, *run.data_args], log=log
+    )
+    run.supervisor.run([sys.executable, str(tools / "build_model.py"), "--out", str(run.out / "model"), *seed], log=log)
+
+
+def train_sft(run: Run) -> None:
+    run.supervisor.run(
+        ["bash", str(REPO / "recipe/retool/run_tiny_sft.sh"), *run.sft],
+        log=run.out / "sft" / "log.txt",
+        env=run.environment | {"MODEL_PATH": str(run.out / "model"), "OUTPUT_DIR": str(run.out / "sft")},
+        watch=show_sft_progress(run.out / "sft"),
+    )
+
+
+def train_rl(run: Run) -> None:
+    with running_server() as url:
+        run.supervisor.run(
+            ["bash", str(REPO / "recipe/retool/run_tiny_dapo.sh"), *run.rl],
+            log=run.out / "rl" / "log.txt",
+            env=run.environment
+            | {
+                "MODEL_PATH": str(run.out / "sft" / "merged"),
+                "OUTPUT_DIR": str(run.out / "rl"),
+                "SANDBOX_URL": url,
+            },
+            watch=show_rl_progress(run.out / "rl"),
+        )
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that `latest_checkpointed_iteration.txt`, written last, names; None if there is none."""
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    return folder / f"global_step_{tracker.read_text().strip()}" if tracker.exists() else None
+
+
+def merge(run: Run, name: str) -> None:
+    """Merge the last checkpoint of "sft" or "rl" into a Hugging Face folder, as README does by hand."""
+    checkpoint = latest_checkpoint(run.out / name)
+    if checkpoint is None:
+        raise CommandFailed(f"There is no checkpoint in {run.out / name}. Run `--stage {name}` first.")
+    shards = checkpoint / "actor" if name == "rl" else checkpoint
+    target = run.out / name / "merged"
+    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    run.supervisor.run(
+        [*command, "--local_dir", str(shards), "--target_dir", f"{target}.part"],
+        log=run.out / name / "merge.log",
+        env={"VERL_USE_EXTERNAL_MODULES": "verl_ext"},
+    )
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(f"{target}.part", target)
+
+
+def evaluate(run: Run, when: str) -> None:
+    """Roll out the evaluation problems with the merged model of "before" (SFT) or "after" (RL), tools on."""
+    model = run.out / ("sft" if when == "before" else "rl") / "merged"
+    target = run.out / "eval" / when
+    shutil.rmtree(target, ignore_errors=True)
+    with running_server() as url:
+        run.supervisor.run(
+            [
+                *("bash", str(REPO / "recipe/retool/run_tiny_dapo.sh"), *run.rl),
+                *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),
+                f"trainer.validation_data_dir='{target}'",
+                *("trainer.save_freq=-1", "trainer.experiment_name=tiny_eval"),
+            ],
+            log=run.out / "eval" / f"{when}.log",
+            env=run.environment
+            | {"MODEL_PATH": str(model), "OUTPUT_DIR": str(run.out / "eval" / f"{when}_run"), "SANDBOX_URL": url},
+        )
+    if not list(target.glob("*.jsonl")):
+        raise CommandFailed(f"The evaluation wrote no samples into {target}; see {run.out / 'eval' / when}.log.")
+
+
+def report(run: Run) -> None:
+    run.supervisor.run([sys.executable, "-m", "verl_ext.report", "--run", str(run.out)], log=None)
+
+
+# name, its stage, what it does, how, the steps that must be done before it
+STEPS: list[tuple[str, str, str, Callable[[Run], None], tuple[str, ...]]] = [
+    ("data", "data", "word problems, tokenizer, random model", make_data, ()),
+    ("sft", "sft", "multi-turn SFT, FSDP2 on two ranks", train_sft, ("data",)),
+    ("merge_sft", "merge", "FSDP shards -> Hugging Face folder", lambda run: merge(run, "sft"), ("sft",)),
+    ("rl", "rl", "DAPO RL with the code sandbox", train_rl, ("merge_sft",)),
+    ("merge_rl", "merge", "FSDP shards -> Hugging Face folder", lambda run: merge(run, "rl"), ("rl",)),
+    ("eval_before", "eval", "held-out problems, before RL", lambda run: evaluate(run, "before"), ("merge_sft",)),
+    ("eval_after", "eval", "held-out problems, after RL", lambda run: evaluate(run, "after"), ("merge_rl",)),
+]
+
+
+class Journal:
+    """`stages.json`: which steps are done, when, and with which settings."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.entries: list[dict] = json.loads(path.read_text()) if path.exists() else []
+
+    def done(self, step: str) -> bool:
+        return any(entry["stage"] == step and entry["status"] == "done" for entry in self.entries)
+
+    def check(self, stamp: dict[str, object]) -> None:
+        """Raise SystemExit if what is there was made with other settings."""
+        old = next((entry["settings"] for entry in self.entries), stamp)
+        if old != stamp:
+            raise SystemExit(
+                f"{self.path.parent} holds a run with other settings:\n  there: {old}\n  now:   {stamp}\n"
+                "Start over with --fresh, or write elsewhere with --out."
+            )
+
+    def add(self, **entry: object) -> None:
+        self.entries = [old for old in self.entries if old["stage"] != entry["stage"]] + [dict(entry)]
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.entries, indent=2) + "\n")
+        part.replace(self.path)
+
+    def wall_s(self, step: str) -> float:
+        """Seconds that earlier, broken attempts at the step took."""
+        return sum(entry["wall_s"] for entry in self.entries if entry["stage"] == step)
+
+
+def run_pipeline(run: Run, stages: list[str]) -> None:
+    """Run the steps of `stages` that are not done yet; the report always.
+
+    Raises:
+        CommandFailed: a command failed, or a step that `stages` leaves out was not run before.
+    """
+    journal = Journal(run.out / "stages.json")
+    journal.check(run.stamp())
+    for step, stage, title, action, needs in STEPS:
+        if stage not in stages:
+            continue
+        if journal.done(step):
+            print(f"[{step}] done already", flush=True)
+            continue
+        missing = [need for need in needs if not journal.done(need)]
+        if missing:
+            if step in ("merge_rl", "eval_after"):  # the stage has another step, which does not need RL
+                print(f"[{step}] skipped: {missing[0]} was not run", flush=True)
+                continue
+            raise CommandFailed(f"[{step}] needs {missing[0]}, which was not run. Run the quickstart without --stage.")
+        print(f"[{step}] {title}", flush=True)
+        started, before = time.time(), journal.wall_s(step)
+        entry = {"stage": step, "started": started, "settings": run.stamp()}
+        try:
+            action(run)
+        except BaseException:
+            wall_s = before + time.time() - started
+            journal.add(**entry, finished=time.time(), wall_s=wall_s, status="broken", peak_gb=run.supervisor.peak_gb())
+            raise
+        wall_s = before + time.time() - started
+        journal.add(**entry, finished=time.time(), wall_s=wall_s, status="done", peak_gb=run.supervisor.peak_gb())
+        print(f"[{step}] {wall_s:.0f} s", flush=True)
+    if "report" in stages:
+        report(run)
+
+
+def delete_run(out: Path) -> None:
+    """Delete an output folder, unless it looks like something else: --out may be mistyped.
+
+    Raises:
+        SystemExit: it lies outside of outputs/ and has no stages.json.
+    """
+    if not (out / "stages.json").exists() and not out.is_relative_to(REPO / "outputs") and any(out.iterdir()):
+        raise SystemExit(f"--fresh would delete {out}, which holds no run (no stages.json). Delete it by hand, or change --out.")
+    shutil.rmtree(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="quickstart.sh",
+        description="Teach a tiny language model to use a code interpreter: SFT, DAPO RL, evaluation and report, "
+        "with the real verl and vLLM, on a CPU. A second call reuses what is done and resumes what was broken off.",
+    )
+    parser.add_argument("--stage", choices=STAGES, action="append", help="only this stage (may be repeated)")
+    parser.add_argument("--fresh", action="store_true", help="delete the output folder first")
+    parser.add_argument("--out", type=Path, default=REPO / "outputs" / "quickstart", help="default: outputs/quickstart")
+    parser.add_argument("--seed", type=int, default=0, help="of data, initial weights and sampling (default: 0)")
+    parser.add_argument("--data", action="append", default=[], metavar="ARG", help="argument of data/tiny_tools/prepare.py")
+    parser.add_argument("--sft", action="append", default=[], metavar="KEY=VALUE", help="Hydra override of configs/tiny_sft.yaml")
+    parser.add_argument("--rl", action="append", default=[], metavar="KEY=VALUE", help="Hydra override of configs/tiny_dapo.yaml")
+    args = parser.parse_args()
+    out = args.out.resolve()
+    if args.fresh and out.exists():
+        delete_run(out)
+    out.mkdir(parents=True, exist_ok=True)
+    seeds = [f"data.seed={args.seed}", f"actor_rollout_ref.rollout.seed={args.seed}"]
+    with Supervisor() as supervisor:
+        run = Run(out, args.seed, args.data, args.sft, seeds + args.rl, supervisor)
+        try:
+            run_pipeline(run, args.stage or list(STAGES))
+        except CommandFailed as error:
+            raise SystemExit(f"quickstart: {error}") from None
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("quickstart: interrupted; the same command goes on from here") from None

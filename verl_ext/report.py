@@ -1,0 +1,355 @@
+"""One self-contained page (`report.html`) and `summary.json` of a run: SFT, RL, evaluation before and after.
+
+`python -m verl_ext.report --run outputs/quickstart`. Presents what the stages left in the run's folder; a part
+that is missing is named on the page with the command that makes it. How the page looks: report_template.html.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import yaml
+from markupsafe import Markup
+
+from verl_ext import evaluation
+from verl_ext.charts import Series, interval_strip, line_chart, stacked_chart
+from verl_ext.evaluation import Difference, Evaluation
+from verl_ext.rollout_view import Rollout, pick_rollouts, pick_training_rollouts, split_rollout
+from verl_ext.run_record import Metrics, Run, environment, read_run, step_times, warm_step
+
+MAKES = {
+    "evaluation before RL": ("eval/before/<step>.jsonl", "bash scripts/quickstart.sh --stage eval"),
+    "evaluation after RL": ("eval/after/<step>.jsonl", "bash scripts/quickstart.sh --stage eval"),
+    "SFT metrics": ("sft/metrics-<start>.jsonl", "bash scripts/quickstart.sh --stage sft"),
+    "RL metrics": ("rl/metrics-<start>.jsonl", "bash scripts/quickstart.sh --stage rl"),
+    "rollouts": ("eval/before, eval/after or rl/rollouts", "bash scripts/quickstart.sh --stage eval"),
+    "stage times": ("stages.json", "bash scripts/quickstart.sh"),
+    "SFT configuration": ("sft/hydra/config.yaml", "bash scripts/quickstart.sh --stage sft"),
+    "RL configuration": ("rl/hydra/config.yaml", "bash scripts/quickstart.sh --stage rl"),
+}  # part of the page -> the file it needs, the command that makes it
+
+
+class Curve(NamedTuple):
+    """A chart of one RL metric."""
+
+    key: str
+    title: str
+    unit: str
+    note: str
+    include: tuple[float, ...] = ()  # values the y axis must reach
+
+
+RL_CURVES = (
+    Curve("train/acc", "accuracy", "share right", "all generated groups, before dynamic sampling", (0, 1)),
+    Curve("critic/score/mean", "reward", "mean score", "groups trained on, after dynamic sampling"),
+    Curve("tool/code_ratio", "code use", "share of responses", "responses that ran code at least once", (0, 1)),
+    Curve(
+        "tool/error_rate", "tool errors", "share of calls", "calls that ended in an error of the model's code", (0, 0.1)
+    ),
+    Curve("actor/entropy", "entropy", "nats per token", "of the policy, over its own tokens", (0,)),
+    Curve("response_length/mean", "response length", "tokens", "mean, tool output included"),
+    Curve(
+        "training/rollout_actor_probs_pearson_corr",
+        "rollout engine against trainer",
+        "Pearson correlation",
+        "of token probabilities; close to 1 when the weights are in sync",
+        (0.99, 1),
+    ),
+)
+SETTINGS = (
+    ("prompts per step", "data.train_batch_size"),
+    ("samples per prompt", "actor_rollout_ref.rollout.n"),
+    ("prompts per mini-batch", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+    ("learning rate", "actor_rollout_ref.actor.optim.lr"),
+    ("clip low", "actor_rollout_ref.actor.clip_ratio_low"),
+    ("clip high", "actor_rollout_ref.actor.clip_ratio_high"),
+    ("loss aggregation", "actor_rollout_ref.actor.loss_agg_mode"),
+    ("dynamic sampling", "algorithm.filter_groups.enable"),
+    ("response budget (tokens)", "data.max_response_length"),
+    ("temperature", "actor_rollout_ref.rollout.temperature"),
+)  # of the RL configuration, shown above the whole of it
+
+
+class Figures(NamedTuple):
+    """The evaluation: groups of problems by name; empty where a dump is missing."""
+
+    before: dict[str, Evaluation]
+    after: dict[str, Evaluation]
+    difference: dict[str, Difference]
+
+
+def write_report(folder: Path) -> str:
+    """Writes report.html and summary.json into the run's folder and returns the result table for the console.
+
+    Raises:
+        FileNotFoundError: no such folder.
+        ValueError: a file in it is malformed.
+    """
+    run = read_run(folder)
+    figures = evaluate_run(run)
+    summary = summarize(run, figures)
+    page = render(run, summary)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / "report.html").write_text(page, encoding="utf-8")
+    return f"{console_table(figures, summary)}\nReport: {folder / 'report.html'}"
+
+
+def evaluate_run(run: Run) -> Figures:
+    """Figures before and after RL, and their paired difference where both are there."""
+    return Figures(
+        before=evaluation.evaluate(run.before) if run.before else {},
+        after=evaluation.evaluate(run.after) if run.after else {},
+        difference=evaluation.compare(run.before, run.after) if run.before and run.after else {},
+    )
+
+
+def summarize(run: Run, figures: Figures) -> dict[str, Any]:
+    """The content of summary.json: the same keys whatever is missing; None or empty where there is nothing to say."""
+    rl_keys = [curve.key for curve in RL_CURVES] + ["timing_s/step"]
+    rl_keys += sorted({key for values in run.rl.steps.values() for key in values if held_out_source(key)})
+    walls = [stage["wall_s"] for stage in run.stages if stage["wall_s"] is not None]
+    found = {
+        "evaluation before RL": run.before,
+        "evaluation after RL": run.after,
+        "SFT metrics": run.sft.steps,
+        "RL metrics": run.rl.steps,
+        "rollouts": run.before or run.after or run.training_rollouts,
+        "stage times": run.stages,
+        "SFT configuration": run.configs.get("SFT"),
+        "RL configuration": run.configs.get("RL"),
+    }
+    return {
+        "run": run.folder.resolve().name,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "verdict": verdict(figures),
+        "headline": headline(figures),
+        "evaluation": {side: evaluation.to_json(groups) for side, groups in figures._asdict().items()},
+        "sft": {
+            "steps": max(run.sft.steps, default=0),
+            "train_loss": _last(run.sft, "train/loss"),
+            "val_loss": _last(run.sft, "val/loss"),
+        },
+        "rl": {"steps": max(run.rl.steps, default=0), "warm_step": warm_step(run.rl)},
+        "curves": {
+            "sft": {key: _curve_json(run.sft, key) for key in ("train/loss", "val/loss")},
+            "rl": {key: _curve_json(run.rl, key) for key in rl_keys},
+        },
+        "stages": run.stages,
+        "total_wall_s": sum(walls) if walls else None,
+        "peak_gb": max((stage["peak_gb"] for stage in run.stages if stage["peak_gb"]), default=None),
+        "environment": environment(),
+        "missing": [part for part, content in found.items() if not content],
+    }
+
+
+def headline(figures: Figures) -> dict[str, Any] | None:
+    """Accuracy (mean@k) on the in-distribution sources pooled (all, where there are none); None if not evaluated."""
+    present = figures.after or figures.before
+    if not present:
+        return None
+    group = "in_distribution" if "in_distribution" in present else "overall"
+    estimates = {
+        side: groups[group].metrics["acc/mean@k"] if group in groups else None
+        for side, groups in figures._asdict().items()
+    }
+    return {
+        "group": group,
+        "data_sources": present[group].data_sources,
+        "num_problems": present[group].num_problems_scored,
+        **{side: None if estimate is None else asdict(estimate) for side, estimate in estimates.items()},
+    }
+
+
+def verdict(figures: Figures) -> str:
+    """One sentence: what RL did to accuracy, as far as the interval of the paired difference allows to say."""
+    top = headline(figures)
+    if top is None:
+        return "This run has not been evaluated yet."
+    where = f"{top['num_problems']} held-out problems of {', '.join(top['data_sources'])}"
+    if change := top["difference"]:
+        span = f"from {_percent(top['before'])} to {_percent(top['after'])}"
+        points = f"{_points(change)} points"
+        if change["low"] > 0:
+            return f"RL raised accuracy {span} on {where}: {points}."
+        if change["high"] < 0:
+            return f"RL lowered accuracy {span} on {where}: {points}."
+        return f"RL did not measurably change accuracy ({span}) on {where}: {points}, an interval that holds 0."
+    side = next((side for side in ("after", "before") if top[side]), None)
+    if side is None:
+        return f"No sample could be judged on {where}; see the excluded ones below."
+    return f"Accuracy {side} RL is {_percent(top[side])} on {where}."
+
+
+def console_table(figures: Figures, summary: dict[str, Any]) -> str:
+    """The result for a terminal: both evaluations, the difference, step time, and what is missing."""
+    lines = []
+    for side, groups in (("Before", figures.before), ("After", figures.after)):
+        if groups:
+            lines.append(f"{side} RL\n{evaluation.format_evaluation(groups)}\n")
+    if figures.difference:
+        lines.append(f"{evaluation.format_comparison(*figures)}\n")
+    lines.append(summary["verdict"])
+    if warm := summary["rl"]["warm_step"]:
+        split = ", ".join(f"{part} {seconds:.2f}" for part, seconds in warm["split_s"].items())
+        lines.append(f"Warm RL step: {warm['median_s']:.2f} s, median of {warm['num_steps']} ({split})")
+    if summary["total_wall_s"] is not None:
+        lines.append(f"All stages: {_duration(summary['total_wall_s'])}")
+    lines += [f"Missing: {part}, {MAKES[part][0]} (`{MAKES[part][1]}` makes it)" for part in summary["missing"]]
+    return "\n".join(lines)
+
+
+def render(run: Run, summary: dict[str, Any]) -> str:
+    """The page, from what was read and the summary's figures. All but our own SVG is HTML-escaped."""
+    env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    env.filters |= {"percent": _percent, "points": _points, "duration": _duration, "segments": split_rollout}
+    steps, parts = step_times(run.rl)
+    rows = _table_rows(summary["evaluation"])
+    config = yaml.safe_load(run.configs["RL"]) if "RL" in run.configs else None
+    return env.get_template("report_template.html").render(
+        summary=summary,
+        groups=[row for row in rows if evaluation.is_shown(row["name"], row["data_sources"])],
+        top=next((row for row in rows if row["name"] == summary["headline"]["group"]), None),
+        rl_charts=[(curve, _rl_chart(curve, run.rl, summary)) for curve in RL_CURVES] if run.rl.steps else [],
+        sft_chart=_sft_chart(run.sft),
+        time_chart=_time_chart(steps, parts),
+        columns=_columns(pick_rollouts(run.before, run.after) or pick_training_rollouts(run.training_rollouts)),
+        longest_stage_s=max((stage["wall_s"] or 0 for stage in run.stages), default=0),
+        configs=run.configs,
+        settings=[(label, value) for label, key in SETTINGS if (value := _lookup(config, key)) is not None],
+        makes=MAKES,
+        strip=lambda before, after: interval_strip(_triple(before), _triple(after)),
+    )
+
+
+def held_out_source(key: str) -> str | None:
+    """The data source of verl's validation key `val-core/<data source>/acc/mean@<n>`; None for other keys."""
+    match = re.fullmatch(r"val-core/(.+)/acc/mean@\d+", key)
+    return match[1] if match else None
+
+
+def _table_rows(sides: dict[str, dict[str, dict]]) -> list[dict[str, Any]]:
+    """A group's figures before and after and their difference, for every group of problems."""
+    names = dict.fromkeys([*sides["before"], *sides["after"]])
+    rows = [
+        {"name": name, "label": name.replace("_", " ") if name in evaluation.POOLED else name}
+        | {side: groups.get(name) for side, groups in sides.items()}
+        for name in names
+    ]
+    return [row | {"data_sources": (row["after"] or row["before"])["data_sources"]} for row in rows]
+
+
+def _time_chart(steps: list[int], parts: dict[str, list[float]]) -> Markup | None:
+    if not steps:
+        return None
+    return stacked_chart(steps, parts, x_label="RL step", y_label="seconds", title="Step time")
+
+
+def _rl_chart(curve: Curve, rl: Metrics, summary: dict[str, Any]) -> Markup | None:
+    """The chart of one metric, None when it was not logged; accuracy also shows the held-out problems."""
+    x, y = rl.curve(curve.key)
+    series = [Series("training", x, y)] if x else []
+    if curve.key == "train/acc":
+        for key in summary["curves"]["rl"]:
+            if source := held_out_source(key):
+                series.append(Series(f"held out: {source}", *rl.curve(key), points=True))
+        top, last = summary["headline"], summary["rl"]["steps"]
+        ends = [(step, top[side]) for step, side in ((0, "before"), (last, "after")) if top and top[side]]
+        if ends:
+            spread = [(end["low"], end["high"]) for _, end in ends]
+            values = [end["value"] for _, end in ends]
+            series.append(Series("held out, with interval", [step for step, _ in ends], values, True, spread))
+    if not series:
+        return None
+    return line_chart(series, x_label="RL step", y_label=curve.unit, title=curve.title, include=curve.include)
+
+
+def _sft_chart(sft: Metrics) -> Markup | None:
+    """Training and validation loss; a logarithmic axis when the loss falls more than tenfold."""
+    curves = [("training", "train/loss", False), ("validation", "val/loss", True)]
+    series = [Series(name, *sft.curve(key), points=points) for name, key, points in curves if sft.curve(key)[0]]
+    if not series:
+        return None
+    losses = [loss for each in series for loss in each.y]
+    log = min(losses) > 0 and max(losses) > 10 * min(losses)
+    return line_chart(series, x_label="SFT step", y_label="nats per token", title="SFT loss", log=log)
+
+
+def _curve_json(metrics: Metrics, key: str) -> dict[str, list]:
+    steps, values = metrics.curve(key)
+    return {"step": steps, "value": values}
+
+
+def _columns(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """By where they come from ("Before RL", "After RL"), in the order given."""
+    columns: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        columns.setdefault(rollout.where, []).append(rollout)
+    return columns
+
+
+def _last(metrics: Metrics, key: str) -> float | None:
+    return (metrics.curve(key)[1] or [None])[-1]
+
+
+def _lookup(config: Any, dotted: str) -> Any:
+    for name in dotted.split("."):
+        config = config.get(name) if isinstance(config, dict) else None
+    return config
+
+
+def _triple(estimate: dict[str, float] | None) -> tuple[float, float, float] | None:
+    return estimate and (estimate["value"], estimate["low"], estimate["high"])
+
+
+def _percent(estimate: dict[str, float] | None, *, interval: bool = True) -> str:
+    """`31.2% [28.4, 34.1]`"""
+    if estimate is None:
+        return "-"
+    ends = f" [{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]" if interval else ""
+    return f"{100 * estimate['value']:.1f}%{ends}"
+
+
+def _points(estimate: dict[str, float] | None) -> str:
+    """A difference in percentage points: `+62.9 [+59.0, +66.8]`."""
+    if estimate is None:
+        return "-"
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * estimate[end] for end in ("value", "low", "high")))
+
+
+def _duration(seconds: float | None) -> str:
+    """`4.2 s`, `5 min 07 s`, `3 h 05 min`."""
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m verl_ext.report", description=__doc__.split("\n")[0])
+    parser.add_argument("--run", type=Path, required=True, help="the run's folder, e.g. outputs/quickstart")
+    args = parser.parse_args(argv)
+    try:
+        print(write_report(args.run))
+    except (FileNotFoundError, ValueError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""The verl reward manager: turns `score_answer` into the reward of one rollout, and says what it did.
+
+In a YAML (the settings under `reward_kwargs` are those of `RewardOptions`):
+
+    reward:
+      reward_manager: {source: importlib, name: RetoolRewardManager, module: {path: pkg://verl_ext.reward.manager}}
+      reward_kwargs: {max_resp_len: 16384, overlong_buffer_cfg: {enable: true, len: 4096}}
+
+It is registered as "retool" too, for processes that have imported this module. Written for verl 0.9.1.
+"""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from verl import DataProto
+from verl.experimental.reward_loop.reward_manager import register
+from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
+
+from verl_ext.reward.overlong import overlong_penalty
+from verl_ext.reward.score import Score, score_answer
+
+logger = logging.getLogger(__name__)
+
+COPIED_COUNTS = ("tool_calls", "tool_errors", "tool_timeouts", "truncated")
+
+
+@dataclass(frozen=True)
+class RewardOptions:
+    """What is configured under `reward.reward_kwargs`; the first three names are verl's DAPO manager's.
+
+    The plain reward is +1 for a right answer and -1 otherwise. DAPO adds the overlong penalty to it, so that the sum
+    lies in [-2, 1]: a wrong answer that is too long is worse than a wrong one.
+
+    Attributes:
+        max_resp_len: tokens, L_max of DAPO's Eq. 13; None takes `data.max_response_length`.
+        overlong_buffer: tokens, L_cache of Eq. 13 (`overlong_buffer_cfg.len`); None without the penalty.
+        overlong_factor: weight of the penalty (`overlong_buffer_cfg.penalty_factor`).
+        overlong_counts: "response" counts all response tokens, as DAPO does; "model" leaves tool output out.
+        reward_floor: the reward is never below this; None (DAPO) sets no floor.
+        random_reward_p: control experiment. The trained reward is +1 with this probability whatever the response,
+            drawn by a hash of the sample; `acc` stays the truth. A policy must not improve on it.
+        random_reward_seed: another seed draws other random rewards.
+    """
+
+    max_resp_len: int
+    overlong_buffer: int | None = None
+    overlong_factor: float = 1.0
+    overlong_counts: str = "response"
+    reward_floor: float | None = None
+    random_reward_p: float | None = None
+    random_reward_seed: int = 0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "RewardOptions":
+        """Read `reward.reward_kwargs` of a whole verl config.
+
+        Raises:
+            ValueError: a key that means nothing here (Hydra would accept it in silence), or a value out of range.
+        """
+        settings = dict(config["reward"].get("reward_kwargs") or {})
+        buffer_cfg = dict(settings.pop("overlong_buffer_cfg", None) or {})
+        known = {field.name for field in fields(cls)} - {"overlong_buffer", "overlong_factor"}
+        unknown = [key for key in settings if key not in known]
+        # `log` is verl's: here the penalty is always logged, as reward_overlong.
+        unknown += [
+            f"overlong_buffer_cfg.{k}" for k in buffer_cfg if k not in ("enable", "len", "penalty_factor", "log")
+        ]
+        if unknown:
+            raise ValueError(
+                f"Unknown under reward.reward_kwargs: {', '.join(sorted(unknown))}. Expected some of "
+                f"{', '.join(sorted(known))}, overlong_buffer_cfg.{{enable,len,penalty_factor,log}}."
+            )
+        if settings.get("max_resp_len") is None:
+            settings["max_resp_len"] = config["data"]["max_response_length"]
+        if buffer_cfg.get("enable", False):
+            settings["overlong_buffer"] = buffer_cfg.get("len")
+            settings["overlong_factor"] = buffer_cfg.get("penalty_factor", 1.0)
+        options = cls(**settings)
+        if options.overlong_counts not in ("response", "model"):
+            raise ValueError(f"overlong_counts is {options.overlong_counts!r}: expected 'response' or 'model'.")
+        if options.random_reward_p is not None and not 0.0 <= options.random_reward_p <= 1.0:
+            raise ValueError(f"random_reward_p is {options.random_reward_p}: expected a probability, or null.")
+        if buffer_cfg.get("enable", False):  # raises here, at start-up, if the lengths do not fit
+            overlong_penalty(torch.tensor([0]), max_length=options.max_resp_len, buffer=options.overlong_buffer or 0)
+        return options
+
+
+@register("retool")
+class RetoolRewardManager(RewardManagerBase):
+    """+1/-1 on the answer in the model's own tokens, with DAPO's overlong penalty and a control as options.
+
+    A sample that the world failed (`extra_fields.finish_reason == "sandbox_failure"`, or an answer that could not be
+    verified in time) is not scored as wrong: it gets the reward 0.0, halfway between right and wrong, and the flag
+    `sandbox_failure` or `unverified`, by which the sampler leaves its group out (verl_ext/replay_buffer.py).
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        compute_score: Any = None,
+        reward_router_address: str | None = None,
+        reward_model_tokenizer: Any = None,
+    ):
+        """Called by verl. `compute_score` and the reward model's arguments are not used.
+
+        Raises:
+            ValueError: `reward.reward_kwargs` has an unknown or impossible setting, or a custom reward function is
+                configured, which this manager would ignore.
+        """
+        super().__init__(config, tokenizer, compute_score)
+        custom = (config["reward"].get("custom_reward_function") or {}).get("path")
+        if custom:
+            raise ValueError(
+                f"reward.custom_reward_function.path is {custom!r}, but RetoolRewardManager scores with "
+                "verl_ext.reward.score_answer only. Remove the path, or set reward.reward_manager.name=naive."
+            )
+        self.options = RewardOptions.from_config(config)
+        self.num_scored = 0
+        self.num_unverified = 0
+
+    async def run_single(self, data: DataProto) -> dict[str, Any]:
+        """Score one rollout (of several outputs the last one), in a thread: a verifier may take seconds.
+
+        Returns:
+            `reward_score`, and `reward_extra_info` with the same keys for every sample: `acc` (the truth, 0 or 1; 0
+            when unverified), `train_acc` (what the reward was made of), `reward_base`, `reward_overlong`, `unverified`,
+            `sandbox_failure`, `response_tokens` and the loop's counts as floats; `pred`, `verdict`, `method`,
+            `data_source`, `finish_reason` as strings, "" for nothing.
+        """
+        item = data[-1:][0]
+        responses = item.batch["responses"]
+        num_tokens = int(item.batch["attention_mask"][-len(responses) :].sum())
+        token_ids = responses[:num_tokens].tolist()
+        extra_fields = item.non_tensor_batch.get("tool_extra_fields") or {}
+        spans = extra_fields.get("model_spans", [(0, num_tokens)])
+        ground_truth = item.non_tensor_batch["reward_model"]["ground_truth"]
+
+        score = await asyncio.to_thread(self._score, token_ids, spans, str(ground_truth))
+        self._count(score)
+        num_model_tokens = sum(end - start for start, end in spans)
+        sandbox_failed = extra_fields.get("finish_reason") == "sandbox_failure"
+        unverified = score.verdict == "unknown"
+
+        train_acc = score.acc
+        if self.options.random_reward_p is not None:
+            train_acc = float(self._draw(item.non_tensor_batch, token_ids) < self.options.random_reward_p)
+        if sandbox_failed or unverified:
+            train_acc = 0.5
+        base = 2.0 * train_acc - 1.0
+        counted = num_model_tokens if self.options.overlong_counts == "model" else num_tokens
+        overlong = 0.0 if sandbox_failed or unverified else self._overlong(counted)
+        reward = base + overlong
+        if self.options.reward_floor is not None:
+            reward = max(reward, self.options.reward_floor)
+        return {
+            "reward_score": reward,
+            "reward_extra_info": {
+                "acc": score.acc or 0.0,
+                "train_acc": train_acc,
+                "reward_base": base,
+                "reward_overlong": overlong,
+                "unverified": float(unverified),
+                "sandbox_failure": float(sandbox_failed),
+                "response_tokens": float(num_model_tokens),
+                **{name: float(extra_fields.get(name, 0.0)) for name in COPIED_COUNTS},
+                "pred": score.pred,
+                "verdict": score.verdict,
+                "method": score.method,
+                "data_source": str(item.non_tensor_batch.get("data_source", "")),
+                "finish_reason": str(extra_fields.get("finish_reason", "")),
+            },
+        }
+
+    def _score(self, token_ids: list[int], spans: list[tuple[int, int]], ground_truth: str) -> Score:
+        """Score what the model itself sampled: what a tool printed cannot answer for it."""
+        outside = [span for span in spans if not 0 <= span[0] <= span[1] <= len(token_ids)]
+        if outside:
+            raise ValueError(
+                f"model_spans has {outside[0]} in a response of {len(token_ids)} tokens: expected pairs "
+                "0 <= start <= end <= length. The agent loop must give indices into response_ids."
+            )
+        texts = [self.tokenizer.decode(token_ids[start:end], skip_special_tokens=True) for start, end in spans]
+        return score_answer("\n".join(texts), ground_truth)
+
+    def _count(self, score: Score) -> None:
+        self.num_scored += 1
+        if score.verdict == "unknown":
+            self.num_unverified += 1
+            logger.warning(
+                "answer %r could not be verified within its limits: reward 0, flagged `unverified` "
+                "(%d of %d samples of this worker so far)",
+                score.pred[:200],
+                self.num_unverified,
+                self.num_scored,
+            )
+
+    def _overlong(self, num_tokens: int) -> float:
+        if self.options.overlong_buffer is None:
+            return 0.0
+        penalty = overlong_penalty(
+            torch.tensor([num_tokens]), max_length=self.options.max_resp_len, buffer=self.options.overlong_buffer
+        )
+        return self.options.overlong_factor * penalty.item()
+
+    def _draw(self, fields_of_sample: Mapping[str, Any], token_ids: list[int]) -> float:
+        """Uniform in [0, 1): a hash of the seed, the sample's place in the run and its tokens, so repeatable.
+
+        The place (problem, step, session) makes equal responses draw apart: no response is rewarded as such.
+        """
+        place = [str(fields_of_sample.get(name)) for name in ("index", "global_steps", "session_id")]
+        drawn_from = repr((self.options.random_reward_seed, place, token_ids)).encode()
+        return int.from_bytes(hashlib.blake2b(drawn_from, digest_size=8).digest()) / 2**64

@@ -1,0 +1,142 @@
+"""Bring one answer to a common LaTeX spelling, so that equal answers are mostly equal strings.
+
+Only text is handled here. What remains different is compared as numbers (rationals.py), by structure (structure.py)
+or as expressions (symbolic.py).
+"""
+
+import re
+import unicodedata
+from functools import lru_cache
+
+MAX_WRAPPERS = 8  # brackets around a whole answer that are dropped
+
+# NFKC would read 3½ as 31/2, x² as x2 and ₅ as 5.
+_VULGAR_FRACTIONS = {c: " " + unicodedata.normalize("NFKC", c).replace("\u2044", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
+_SYMBOLS = str.maketrans(
+    _VULGAR_FRACTIONS
+    | {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "±": r"\pm "}
+    | {"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "√": r"\sqrt "}
+    | {
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∅": r"\emptyset ",
+        "∈": r"\in ",
+        "°": r"^\circ ",
+        "∠": r"\angle ",
+        "θ": r"\theta ",
+    }
+    | {"€": r"\$", "£": r"\$", "¥": r"\$", "。": ".", "、": ",", "′": "'", "’": "'", "ⁿ": "^n"}
+)
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+
+# What changes how an answer looks, not what it says. Each line works on what the lines above it left.
+_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        # layout
+        (r"(?<=\d)(?:\{,\}|,?\\[,!]|\\ |~)+\s*(?=\d{3}(?!\d))", ""),  # 12\,000  1{,}234  32,\!349
+        (r"(?<!\\)\\[\[\]()]|(?<!\\)\$", ""),
+        (r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?", ""),
+        (r"\\(?:display|text|script)style(?![a-zA-Z])|\\(?:no)?limits(?![a-zA-Z])|\\hspace\{[^{}]*\}", " "),
+        (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~|&nbsp;", " "),
+        (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|underline|boxed|fbox)(?![a-zA-Z])", ""),
+        (r"\\(?:mbox|text(?:rm|bf|it|normal|up)|emph|operatorname\*?|mathrm)(?![a-zA-Z])", r"\\text"),
+        (
+            r"\\text\s*\{([^a-zA-Z{}]*|\s*[a-zA-Z]\s*|\s*\([a-zA-Z]\)\s*)\}",
+            r" \1",
+        ),  # numbers, units of one letter, choices
+        # one spelling per symbol
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
+        (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}|(?<![a-zA-Z\\])C\((\d+),\s*(\d+)\)", r"\\binom{\1\3}{\2\4}"),
+        (r"\\frac\s*(\d)", r"\\frac{\1}"),
+        (r"\\frac\s*(\{(?:[^{}]|\{[^{}]*\})*\})\s*(\d)", r"\\frac\1{\2}"),
+        (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+        (r"\^\s*\\frac(\{[^{}]*\}\{[^{}]*\})", r"^{\\frac\1}"),
+        (r"\\(?:[lr]?vert|mid)(?![a-zA-Z])", "|"),
+        (r"\\([lr])brace(?![a-zA-Z])", lambda m: r"\{" if m[1] == "l" else r"\}"),
+        (r"\\([lr])angle(?![a-zA-Z])", lambda m: "(" if m[1] == "l" else ")"),
+        (r"\\leq(?:slant|q)?(?![a-zA-Z])|<=", r"\\le "),
+        (r"\\geq(?:slant|q)?(?![a-zA-Z])|>=", r"\\ge "),
+        (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\in(?![a-zA-Z])", r"\\in "),
+        (r"\+?\s*\\inf(?:in|ty|inity)(?![a-zA-Z])", r"\\infty "),
+        (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
+        (r"\*\*", "^"),
+        (r"\\(?:times|ast)(?![a-zA-Z])|\*", r"\\cdot "),
+        (r"\\div(?![a-zA-Z])", "/"),
+        # units that never change the number; other units are read in rationals.py
+        (r"\\%|\\text\{\s*(?:percent|pct)\.?\s*\}|(?<=\d)\s*(?:percent(?:age)?|per cent|pct)\b", "%"),
+        (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![a-zA-Z])", ""),
+        (r"\\\$", ""),
+        # separators of several values
+        (r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)or(?=\d)", ","),
+        (r",(?:\s*,)+", ","),
+        (r"\s+", " "),
+    ]
+]
+
+
+@lru_cache(maxsize=4096)
+def normalise(answer: str) -> str:
+    """One spelling for an answer: unicode folded, layout and fonts dropped, macros unified, final dot removed.
+
+    Does not judge: nonsense comes back as nonsense.
+    """
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda m: "^{" + m[0].translate(_SUPERSCRIPTS) + "}", answer)
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_SUBSCRIPTS) + "}", text)
+    text = unicodedata.normalize("NFKC", text.translate(_SYMBOLS)).translate(_SYMBOLS)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    text = re.sub(r"[\s.,;:\\]+$", "", text).lstrip(" ,:")
+    groups = split_top_level(text, ";")
+    if len(groups) > 1 and "," in text:  # p=5,q=2; p=7,q=2
+        text = ",".join(f"({group})" for group in groups)
+    return unwrap_group(text.replace(";", ","))
+
+
+def unwrap_group(text: str) -> str:
+    """Drop braces and parentheses around a whole single value: `{x}` and `(x)` are x. `(1,2)` and `{1,2}` stay."""
+    text = text.strip()
+    for _ in range(MAX_WRAPPERS):
+        if text[:1] not in ("{", "(") or closing_index(text) != len(text) - 1 or split_top_level(text[1:-1])[1:]:
+            break
+        text = text[1:-1].strip()
+    return text
+
+
+def closing_index(text: str) -> int:
+    """Index of the bracket that closes the one `text` starts with; -1 where it stays open. `(`, `[`, `{` all count."""
+    depth = 0
+    for index, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if depth == 0:
+            return index
+    return -1
+
+
+def split_top_level(text: str, separator: str = ",") -> list[str]:
+    """Parts of `text` between separators that stand outside every bracket, stripped. `[0,1)` counts as a pair."""
+    parts, depth, start = [], 0, 0
+    index = 0
+    while index < len(text):
+        char = text[index]
+        if depth == 0 and text.startswith(separator, index):
+            parts.append(text[start:index].strip())
+            start = index = index + len(separator)
+            continue
+        depth = max(0, depth + (char in "([{") - (char in ")]}"))
+        index += 1
+    parts.append(text[start:].strip())
+    return parts
+
+
+def key(text: str) -> str:
+    """`text` as compared: without spaces (but digits stay apart: "1 2" is not 12), `x^{2}` as `x^2`, text unwrapped."""
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"([_^])\s*\{\s*([a-zA-Z0-9])\s*\}", r"\1\2", text)
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)

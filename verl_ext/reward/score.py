@@ -1,0 +1,153 @@
+"""Is the answer of a response equal to the ground truth? `score_answer` is the one place where that is decided.
+
+Cheap and exact rules come first (strings, rational numbers, structure); only what they leave open is compared by
+computer algebra, in a process that can be killed. Rewards and verl are not known here: see manager.py.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from verl_ext.reward import symbolic
+from verl_ext.reward.extraction import extract_answer
+from verl_ext.reward.guards import refusal
+from verl_ext.reward.normalisation import normalise
+from verl_ext.reward.rationals import NotANumber, Quantity, read_quantity
+from verl_ext.reward.structure import Comparison, compare_answers
+
+MAX_ANSWER_CHARS = 2000
+MAX_SYMBOLIC = 24  # comparisons by computer algebra for one answer; only long lists need more than one
+
+_CHOICE = re.compile(r"\(?\s*([A-J])\s*(?:[).:]\s*[^,A-J]*)?")  # C, (C), C. and (C) 12, but not C or D
+_BASED = re.compile(r"([0-9A-Z]+)\s*_\s*\{?(\d+)\}?")
+_CLOCK = re.compile(r"\d+(?:\s*:\s*\d+)+")
+_MATHS_WORDS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp"}
+
+
+@dataclass(frozen=True)
+class Score:
+    """What became of one response.
+
+    Attributes:
+        acc: 1.0 right, 0.0 wrong or without an answer, None if it could not be decided.
+        pred: the answer as the response gave it; "" without one.
+        verdict: "unknown" is neither right nor wrong: the comparison ran out of CPU time or memory.
+        method: the rule that decided, for logs: "integer", "string", "number", "words", "count", "guard: tower", ...
+    """
+
+    acc: float | None
+    pred: str
+    verdict: Literal["correct", "wrong", "no_answer", "unknown"]
+    method: str
+
+
+def score_answer(response_text: str, ground_truth: str) -> Score:
+    """Score one response. Deterministic, safe in any thread, 0.1 ms where no computer algebra is needed.
+
+    Args:
+        response_text: what the model wrote, best without tool output; code and tool blocks of both protocols are
+            dropped here too.
+        ground_truth: the reference answer, plain or LaTeX, without a sentence around it.
+    Raises:
+        ValueError: the ground truth is empty.
+        RuntimeError: computer algebra is needed and cannot be started.
+    """
+    if not ground_truth.strip():
+        raise ValueError("The ground truth is empty: expected an answer to compare with. Check the data row.")
+    pred = extract_answer(response_text)
+    if pred is None or not pred.strip():
+        return Score(0.0, "", "no_answer", "no_box" if pred is None else "empty")
+    pred = pred.strip()
+    comparison = compare(pred, ground_truth.strip())
+    if comparison.equal is None:
+        return Score(None, pred, "unknown", comparison.method)
+    return Score(float(comparison.equal), pred, "correct" if comparison.equal else "wrong", comparison.method)
+
+
+def compare(pred: str, gold: str) -> Comparison:
+    """Compare two answers as written; equality is mathematical and exact (0.33 is not 1/3)."""
+    if re.fullmatch(r"-?\d{1,18}", pred) and re.fullmatch(r"-?\d{1,18}", gold):
+        return Comparison(int(pred) == int(gold), "integer")
+    if len(pred) > max(MAX_ANSWER_CHARS, 2 * len(gold)):
+        return Comparison(False, "guard: length")
+    pred, gold = normalise(pred), normalise(gold)
+    if not pred:
+        return Comparison(False, "empty")
+    if re.fullmatch(r"[A-J]", gold):
+        choice = _CHOICE.fullmatch(pred)
+        return Comparison(bool(choice) and choice[1] == gold, "choice")
+    return _compare_quantities(pred, gold) or compare_answers(pred, gold, _ValueComparison())
+
+
+class _ValueComparison:
+    """Compares the single values, equations or inequalities of one answer, in their normalised spelling.
+
+    After one comparison that was out of time no other is begun, so that an answer costs one deadline at most.
+    """
+
+    def __init__(self) -> None:
+        self.symbolic_left = MAX_SYMBOLIC
+
+    def __call__(self, pred: str, gold: str) -> Comparison:
+        decided = _compare_quantities(pred, gold) or _compare_notations(pred, gold) or _compare_words(pred, gold)
+        if decided:
+            return decided
+        reason = refusal(pred, gold)
+        if reason:
+            return Comparison(False, f"guard: {reason}")
+        equal = symbolic.is_equal(pred, gold) if self.symbolic_left > 0 else None
+        self.symbolic_left = 0 if equal is None else self.symbolic_left - 1
+        return Comparison(equal, "symbolic")
+
+
+def _compare_quantities(pred: str, gold: str) -> Comparison | None:
+    """Decide where the gold is a rational number and the answer is one too, or tries to be."""
+    gold_quantity = _quantity_or_none(gold)
+    if gold_quantity is None:
+        return None
+    try:
+        pred_quantity = read_quantity(pred)
+    except NotANumber:
+        return Comparison(False, "malformed number")
+    if pred_quantity is None:
+        return None
+    if pred_quantity.calculated and not gold_quantity.calculated and gold_quantity.value.denominator == 1:
+        return Comparison(False, "unevaluated")  # 58*20+87 restates the question whose answer is 1247
+    return Comparison(pred_quantity.equals(gold_quantity), "number")
+
+
+def _quantity_or_none(text: str) -> Quantity | None:
+    try:
+        return read_quantity(text)
+    except NotANumber:
+        return None
+
+
+def _compare_notations(pred: str, gold: str) -> Comparison | None:
+    """Numbers in another base (204_5) and clock times or ratios (7:32): the same digits in the same places."""
+    for pattern in (_BASED, _CLOCK):
+        if pattern.fullmatch(pred) or pattern.fullmatch(gold):
+            same = re.findall(r"[0-9A-Z]+", pred) == re.findall(r"[0-9A-Z]+", gold)
+            return Comparison(same, "notation")
+    return None
+
+
+def _compare_words(pred: str, gold: str) -> Comparison | None:
+    """A gold in words wants the same words; words, or letters for a number, are wrong where the gold has none."""
+    if _is_words(gold):
+        return Comparison(_fold(pred) == _fold(gold), "words")
+    if _is_words(pred) or (_quantity_or_none(gold) and not re.search(r"[\d\\]", pred)):
+        return Comparison(False, "words")
+    return None
+
+
+def _is_words(text: str) -> bool:
+    if re.search(r"\\text\s*\{[^{}]*[^\W\d_]{2}", text):
+        return True
+    return bool(re.fullmatch(r"[^\W\d_][\w ,.'-]*", text)) and any(
+        len(word) > 2 and word.lower() not in _MATHS_WORDS for word in re.findall(r"\w+", text)
+    )
+
+
+def _fold(text: str) -> str:
+    return re.sub(r"[\s.,'!?{}]+", " ", re.sub(r"\\text(?![a-zA-Z])", " ", text)).strip().casefold()

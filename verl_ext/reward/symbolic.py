@@ -1,0 +1,133 @@
+"""Compare expressions by computer algebra, in worker processes that can be killed.
+
+math-verify's own time-out is SIGALRM, which works only in a main thread, while rewards are computed in threads and Ray
+actors; and sympy can take for ever, or all memory, on a short answer. So each comparison runs in a child process
+(symbolic_worker.py) under a limit of CPU time, not wall time: a loaded machine does not change a verdict. Children
+start at the first comparison, are reused, and end with this process.
+"""
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from multiprocessing import Pipe
+from pathlib import Path
+
+CPU_S = 2.0  # per comparison
+WALL_S = 60.0  # per comparison: a backstop for a worker that neither works nor answers
+START_WALL_S = 120.0  # importing sympy, on a loaded machine
+MEMORY_BYTES = 1 << 30  # address space of one worker
+MAX_COMPARISONS = 2000  # per worker, as sympy's caches grow
+
+_WORKER = Path(__file__).with_name("symbolic_worker.py")
+
+
+class SymbolicPool:
+    """Up to `size` worker processes; safe to call from any thread. Callers beyond `size` wait for their turn."""
+
+    def __init__(self, size: int = 2, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES):
+        self._size = size
+        self._limits = {"cpu_s": cpu_s, "memory_bytes": memory_bytes}
+        self.forget()
+
+    def forget(self) -> None:
+        """Start empty, without touching the workers: for a forked child, which must not share its parent's."""
+        self._turns = threading.BoundedSemaphore(self._size)
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+
+    def is_equal(self, pred: str, gold: str) -> bool | None:
+        """Whether two normalised LaTeX expressions are equal; None if that took too much time or memory.
+
+        Raises:
+            RuntimeError: no worker can be started, for instance because math-verify is not installed.
+        """
+        with self._turns:
+            for _ in range(2):
+                worker = self._take()
+                try:
+                    answer = worker.ask({"pred": pred, "gold": gold}, WALL_S)
+                except BaseException:
+                    worker.kill()
+                    raise
+                if answer is None or answer["equal"] is None or worker.comparisons >= MAX_COMPARISONS:
+                    worker.kill()
+                else:
+                    with self._lock:
+                        self._idle.append(worker)
+                if answer is not None:
+                    return answer["equal"]
+                if worker.out_of_time:
+                    break
+                # Something else ended it, such as the system's out-of-memory killer: once more.
+        return None
+
+    def close(self) -> None:
+        """End the idle workers; a later comparison starts new ones."""
+        with self._lock:
+            workers, self._idle = self._idle, []
+        for worker in workers:
+            worker.kill()
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the idle workers."""
+        with self._lock:
+            return [worker.process.pid for worker in self._idle]
+
+    def _take(self) -> "_Worker":
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return _Worker(self._limits)
+
+
+class _Worker:
+    """One child process and the connection to it."""
+
+    def __init__(self, limits: dict[str, float]):
+        self.comparisons = 0
+        self.out_of_time = False
+        self._connection, child_end = Pipe()
+        # By path and with -P: the child imports math-verify only, neither this package nor verl.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(_WORKER), str(child_end.fileno())],
+            pass_fds=[child_end.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        child_end.close()
+        started = self.ask(limits, START_WALL_S)
+        if not started or "error" in started:
+            self.kill()
+            reason = started["error"] if started else f"exit status {self.process.returncode} before it was ready"
+            raise RuntimeError(
+                f"The process that compares answers did not start: {reason}. "
+                f"Run `{sys.executable} -c 'import math_verify'`; if that fails, install the requirements again."
+            )
+
+    def ask(self, request: dict, wall_s: float) -> dict | None:
+        """The worker's answer; None if it died or did not answer in time, and must be killed."""
+        self.comparisons += 1
+        try:
+            self._connection.send_bytes(json.dumps(request).encode())
+            if self._connection.poll(wall_s):
+                return json.loads(self._connection.recv_bytes())
+            self.out_of_time = True
+        except (EOFError, ConnectionError):
+            self.out_of_time = self.process.wait() == -signal.SIGPROF
+        return None
+
+    def kill(self) -> None:
+        self._connection.close()
+        self.process.kill()
+        self.process.wait()
+
+
+_POOL = SymbolicPool()
+is_equal = _POOL.is_equal
+atexit.register(_POOL.close)
+os.register_at_fork(after_in_child=_POOL.forget)

@@ -1,0 +1,56 @@
+"""Start and stop a sandbox server from a pipeline or a test."""
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+READY = "sandbox ready on "
+
+
+@contextmanager
+def running_server(*, workers: int = 2, port: int = 0, start_timeout_s: float = 60.0) -> Iterator[str]:
+    """Run a server process on 127.0.0.1 for the length of a `with` block; yields its URL.
+
+    The server also stops when this process dies, however it dies.
+
+    Args:
+        workers: programs that run at once.
+        port: 0 picks a free one.
+    Raises:
+        RuntimeError: the server did not become ready; its own message is on stderr.
+    """
+    command = [sys.executable, "-m", "verl_ext.sandbox.server", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--workers", str(workers), "--parent-pid", str(os.getpid())]
+    path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
+    try:
+        yield _wait_until_ready(server, start_timeout_s)
+    finally:
+        server.terminate()
+        try:
+            server.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+        server.stdout.close()
+
+
+def _wait_until_ready(server: subprocess.Popen, timeout_s: float) -> str:
+    """The URL from the server's one line on stdout."""
+    started = time.monotonic()
+    if not select.select([server.stdout], [], [], timeout_s)[0]:
+        raise RuntimeError(f"the sandbox server was not ready within {timeout_s:g} s; see its messages on stderr")
+    line = server.stdout.readline()
+    if not line.startswith(READY):
+        code = server.wait()
+        raise RuntimeError(
+            f"the sandbox server ended with exit code {code} after {time.monotonic() - started:.1f} s "
+            "before it was ready; see its message on stderr"
+        )
+    return line.removeprefix(READY).strip()
