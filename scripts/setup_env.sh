@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make .venv and install the pinned stack of this machine: requirements/cpu.txt, or requirements/gpu.txt where nvidia-smi
-# answers. Idempotent: a second call returns at once, a broken or half-made .venv is repaired, a changed lock is applied.
+# Make .venv and install the pinned stack of this machine: requirements/cpu.txt, or requirements/gpu.txt where
+# nvidia-smi answers. Idempotent: a second call returns at once, a half-made .venv is repaired, a changed lock applied.
 set -euo pipefail
 
 usage() {
@@ -67,13 +67,16 @@ check_machine() {
     local platform
     platform=$(uname -sm)
     [ "$platform" = "Linux x86_64" ] ||
-        die "this is $platform, and the pinned wheels are for Linux x86_64. Use such a machine, or a linux/amd64 container"
+        die "this is $platform, and the pinned wheels are for Linux x86_64." \
+            "Use such a machine, or a linux/amd64 container"
     getconf GNU_LIBC_VERSION >/dev/null 2>&1 ||
         die "no glibc here (Alpine?), and the pinned wheels need glibc 2.28 or newer. Use another distribution"
     case $HARDWARE in cpu | gpu) ;; *) die "RETOOL_HARDWARE is '$HARDWARE', expected cpu or gpu" ;; esac
-    command -v git >/dev/null || die "git was not found; each run records its revision. Install it, e.g. apt install git"
+    command -v git >/dev/null ||
+        die "git was not found; each run records its revision. Install it, e.g. apt install git"
     command -v "${CC:-gcc}" >/dev/null || command -v cc >/dev/null ||
-        die "no C compiler was found (gcc or cc), which torch.compile uses. Install one, e.g. apt install gcc g++"
+        die "no C compiler was found (gcc or cc); torch.compile and packages without a wheel use one." \
+            "Install it, e.g. apt install gcc g++"
     local memory_gb
     memory_gb=$(awk '/^MemTotal/ {print int($2 / 1024 / 1024)}' /proc/meminfo)
     [ "$memory_gb" -ge 11 ] || say "warning: $memory_gb GB of memory; the quickstart's RL stage peaks at up to 12 GB"
@@ -84,7 +87,8 @@ check_disk() {
     [ "$HARDWARE" = cpu ] || need_gb=30
     free_gb=$(df -Pk "$ROOT" | awk 'NR == 2 {print int($4 / 1024 / 1024)}')
     [ "$free_gb" -ge "$need_gb" ] ||
-        die "$free_gb GB are free in $ROOT, the $HARDWARE stack and a run need $need_gb GB. Free some, or clone elsewhere"
+        die "$free_gb GB are free in $ROOT, and the $HARDWARE stack with a run needs $need_gb GB." \
+            "Free some, or clone elsewhere"
 }
 
 # ---- the state of .venv ---------------------------------------------------------------------------------------------
@@ -119,8 +123,9 @@ show_progress() { # pip's output, for $1 packages -> a counter; a line every 40 
         case $line in
             Collecting\ * | Processing\ * | Requirement\ already\ satisfied:\ *)
                 count=$((count + 1))
-                line=${line#Requirement already satisfied: }
-                name=${line#* }
+                name=${line#Requirement already satisfied: }
+                name=${name#Collecting }
+                name=${name#Processing }
                 name=${name%% *}
                 if [ -t 1 ]; then
                     printf '\r[setup]   %3d/%d %-48.48s' "$count" "$total" "${name##*/}"
@@ -171,6 +176,7 @@ install_all() {
         fi
     fi
     if [ ! -e "$VENV" ]; then
+        check_disk
         python=$(find_python)
         say "1/4 making .venv with Python $(python_version "$python") ($python)"
         "$python" -m venv "$VENV" || die "$python -m venv $VENV failed, see above"
@@ -228,7 +234,6 @@ if ! is_ready; then
         flock 9
     fi
     if ! is_ready; then
-        check_disk
         install_all
     fi
 fi

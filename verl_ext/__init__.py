@@ -1,7 +1,8 @@
 """Extensions of verl for tool-integrated math RL (ReTool, arXiv:2504.11536).
 
-`VERL_USE_EXTERNAL_MODULES=verl_ext` makes verl import this package at the end of `import verl`, in every process. It must stay
-cheap: all it does is to switch on the CPU platform where torch was built without an accelerator (verl_ext/cpu).
+`VERL_USE_EXTERNAL_MODULES=verl_ext` makes verl import this package at the end of `import verl`, in every process. It
+must stay cheap: all it does is to switch on the CPU platform where torch was built without an accelerator
+(verl_ext/cpu).
 Agent loop, reward manager, sampler and SFT data set are loaded by verl from the paths that the YAMLs in configs/ name.
 """
 

@@ -2,15 +2,15 @@
 
     python -m verl_ext.pipeline [--stage STAGE] [--fresh] [--out DIR] ...
 
-scripts/quickstart.sh sets up the environment and calls this. Each stage is a launcher of recipe/ or a command that README names;
-this file only orders them, shows how they progress, and sees to it that nothing they started outlives them (verl_ext/supervise.py).
+scripts/quickstart.sh sets up the environment and calls this. Each stage is a launcher of recipe/ or a command that
+README names; this file only orders them, shows how they progress, and sees to it that nothing they started outlives
+them (verl_ext/supervise.py).
 """
 
 import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -213,7 +213,9 @@ def delete_run(out: Path) -> None:
         SystemExit: it lies outside of outputs/ and has no stages.json.
     """
     if not (out / "stages.json").exists() and not out.is_relative_to(REPO / "outputs") and any(out.iterdir()):
-        raise SystemExit(f"--fresh would delete {out}, which holds no run (no stages.json). Delete it by hand, or change --out.")
+        raise SystemExit(
+            f"--fresh would delete {out}, which holds no run (no stages.json). Delete it by hand, or change --out."
+        )
     shutil.rmtree(out)
 
 
@@ -227,9 +229,15 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="delete the output folder first")
     parser.add_argument("--out", type=Path, default=REPO / "outputs" / "quickstart", help="default: outputs/quickstart")
     parser.add_argument("--seed", type=int, default=0, help="of data, initial weights and sampling (default: 0)")
-    parser.add_argument("--data", action="append", default=[], metavar="ARG", help="argument of data/tiny_tools/prepare.py")
-    parser.add_argument("--sft", action="append", default=[], metavar="KEY=VALUE", help="Hydra override of configs/tiny_sft.yaml")
-    parser.add_argument("--rl", action="append", default=[], metavar="KEY=VALUE", help="Hydra override of configs/tiny_dapo.yaml")
+    parser.add_argument(
+        "--data", action="append", default=[], metavar="ARG", help="argument of data/tiny_tools/prepare.py"
+    )
+    parser.add_argument(
+        "--sft", action="append", default=[], metavar="KEY=VALUE", help="Hydra override of configs/tiny_sft.yaml"
+    )
+    parser.add_argument(
+        "--rl", action="append", default=[], metavar="KEY=VALUE", help="Hydra override of configs/tiny_dapo.yaml"
+    )
     args = parser.parse_args()
     out = args.out.resolve()
     if args.fresh and out.exists():

@@ -1,13 +1,14 @@
-"""DAPO's dynamic sampling for verl's v1 trainer, without its waits, with an end, and with the world's failures left out.
+"""DAPO's dynamic sampling for verl's v1 trainer: without its waits, with an end, and without the world's failures.
 
-`trainer.v1.sampler.custom_sampler` of configs/*_dapo.yaml names this class; its settings are `trainer.v1.sampler.sampler_kwargs`.
-What it does beyond verl 0.9.1's own `ReplayBuffer` (trainer/ppo/v1/replay_buffer.py):
+`trainer.v1.sampler.custom_sampler` of configs/*_dapo.yaml names this class; its settings are
+`trainer.v1.sampler.sampler_kwargs`. What it does beyond verl 0.9.1's own `ReplayBuffer`
+(trainer/ppo/v1/replay_buffer.py):
 
 - it looks every `poll_interval_s` instead of every 2 s, which is most of a step when a step is short;
-- it submits as many prompts as the share of useful groups so far lets expect to be needed, at once, instead of twice the loss
-  of every round;
-- groups with equal rewards are kept aside, and used (they have no gradient) when `max_num_gen_batches` are spent: the run goes on
-  and says so, where verl's would generate for ever;
+- it submits as many prompts as the share of useful groups so far lets expect to be needed, at once, instead of twice
+  the loss of every round;
+- groups with equal rewards are kept aside, and used (they have no gradient) when `max_num_gen_batches` are spent: the
+  run goes on and says so, where verl's would generate for ever;
 - groups with a sample that failed for reasons outside the model (sandbox or verifier) are replaced, never trained on;
 - it logs accuracy and tool use over all that was generated, before any group is left out.
 """
@@ -35,9 +36,9 @@ class DapoReplayBuffer(ReplayBuffer):
     """See the module's docstring.
 
     Args:
-        sampler_kwargs: `poll_interval_s`, and `filter_groups`: verl's `algorithm.filter_groups`, of which `metric` is the key of
-            `reward_extra_info` whose equality makes a group useless (DAPO, arXiv:2503.14476, Eq. 11) and `max_num_gen_batches`
-            the most prompts generated in a step, in train batches.
+        sampler_kwargs: `poll_interval_s`, and `filter_groups`: verl's `algorithm.filter_groups`, of which `metric` is
+            the key of `reward_extra_info` whose equality makes a group useless (DAPO, arXiv:2503.14476, Eq. 11) and
+            `max_num_gen_batches` the most prompts generated in a step, in train batches.
         kwargs: what verl passes to every sampler.
     Raises:
         ValueError: `max_num_gen_batches` is below 1.
@@ -50,8 +51,8 @@ class DapoReplayBuffer(ReplayBuffer):
         self.max_gen_batches = filter_groups.max_num_gen_batches
         if self.max_gen_batches < 1:
             raise ValueError(
-                f"algorithm.filter_groups.max_num_gen_batches is {self.max_gen_batches}; expected at least 1: the batches that a "
-                "step may generate before it takes what it has."
+                f"algorithm.filter_groups.max_num_gen_batches is {self.max_gen_batches}; expected at least 1: the "
+                "batches that a step may generate before it takes what it has."
             )
         self.keep_rate = 1.0
 
@@ -59,7 +60,7 @@ class DapoReplayBuffer(ReplayBuffer):
         """Wait for `batch_size` prompt groups and take them.
 
         Returns:
-            The trajectories of the groups, and metrics (`train/...`, `tool/...`, `filter_groups/...`); none in validation.
+            The trajectories of the groups, and metrics (`train/`, `tool/`, `filter_groups/`; none in validation).
         Raises:
             RuntimeError: more than `max_num_gen_batches` x `batch_size` groups had failed samples: the sandbox is down.
         """
@@ -87,8 +88,9 @@ class DapoReplayBuffer(ReplayBuffer):
                     useful.add(uid)
             if failed > limit:
                 raise RuntimeError(
-                    f"{failed} of {submitted} prompt groups of step {global_steps} failed for reasons outside the model "
-                    "(sandbox or verifier; the agent loop's warnings say which). Start the sandbox, then resume the run."
+                    f"{failed} of {submitted} prompt groups of step {global_steps} failed for reasons outside the "
+                    "model (sandbox or verifier; the agent loop's warnings say which). Start the sandbox, then resume "
+                    "the run."
                 )
             in_flight = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
             expected = len(useful) + self.keep_rate * in_flight

@@ -1,7 +1,8 @@
 """SFT on ReTool traces: the same tokens that a rollout would have, with the loss on what the model wrote only.
 
-Used by `data.custom_cls` of configs/*_sft.yaml. verl's own MultiTurnSFTDataset renders message by message through the chat
-template, which would put the interpreter's answer into a turn of its own and train on it when it stands inside the text.
+Used by `data.custom_cls` of configs/*_sft.yaml. verl's own MultiTurnSFTDataset renders message by message through the
+chat template, which would put the interpreter's answer into a turn of its own and train on it when it stands inside the
+text.
 """
 
 from typing import Any
@@ -47,7 +48,8 @@ class RetoolSFTDataset(Dataset):
         processor: unused; part of verl's interface.
         max_samples: use the first so many rows; -1 for all.
     Raises:
-        ValueError: a row is not a trace, or is longer than `max_length` and `truncation` is "error"; names file row and reason.
+        ValueError: a row is not a trace, or is longer than `max_length` and `truncation` is "error"; names file row and
+            reason.
     """
 
     def __init__(
@@ -63,7 +65,9 @@ class RetoolSFTDataset(Dataset):
         self.max_length = config.max_length
         self.truncation = config.truncation
         if self.truncation not in ("error", "right"):
-            raise ValueError(f"data.truncation is {self.truncation!r}; traces can be cut on the 'right', or be an 'error'.")
+            raise ValueError(
+                f"data.truncation is {self.truncation!r}; traces can be cut on the 'right', or be an 'error'."
+            )
         rows = pd.concat([pd.read_parquet(file, columns=[config.messages_key]) for file in files])[config.messages_key]
         if max_samples > 0:
             rows = rows.iloc[:max_samples]

@@ -1,6 +1,6 @@
 """Run long commands so that one sees them progress, and so that nothing they started outlives them.
 
-Ray, vLLM and verl leave daemons, shared memory and sockets behind when they are killed, and some of it when they are not.
+Ray, vLLM and verl leave daemons, shared memory and sockets behind when they are killed, and some of it when not.
 Linux only: this process makes itself the reaper of its orphaned descendants, so every daemon stays in reach by its pid.
 """
 
@@ -266,8 +266,9 @@ def show_rl_progress(folder: Path) -> Watch:
         if "train/acc" not in data:
             return None
         return (
-            f"score {data['critic/score/mean']:+.3f} | acc {data['train/acc']:.2f} | code {data['tool/code_ratio']:.2f} | "
-            f"tool err {data['tool/error_rate']:.1%} | len {data['response_length/mean']:.0f} tok | "
+            f"score {data['critic/score/mean']:+.3f} | acc {data['train/acc']:.2f} | "
+            f"code {data['tool/code_ratio']:.2f} | tool err {data['tool/error_rate']:.1%} | "
+            f"len {data['response_length/mean']:.0f} tok | "
             f"entropy {data['actor/entropy']:.3f} | {data['timing_s/step']:.1f} s"
         )
 

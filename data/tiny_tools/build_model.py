@@ -2,8 +2,8 @@
 
     python data/tiny_tools/build_model.py --out outputs/quickstart/model --seed 0
 
-A byte-level BPE with every digit and operator a token of its own, so that numbers are copied digit by digit, and a Qwen2 of two
-layers, about 390,000 parameters, fp32.
+A byte-level BPE with every digit and operator a token of its own, so that numbers are copied digit by digit, and a
+Qwen2 of two layers, about 390,000 parameters, fp32.
 """
 
 import argparse

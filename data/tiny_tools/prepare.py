@@ -48,8 +48,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sft", type=int, default=48_000, help="SFT traces (default: %(default)s)")
     parser.add_argument("--rl", type=int, default=4_096, help="RL prompts (default: %(default)s)")
-    parser.add_argument("--test", type=int, default=256, help="held-out problems in distribution (default: %(default)s)")
-    parser.add_argument("--ood", type=int, default=64, help="problems of each out-of-distribution set (default: %(default)s)")
+    parser.add_argument(
+        "--test", type=int, default=256, help="held-out problems in distribution (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--ood", type=int, default=64, help="problems of each out-of-distribution set (default: %(default)s)"
+    )
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
 

@@ -1,7 +1,7 @@
 """Word problems that need multi-digit arithmetic, and traces that solve them with and without a code interpreter.
 
-A model of 10^5 parameters cannot multiply two-digit numbers in its head, but it can learn to write the formula, read what the
-interpreter prints and copy it into the box. What RL has to find is which of the strategies in the traces pays.
+A model of 10^5 parameters cannot multiply two-digit numbers in its head, but it can learn to write the formula, read
+what the interpreter prints and copy it into the box. What RL has to find is which of the strategies in the traces pays.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ TRACE_MIX = {"mental": 0.50, "tool": 0.20, "wrong_formula": 0.15, "repair": 0.10
 
 @dataclass(frozen=True)
 class Problem:
-    """One word problem. `wrong` are formulas that a careless reader would write; `key` identifies the problem, names aside."""
+    """One word problem. `wrong` are formulas of a careless reader; `key` identifies the problem, names aside."""
 
     question: str
     expression: str
@@ -76,9 +76,9 @@ def make_problem(rng: random.Random, *, split: str) -> Problem:
     """Draw a problem of a split.
 
     Args:
-        split: "train" or "test": three numbers of 11..99, split by a hash of template and formula, so that no test problem is in
-            the training data under whatever name; "ood_large": three numbers of 100..999; "ood_chain": a fourth number, that is
-            one more operation than any training problem has.
+        split: "train" or "test": three numbers of 11..99, split by a hash of template and formula, so that no test
+            problem is in the training data under whatever name; "ood_large": three numbers of 100..999; "ood_chain": a
+            fourth number, that is one more operation than any training problem has.
     Raises:
         ValueError: unknown split.
     """
@@ -95,7 +95,9 @@ def make_problem(rng: random.Random, *, split: str) -> Problem:
         key = f"{kind}:{expression}"  # not the numbers: 12 * 30 and 18 * 20 apples are the same 360 to pack
         is_test = zlib.crc32(key.encode()) % 10 == 0
         if split in ("ood_large", "ood_chain") or is_test == (split == "test"):
-            return Problem(question, expression, wrong, str(eval(expression)), key)  # our own arithmetic, two lines above
+            return Problem(
+                question, expression, wrong, str(eval(expression)), key
+            )  # our own arithmetic, two lines above
 
 
 def interpreter_output(code: str) -> str:
@@ -114,7 +116,8 @@ def interpreter_output(code: str) -> str:
 
 
 def make_trace(problem: Problem, kind: str, rng: random.Random) -> list[dict[str, str]]:
-    """One SFT conversation in ReTool's form: user; assistant with `<code>`; interpreter; ...; assistant with `\\boxed{}`.
+    """One SFT conversation in ReTool's form: user; assistant with `<code>`; interpreter; ...; assistant with
+    `\\boxed{}`.
 
     Args:
         kind: a key of `TRACE_MIX`.

@@ -39,7 +39,7 @@ def tokenizer(tiny_tools: SimpleNamespace) -> Any:
 class ScriptedServer:
     """The far side of `server_manager`: answers each turn with the next of `turns`, cut to `max_tokens` as vLLM would.
 
-    A turn is token ids, or a (ids, stop_reason, extra_fields) triple. Log-probs are -0.001, -0.002, ... over all tokens sent.
+    A turn is token ids, or (ids, stop_reason, extra_fields). Log-probs are -0.001, -0.002, ... over all tokens sent.
     """
 
     turns: Iterable[Any]
@@ -87,7 +87,7 @@ class ScriptedSandbox:
 
 @pytest.fixture(scope="session")
 def roll_out() -> Callable[..., Any]:
-    """Run the real CodeAgentLoop between a scripted server and a scripted sandbox; returns (output, server, sandbox)."""
+    """Run the real CodeAgentLoop between scripted server and sandbox; returns (output, server, sandbox)."""
     from omegaconf import OmegaConf
 
     from verl_ext.agent_loop.code_loop import CodeAgentLoop
@@ -102,7 +102,12 @@ def roll_out() -> Callable[..., Any]:
         logprobs: bool = True,
         **settings: Any,
     ) -> tuple[Any, ScriptedServer, ScriptedSandbox]:
-        sandbox_settings = {"urls": ["http://127.0.0.1:1"], "max_concurrency": 4, "timeout_s": 5, "memory_limit_mb": 256}
+        sandbox_settings = {
+            "urls": ["http://127.0.0.1:1"],
+            "max_concurrency": 4,
+            "timeout_s": 5,
+            "memory_limit_mb": 256,
+        }
         retool = {"max_tool_calls": 3, "max_tool_response_tokens": 48, "traceback": "last_line"} | settings
         config = OmegaConf.create(
             {
@@ -123,7 +128,9 @@ def roll_out() -> Callable[..., Any]:
                 hf_model_type="qwen2",
             )
             loop.sandbox = sandbox
-            return await loop.run({"temperature": 1.0, "logprobs": logprobs}, raw_prompt=[{"role": "user", "content": question}])
+            return await loop.run(
+                {"temperature": 1.0, "logprobs": logprobs}, raw_prompt=[{"role": "user", "content": question}]
+            )
 
         return asyncio.run(roll()), server, sandbox
 

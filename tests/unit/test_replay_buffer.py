@@ -1,4 +1,4 @@
-"""DapoReplayBuffer on an in-memory TransferQueue, whose prompts end in the order and with the rewards that a test says."""
+"""DapoReplayBuffer on an in-memory TransferQueue, whose prompts end as a test says."""
 
 import logging
 from types import SimpleNamespace
@@ -127,7 +127,9 @@ def test_groups_that_the_world_failed_are_replaced_and_never_returned(make, fail
 
 
 def test_failed_groups_do_not_fill_up_a_batch_that_lacks_useful_ones(make):
-    queue, buffer = make([WRONG, SANDBOX_DOWN, RIGHT, UNVERIFIED, RAISED, WRONG, RIGHT], batch_size=2, max_num_gen_batches=2)
+    queue, buffer = make(
+        [WRONG, SANDBOX_DOWN, RIGHT, UNVERIFIED, RAISED, WRONG, RIGHT], batch_size=2, max_num_gen_batches=2
+    )
     batch, metrics = buffer.sample(1, "train", 2)
     assert set(sampled(batch)) < {0, 2, 5, 6}
     assert metrics["filter_groups/failed"] == 3  # they do not count towards max_num_gen_batches x 2 prompts:
@@ -148,6 +150,11 @@ def test_prompts_are_asked_for_at_once_as_the_share_of_useful_groups_lets_expect
     buffer.keep_rate = 0.25
     buffer.sample(1, "train", 8)
     assert queue.submissions == [24]  # 8 in flight make 2; 6 are missing; 6 / 0.25
+
+    queue, buffer = make([MIXED] * 100, batch_size=8)
+    buffer.keep_rate = 0.95
+    buffer.sample(1, "train", 8)
+    assert queue.submissions == []  # 7.6 expected: half a group is not worth another prompt
 
     queue, buffer = make([MIXED] * 100, batch_size=8, max_num_gen_batches=2)
     buffer.keep_rate = 0.25

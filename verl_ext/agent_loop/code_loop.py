@@ -1,4 +1,4 @@
-"""The ReTool rollout: the model writes, stops at `</code>`, reads the interpreter's answer and goes on, in one assistant turn.
+"""The ReTool rollout: the model writes, stops at `</code>`, reads the interpreter's answer, goes on, all in one turn.
 
 Token-in, token-out: what the model sampled is kept as it was sampled; only the interpreter's text is encoded (mask 0).
 The settings are `retool.*` in the run's YAML. Registered by agent_loops.yaml under the name `retool_code`.
@@ -62,8 +62,9 @@ class CodeAgentLoop(AgentLoopBase):
         """Roll out one sample; see `AgentLoopBase.run`.
 
         Returns:
-            `extra_fields` holds `finish_reason` (answer | max_turns | max_tokens | sandbox_failure | aborted), `model_spans`
-            (the [start, end) pairs of response tokens that the model sampled), and the counts that the reward manager logs.
+            `extra_fields` holds `finish_reason` (answer | max_turns | max_tokens | sandbox_failure | aborted),
+            `model_spans` (the [start, end) pairs of response tokens that the model sampled), and the counts that the
+            reward manager logs.
         """
         prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
         response_ids: list[int] = []
@@ -102,7 +103,9 @@ class CodeAgentLoop(AgentLoopBase):
             mask += [1] * len(token_ids)
             log_probs += output.log_probs or []
             if with_log_probs and len(log_probs) != len(mask):
-                raise ValueError(f"The server sent {len(output.log_probs or [])} log-probs for {len(token_ids)} tokens.")
+                raise ValueError(
+                    f"The server sent {len(output.log_probs or [])} log-probs for {len(token_ids)} tokens."
+                )
 
             text = self.tokenizer.decode(token_ids)
             room = self.response_length - len(response_ids)

@@ -1,4 +1,4 @@
-"""The literal `<code>` / `<interpreter>` protocol of ReTool: what a call looks like, and how its answer is put into the text.
+"""The literal `<code>` / `<interpreter>` protocol of ReTool: what a call looks like, and how it is answered.
 
 Agent loop (RL, evaluation) and data set (SFT) both take it from here, so that they cannot drift apart.
 """

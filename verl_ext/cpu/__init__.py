@@ -1,7 +1,7 @@
 """verl 0.9.1 and vLLM on a machine without accelerator, with nothing in site-packages edited.
 
-`platform.py` is the verl platform, `attention.py` stands in for flash-attention 2, `vllm_worker.py` keeps vLLM's weights
-loadable, `patches.py` holds every override of an internal, each naming the version and line that it replaces.
+`platform.py` is the verl platform, `attention.py` stands in for flash-attention 2, `vllm_worker.py` keeps vLLM's
+weights loadable, `patches.py` holds every override of an internal, each naming the version and line that it replaces.
 """
 
 import importlib.util
@@ -12,8 +12,8 @@ from types import ModuleType
 def is_cpu_only() -> bool:
     """True where torch can drive no accelerator: a CPU build of torch, and no NPU plug-in.
 
-    `torch.cuda.is_available()` would not do: it is False in Ray's CPU-only actors on machines with GPUs. `VERL_PLATFORM`,
-    verl's own switch, has the last word (`VERL_PLATFORM=cpu` runs a CUDA build of torch on the CPU).
+    `torch.cuda.is_available()` would not do: it is False in Ray's CPU-only actors on machines with GPUs.
+    `VERL_PLATFORM`, verl's own switch, has the last word (`VERL_PLATFORM=cpu` runs a CUDA build of torch on the CPU).
     """
     wanted = os.environ.get("VERL_PLATFORM", "").strip().lower()
     if wanted:

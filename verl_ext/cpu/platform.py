@@ -1,8 +1,8 @@
 """A verl platform for machines without accelerator.
 
-Ray is told that the node has N GPUs (`ray_kwargs.ray_init.num_gpus` in configs/hardware/cpu.yaml), so verl's placement groups
-and resource checks work unchanged; torch only ever sees the CPU. Collectives run over gloo, weights reach vLLM through shared
-memory.
+Ray is told that the node has N GPUs (`ray_kwargs.ray_init.num_gpus` in configs/hardware/cpu.yaml), so verl's placement
+groups and resource checks work unchanged; torch only ever sees the CPU. Collectives run over gloo, weights reach vLLM
+through shared memory.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ class CpuDeviceId(str):
 
 
 class CpuDeviceModule(ModuleType):
-    """`torch.cpu` plus the functions of `torch.cuda` that verl calls: memory is 0 bytes, streams and caches do nothing."""
+    """`torch.cpu` plus the functions of `torch.cuda` that verl calls: memory is 0 bytes, caches do nothing."""
 
     _ZERO = {"memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"}
     _NOTHING = {

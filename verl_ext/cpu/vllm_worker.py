@@ -1,4 +1,4 @@
-"""vLLM worker extension for CPU; named by `rollout.engine_kwargs.vllm.worker_extension_cls` in configs/hardware/cpu.yaml."""
+"""vLLM worker extension for CPU; configs/hardware/cpu.yaml names it (`worker_extension_cls`)."""
 
 from typing import Any
 
@@ -13,8 +13,9 @@ def _keep_plain_weight(layer: torch.nn.Module, remove_weight: bool) -> None:
 class CPUWorkerExtension(vLLMColocateWorkerExtension):
     """verl's worker extension, on weights that can be loaded again after every update.
 
-    vLLM 0.28.0, model_executor/layers/linear.py:202 packs CPU weights for oneDNN and drops `weight_loader`, so that verl's weight
-    sync fails (and then hangs: its sender has no time-out). The extension keeps the plain weight and `F.linear`.
+    vLLM 0.28.0, model_executor/layers/linear.py:202 packs CPU weights for oneDNN and drops `weight_loader`, so that
+    verl's weight sync fails (and then hangs: its sender has no time-out). The extension keeps the plain weight and
+    `F.linear`.
     """
 
     def __new__(cls, **kwargs: Any) -> "CPUWorkerExtension":

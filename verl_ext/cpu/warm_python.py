@@ -35,6 +35,7 @@ EXECUTABLE_VARIABLE = "RETOOL_WARM_PYTHON"
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_ext",
     "OMP_NUM_THREADS": "1",  # processes outnumber cores
+    "TORCHDYNAMO_DISABLE": "1",  # vLLM would compile small functions in the first step, for 30 s
     "TOKENIZERS_PARALLELISM": "false",
     "TQ_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -231,7 +232,9 @@ def _receive(client: socket.socket) -> tuple[list[str], dict[str, str], str, lis
     return arguments, environment, folder, list(files), numbers
 
 
-def _become(arguments: list[str], environment: dict[str, str], folder: str, files: list[int], numbers: list[int]) -> None:
+def _become(
+    arguments: list[str], environment: dict[str, str], folder: str, files: list[int], numbers: list[int]
+) -> None:
     """In the fork: be `python *arguments`. Does not return."""
     floor = max([*numbers, *files, 2]) + 1
     moved = [os.dup2(number, floor + i) for i, number in enumerate(files)]  # out of the way of each other
@@ -284,7 +287,9 @@ def run_arguments(arguments: list[str]) -> None:
     if arguments[position] == "-c":
         sys.argv = ["-c", *arguments[position + 2 :]]
         sys.path.insert(0, "")
-        exec(compile(arguments[position + 1], "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__})
+        exec(
+            compile(arguments[position + 1], "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__}
+        )
     elif arguments[position] == "-m":
         sys.argv = arguments[position + 1 :]
         sys.path.insert(0, os.getcwd())

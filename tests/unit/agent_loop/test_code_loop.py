@@ -169,7 +169,10 @@ def test_an_aborted_turn_keeps_what_was_sampled(roll_out, tokenizer, encode):
 
 @pytest.mark.parametrize(
     ("call", "told"),
-    [("print(1+1)</code>", "FormatError: </code> without <code>"), ("<code></code>", "FormatError: empty <code></code>")],
+    [
+        ("print(1+1)</code>", "FormatError: </code> without <code>"),
+        ("<code></code>", "FormatError: empty <code></code>"),
+    ],
 )
 def test_a_malformed_call_is_answered_to_the_model(roll_out, tokenizer, encode, answer, call, told):
     output, _, sandbox = roll_out(tokenizer, [encode(call), answer])
@@ -184,9 +187,7 @@ def test_a_malformed_call_is_answered_to_the_model(roll_out, tokenizer, encode, 
 @pytest.mark.parametrize(
     ("traceback", "shown"), [("last_line", "1\nNameError: x"), ("full", "1\nTraceback:\nNameError: x")]
 )
-def test_an_error_of_the_code_is_shown_as_configured_and_counted(
-    roll_out, tokenizer, encode, answer, traceback, shown
-):
+def test_an_error_of_the_code_is_shown_as_configured_and_counted(roll_out, tokenizer, encode, answer, traceback, shown):
     failed = RunResult("code_error", "1\n", "Traceback:\nNameError: x\n", 1, 0.0, 0.0, 1, "")
     output, *_ = roll_out(tokenizer, [encode(CALL), answer], [failed], traceback=traceback)
     assert f"<interpreter>\n{shown}\n</interpreter>" in tokenizer.decode(output.response_ids)
@@ -203,7 +204,12 @@ def test_the_model_is_told_that_its_code_ran_out_of_time(roll_out, tokenizer, en
 def test_long_output_is_cut_in_the_middle_and_says_so(roll_out, tokenizer, encode, answer):
     printed = "1" * 100 + "2" * 101  # 201 tokens
     output, *_ = roll_out(tokenizer, [encode(CALL), answer], [printed], max_tool_response_tokens=9)
-    assert "<interpreter>\n1111\n[... 193 tokens cut ...]\n2222\n</interpreter>" in tokenizer.decode(output.response_ids)
+    assert "<interpreter>\n1111\n[... 193 tokens cut ...]\n2222\n</interpreter>" in tokenizer.decode(
+        output.response_ids
+    )
+
+    output, *_ = roll_out(tokenizer, [encode(CALL), answer], ["123"], max_tool_response_tokens=1)
+    assert "<interpreter>\n\n[... 3 tokens cut ...]\n\n</interpreter>" in tokenizer.decode(output.response_ids)
 
     output, *_ = roll_out(tokenizer, [encode(CALL), answer], ["123456789"], max_tool_response_tokens=9)
     assert "<interpreter>\n123456789\n</interpreter>" in tokenizer.decode(output.response_ids)

@@ -14,6 +14,7 @@ from verl_ext.agent_loop.protocol import MalformedCall, extract_code, format_out
         ("<code>s = '```'\nprint(s)</code>", "s = '```'\nprint(s)", "backticks that are no fence"),
         ("<code>```\na = '''\n```\n'''\n```</code>", "a = '''\n```\n'''", "only the outer fence"),
         ("Use <code> tags. <code>print(2)</code>", "print(2)", "the last block that opens"),
+        ("<code>s = '</code>'</code>", "s = '</code>'", "up to the last stop"),
         ("<code>print(3)</code>\n", "print(3)", "characters behind the stop, from a token that carried them"),
     ],
 )
@@ -42,7 +43,12 @@ def test_a_call_that_cannot_be_run_says_why(text, message):
         ("42\n", "", "42", "42"),
         ("", "", "(no output)", "(no output)"),
         (" \n", "\n", "(no output)", "(no output)"),
-        ("1\n2\n", "Traceback:\n  line 1\nNameError: x\n", "1\n2\nTraceback:\n  line 1\nNameError: x", "1\n2\nNameError: x"),
+        (
+            "1\n2\n",
+            "Traceback:\n  line 1\nNameError: x\n",
+            "1\n2\nTraceback:\n  line 1\nNameError: x",
+            "1\n2\nNameError: x",
+        ),
         ("", "a\nb", "a\nb", "b"),
     ],
 )

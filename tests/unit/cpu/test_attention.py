@@ -60,9 +60,7 @@ def test_flash_attn_func_is_masked_softmax_attention(causal, key_heads, key_leng
 
 
 @pytest.mark.parametrize("key_heads", [4, 2], ids=["mha", "gqa"])
-@pytest.mark.parametrize(
-    ("lengths", "causal", "calls"), [(EVEN, True, 1), (UNEVEN, True, 3), (EVEN, False, 3)]
-)
+@pytest.mark.parametrize(("lengths", "causal", "calls"), [(EVEN, True, 1), (UNEVEN, True, 3), (EVEN, False, 3)])
 def test_packed_sequences_attend_to_themselves_only(lengths, causal, calls, key_heads, monkeypatch):
     import torch
     import torch.nn.functional as F

@@ -67,7 +67,7 @@ def test_out_of_distribution_sets_differ_in_kind(tiny_tools):
         inside = solve(tiny_tools.task.make_problem(rng, split=rng.choice(["train", "test"])).question)
         large = solve(tiny_tools.task.make_problem(rng, split="ood_large").question)
         chain = solve(tiny_tools.task.make_problem(rng, split="ood_chain").question)
-        for (kind, numbers, extra, _), low, high in ((inside, 11, 99), (large, 100, 999), (chain, 11, 99)):
+        for (kind, numbers, *_), low, high in ((inside, 11, 99), (large, 100, 999), (chain, 11, 99)):
             products = numbers[:1] if kind == 4 else []  # the question of the bags shows a product
             assert all(low <= n <= high for n in numbers[len(products) :])
             assert all(low**2 <= n <= high**2 for n in products)
@@ -79,7 +79,9 @@ def test_no_test_problem_is_a_training_problem_under_other_names(tiny_tools):
     """Both splits drawn densely enough to meet: the bags' product 360 is 12 * 30 and 18 * 20."""
     rng = random.Random(0)
     drawn = {
-        split: {without_names(tiny_tools.task.make_problem(rng, split=split).question, tiny_tools.task) for _ in range(n)}
+        split: {
+            without_names(tiny_tools.task.make_problem(rng, split=split).question, tiny_tools.task) for _ in range(n)
+        }
         for split, n in (("train", 12_000), ("test", 4_000))
     }
     assert drawn["train"].isdisjoint(drawn["test"])
@@ -144,7 +146,9 @@ def test_the_traces_interpreter_says_what_the_real_sandbox_says(tiny_tools):
 
     with running_server() as url:
         results = asyncio.run(ask(url))
-    said = {c: format_output(r.stdout, r.stderr, traceback="last_line") for c, r in zip(sorted(codes), results, strict=True)}
+    said = {
+        c: format_output(r.stdout, r.stderr, traceback="last_line") for c, r in zip(sorted(codes), results, strict=True)
+    }
     assert said == {code: tiny_tools.task.interpreter_output(code) for code in codes}
 
 

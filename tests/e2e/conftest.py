@@ -1,0 +1,71 @@
+"""What the end-to-end tests share: the tiny task with few rows, and helpers to run the real commands on it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+SMALL_DATA = ["--data=--sft=2000", "--data=--rl=256", "--data=--test=16", "--data=--ood=8"]
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quickstart folder with data, a model after 30 steps of SFT, and its merged weights."""
+    out = tmp_path_factory.mktemp("small")
+    pipeline(out, "--stage=data", "--stage=sft", "--stage=merge", "--sft=trainer.total_training_steps=30")
+    return out
+
+
+def pipeline(out: Path, *arguments: str, timeout_s: float = 900) -> str:
+    """Run the quickstart's pipeline; returns its output, and fails with it."""
+    command = [sys.executable, "-m", "verl_ext.pipeline", "--out", str(out), *SMALL_DATA, *arguments]
+    result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=timeout_s)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def launch(script: str, log: Path, *overrides: str, **environment: str) -> subprocess.Popen:
+    """Start a launcher of recipe/retool in a session of its own."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as sink:
+        return subprocess.Popen(
+            ["bash", str(REPO / "recipe" / "retool" / script), *overrides],
+            env=os.environ | {"PYTHON": sys.executable} | environment,
+            stdout=sink,
+            stderr=sink,
+            start_new_session=True,
+        )
+
+
+def run_to_end(process: subprocess.Popen, log: Path, timeout_s: float = 600) -> None:
+    """Wait for a launcher, and fail with the end of its log unless it succeeds."""
+    try:
+        assert process.wait(timeout_s) == 0, log.read_text(errors="replace")[-4000:]
+    finally:
+        kill_tree(process.pid)
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL a process and all its descendants, by pid."""
+    try:
+        processes = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
+    except psutil.NoSuchProcess:
+        return
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(processes, timeout=10)
+
+
+def read_metrics(folder: Path, keep: Callable[[dict], bool] = lambda data: True) -> list[tuple[int, dict]]:
+    """(step, metrics) of all starts of a run, in the order they were logged."""
+    lines = [line for path in sorted(folder.glob("metrics*.jsonl")) for line in path.read_text().splitlines()]
+    return [(r["step"], r["data"]) for r in map(json.loads, lines) if keep(r["data"])]

@@ -1,0 +1,126 @@
+"""The main job itself, small: the same command as `scripts/quickstart.sh` after the install, with few rows and steps."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import REPO, SMALL_DATA, pipeline, read_metrics
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+OVERRIDES = [
+    "--sft=trainer.total_training_steps=30",
+    "--rl=trainer.total_training_steps=2",
+    "--rl=trainer.save_freq=1",
+    "--rl=data.train_batch_size=4",
+    "--rl=actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "--rl=actor_rollout_ref.rollout.n=4",
+    "--rl=algorithm.filter_groups.max_num_gen_batches=1",
+]
+
+
+def traces() -> set[str]:
+    """What a run could leave on this machine: processes, shared memory, sockets, temporary folders."""
+    own_uid = os.getuid()
+    processes = set()
+    for process in psutil.process_iter():
+        try:
+            if process.uids().real == own_uid and any(
+                word in " ".join(process.cmdline()) for word in ("ray", "verl", "VLLM", "warm_python")
+            ):
+                processes.add(f"process {process.pid} {process.name()}")
+        except psutil.Error:
+            continue
+    files = {str(path) for pattern in ("retool-*", "rl-colocate-zmq-*", "ray") for path in Path("/tmp").glob(pattern)}
+    return processes | files | {str(path) for path in Path("/dev/shm").glob("*")}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, set[str], set[str]]:
+    """A whole small quickstart: its folder, its output, and the machine's traces before and after."""
+    out = tmp_path_factory.mktemp("quickstart")
+    before = traces()
+    output = pipeline(out, *OVERRIDES)
+    return out, output, before, traces()
+
+
+def test_every_stage_leaves_its_result(run: tuple) -> None:
+    out = run[0]
+    for path in ("data/eval.parquet", "model/config.json", "sft/merged/model.safetensors", "rl/merged/model.safetensors"):
+        assert (out / path).exists(), path
+    stages = {entry["stage"]: entry for entry in json.loads((out / "stages.json").read_text())}
+    assert {entry["status"] for entry in stages.values()} == {"done"}
+    assert 0 < stages["rl"]["peak_gb"] < 12
+    assert "<svg" in (out / "report.html").read_text()
+
+
+def test_before_and_after_are_measured_on_the_same_problems(run: tuple) -> None:
+    evaluation = json.loads((run[0] / "summary.json").read_text())["evaluation"]
+    rows = {
+        when: sorted(
+            (row["data_source"], row["input"])
+            for path in (run[0] / "eval" / when).glob("*.jsonl")
+            for row in map(json.loads, path.read_text().splitlines())
+        )
+        for when in ("before", "after")
+    }
+    assert rows["before"] == rows["after"]
+    assert len(rows["before"]) == 2 * (16 + 8 + 8)  # val_kwargs.n samples of each problem
+    assert evaluation["before"] and evaluation["after"]
+
+
+def test_rollout_and_actor_agree_after_an_update(run: tuple) -> None:
+    """Step 2 rolls out with the weights of step 1's update: the sync to vLLM is real."""
+    step, metrics = read_metrics(run[0] / "rl", lambda data: "actor/grad_norm" in data)[-1]
+    assert step == 2
+    assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
+    assert metrics["training/rollout_probs_diff_mean"] < 1e-3
+
+
+def test_merged_weights_are_the_checkpoint_s(run: tuple) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    merged = load_file(run[0] / "rl/merged/model.safetensors")
+    shard = torch.load(run[0] / "rl/global_step_2/actor/model_world_size_1_rank_0.pt", weights_only=False)
+    for name, weight in merged.items():
+        full = shard[name].full_tensor() if hasattr(shard[name], "full_tensor") else shard[name]
+        assert torch.equal(weight, full.to(weight.dtype)), name
+    assert not torch.equal(merged["model.norm.weight"], load_file(run[0] / "sft/merged/model.safetensors")["model.norm.weight"])
+
+
+def test_nothing_is_left_behind(run: tuple) -> None:
+    _, _, before, after = run
+    assert after - before == set()
+
+
+def test_a_second_call_does_nothing_again(run: tuple) -> None:
+    stamps = {path: path.stat().st_mtime for path in run[0].rglob("model.safetensors")}
+    started = time.time()
+    output = pipeline(run[0], *OVERRIDES)
+    assert output.count("done already") == 7
+    assert time.time() - started < 60
+    assert {path: path.stat().st_mtime for path in run[0].rglob("model.safetensors")} == stamps
+
+
+def test_ctrl_c_in_the_middle_of_rl_leaves_nothing_behind(run: tuple, small: Path, tmp_path: Path) -> None:
+    before = traces()
+    command = [sys.executable, "-m", "verl_ext.pipeline", "--out", str(small), *SMALL_DATA]
+    command += ["--sft=trainer.total_training_steps=30", "--rl=trainer.total_training_steps=500", "--stage=rl"]
+    with open(tmp_path / "output.txt", "w+") as output:
+        process = subprocess.Popen(command, cwd=REPO, stdout=output, stderr=output)
+        deadline = time.time() + 300
+        while "step 1/500" not in (tmp_path / "output.txt").read_text() and time.time() < deadline:
+            assert process.poll() is None, (tmp_path / "output.txt").read_text()
+            time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) != 0
+    assert "interrupted" in (tmp_path / "output.txt").read_text()
+    assert traces() - before == set()
