@@ -21,6 +21,7 @@ from verl_ext.sandbox.launch import running_server
 from verl_ext.supervise import CommandFailed, Supervisor, show_rl_progress, show_sft_progress
 
 REPO = Path(__file__).resolve().parents[1]
+EVALUATION_SAMPLES = 2  # responses per held-out problem
 STAGES = ("data", "sft", "merge", "rl", "eval", "report")
 
 
@@ -114,6 +115,7 @@ def evaluate(run: Run, when: str) -> None:
                 *("bash", str(REPO / "recipe/retool/run_tiny_dapo.sh"), *run.rl),
                 *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),
                 f"trainer.validation_data_dir='{target}'",
+                f"data.val_files=[{','.join([str(run.out / 'data' / 'eval.parquet')] * EVALUATION_SAMPLES)}]",
                 *("trainer.save_freq=-1", "trainer.experiment_name=tiny_eval"),
             ],
             log=run.out / "eval" / f"{when}.log",

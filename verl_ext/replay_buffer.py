@@ -93,10 +93,12 @@ class DapoReplayBuffer(ReplayBuffer):
                     "the run."
                 )
             in_flight = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
+            # Submit what makes the batch full with a margin of one standard deviation: another wave costs a whole rollout.
             expected = len(useful) + self.keep_rate * in_flight
-            missing = math.ceil((batch_size - expected) / max(self.keep_rate, _MIN_KEEP_RATE))
+            margin = math.sqrt(in_flight * self.keep_rate * (1 - self.keep_rate))
+            missing = math.ceil((batch_size + margin - expected) / max(self.keep_rate, _MIN_KEEP_RATE))
             missing = min(missing, limit + failed - submitted)
-            if expected < batch_size - 0.5 and missing > 0:
+            if expected - margin < batch_size - 0.5 and missing > 0 and len(useful) < batch_size:
                 submitted += self.refill_fn(missing)
                 continue
             if in_flight == 0 and (len(useful) >= batch_size or submitted >= limit + failed):

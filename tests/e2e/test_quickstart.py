@@ -53,7 +53,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, set[str], 
 
 def test_every_stage_leaves_its_result(run: tuple) -> None:
     out = run[0]
-    for path in ("data/eval.parquet", "model/config.json", "sft/merged/model.safetensors", "rl/merged/model.safetensors"):
+    for path in (
+        "data/eval.parquet",
+        "model/config.json",
+        "sft/merged/model.safetensors",
+        "rl/merged/model.safetensors",
+    ):
         assert (out / path).exists(), path
     stages = {entry["stage"]: entry for entry in json.loads((out / "stages.json").read_text())}
     assert {entry["status"] for entry in stages.values()} == {"done"}
@@ -93,7 +98,9 @@ def test_merged_weights_are_the_checkpoint_s(run: tuple) -> None:
     for name, weight in merged.items():
         full = shard[name].full_tensor() if hasattr(shard[name], "full_tensor") else shard[name]
         assert torch.equal(weight, full.to(weight.dtype)), name
-    assert not torch.equal(merged["model.norm.weight"], load_file(run[0] / "sft/merged/model.safetensors")["model.norm.weight"])
+    assert not torch.equal(
+        merged["model.norm.weight"], load_file(run[0] / "sft/merged/model.safetensors")["model.norm.weight"]
+    )
 
 
 def test_nothing_is_left_behind(run: tuple) -> None:

@@ -49,7 +49,10 @@ if stubborn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 print("up", flush=True)
-time.sleep(600)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("ended in order")
 """
 
 
@@ -79,11 +82,15 @@ def run(code, *arguments):
     return json.loads(stdout.splitlines()[-1])
 
 
-def read_when_there(path, timeout_s=20.0):
+def wait_for(path, text, timeout_s=20.0):
     deadline = time.monotonic() + timeout_s
-    while not path.exists():
+    while not path.exists() or text not in path.read_text():
         assert time.monotonic() < deadline, f"{path} was not written"
         time.sleep(0.02)
+
+
+def read_when_there(path):
+    wait_for(path, "}")
     return json.loads(path.read_text())
 
 
@@ -155,10 +162,12 @@ def test_a_signal_ends_the_command_and_leaves_nothing(tmp_path, segment, number)
     log, report = tmp_path / "log.txt", tmp_path / "report"
     process = start(INTERRUPTED, log, DAEMON + WAIT, report, segment)
     told = read_when_there(report)
+    wait_for(log, "up")
     [command] = [p for p in psutil.Process(process.pid).children() if p.pid != told["daemon"]]
     process.send_signal(number)
     process.communicate(timeout=10)
     assert process.returncode == 7
+    assert "ended in order" in log.read_text()  # it was interrupted first, as by Ctrl-C
     assert is_gone(command.pid) and is_gone(told["daemon"])
     assert not segment.exists() and not Path(told["tmp"]).exists()
 
@@ -167,8 +176,7 @@ def test_pressing_ctrl_c_again_and_again_leaves_nothing_either(tmp_path, segment
     log, report = tmp_path / "log.txt", tmp_path / "report"
     process = start(INTERRUPTED, log, DAEMON + WAIT, report, segment, "stubborn")
     told = read_when_there(report)
-    while "up" not in log.read_text():
-        time.sleep(0.02)
+    wait_for(log, "up")
     [command] = [p for p in psutil.Process(process.pid).children() if p.pid != told["daemon"]]
     for _ in range(12):  # while it waits for a command and a daemon that ignore SIGTERM
         process.send_signal(signal.SIGINT)

@@ -125,21 +125,28 @@ class RetoolRewardManager(RewardManagerBase):
         self.num_unverified = 0
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """Score one rollout (of several outputs the last one), in a thread: a verifier may take seconds.
+        """verl's entry: score one rollout, of several outputs the last one. See `score_rollout`."""
+        item = data[-1:][0]
+        responses = item.batch["responses"]
+        num_tokens = int(item.batch["attention_mask"][-len(responses) :].sum())
+        return await self.score_rollout(responses[:num_tokens].tolist(), item.non_tensor_batch)
 
+    async def score_rollout(self, token_ids: list[int], sample: Mapping[str, Any]) -> dict[str, Any]:
+        """Score one rollout, in a thread: a verifier may take seconds.
+
+        Args:
+            token_ids: the response, tool output included.
+            sample: `reward_model.ground_truth`, `data_source`, and the agent loop's extra fields as `tool_extra_fields`.
         Returns:
             `reward_score`, and `reward_extra_info` with the same keys for every sample: `acc` (the truth, 0 or 1; 0
             when unverified), `train_acc` (what the reward was made of), `reward_base`, `reward_overlong`, `unverified`,
             `sandbox_failure`, `response_tokens` and the loop's counts as floats; `pred`, `verdict`, `method`,
             `data_source`, `finish_reason` as strings, "" for nothing.
         """
-        item = data[-1:][0]
-        responses = item.batch["responses"]
-        num_tokens = int(item.batch["attention_mask"][-len(responses) :].sum())
-        token_ids = responses[:num_tokens].tolist()
-        extra_fields = item.non_tensor_batch.get("tool_extra_fields") or {}
+        num_tokens = len(token_ids)
+        extra_fields = sample.get("tool_extra_fields") or {}
         spans = extra_fields.get("model_spans", [(0, num_tokens)])
-        ground_truth = item.non_tensor_batch["reward_model"]["ground_truth"]
+        ground_truth = sample["reward_model"]["ground_truth"]
 
         score = await asyncio.to_thread(self._score, token_ids, spans, str(ground_truth))
         self._count(score)
@@ -149,7 +156,7 @@ class RetoolRewardManager(RewardManagerBase):
 
         train_acc = score.acc
         if self.options.random_reward_p is not None:
-            train_acc = float(self._draw(item.non_tensor_batch, token_ids) < self.options.random_reward_p)
+            train_acc = float(self._draw(sample, token_ids) < self.options.random_reward_p)
         if sandbox_failed or unverified:
             train_acc = 0.5
         base = 2.0 * train_acc - 1.0
@@ -172,7 +179,7 @@ class RetoolRewardManager(RewardManagerBase):
                 "pred": score.pred,
                 "verdict": score.verdict,
                 "method": score.method,
-                "data_source": str(item.non_tensor_batch.get("data_source", "")),
+                "data_source": str(sample.get("data_source", "")),
                 "finish_reason": str(extra_fields.get("finish_reason", "")),
             },
         }
@@ -208,11 +215,11 @@ class RetoolRewardManager(RewardManagerBase):
         )
         return self.options.overlong_factor * penalty.item()
 
-    def _draw(self, fields_of_sample: Mapping[str, Any], token_ids: list[int]) -> float:
+    def _draw(self, sample: Mapping[str, Any], token_ids: list[int]) -> float:
         """Uniform in [0, 1): a hash of the seed, the sample's place in the run and its tokens, so repeatable.
 
         The place (problem, step, session) makes equal responses draw apart: no response is rewarded as such.
         """
-        place = [str(fields_of_sample.get(name)) for name in ("index", "global_steps", "session_id")]
+        place = [str(sample.get(name)) for name in ("index", "global_steps", "session_id")]
         drawn_from = repr((self.options.random_reward_seed, place, token_ids)).encode()
         return int.from_bytes(hashlib.blake2b(drawn_from, digest_size=8).digest()) / 2**64

@@ -113,7 +113,7 @@ def test_a_trace_has_retools_roles_and_ends_in_a_box(tiny_tools, kind, calls):
             assert output["content"] == tiny_tools.task.interpreter_output(extract_code(call["content"]))
         boxed = re.search(r"\\boxed\{(-?\d+)\}$", trace[-1]["content"])[1]
         right += boxed == problem.answer
-        if kind in ("tool", "repair"):
+        if kind not in ("mental", "give_up"):
             assert trace[-2]["content"] == boxed  # copied from the interpreter
     assert right == 40 or kind == "wrong_formula" and right < 10  # a wrong formula may hit by chance
 
@@ -196,6 +196,14 @@ def test_prepare_is_deterministic_and_all_seeds_share_the_evaluation_problems(pr
     for name, rows in plain.items():
         assert rows.equals(again[name].map(str)), name
         assert rows.equals(other[name].map(str)) == (name == "eval"), name
+
+
+def test_a_problem_that_is_drawn_again_is_not_taken_again(tiny_tools, monkeypatch):
+    rng = random.Random(0)
+    one, other = (tiny_tools.task.make_problem(rng, split="test") for _ in range(2))
+    draws = iter([one, one, other])
+    monkeypatch.setattr(tiny_tools.prepare, "make_problem", lambda rng, split: next(draws))
+    assert tiny_tools.prepare.distinct_problems(rng, "test", 2) == [one, other]
 
 
 def test_prepare_makes_small_sets_too(prepared, capsys):
