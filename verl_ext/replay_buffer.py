@@ -93,7 +93,7 @@ class DapoReplayBuffer(ReplayBuffer):
                     "the run."
                 )
             in_flight = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
-            # Submit what makes the batch full with a margin of one standard deviation: another wave costs a whole rollout.
+            # Submit what fills the batch with a margin of one standard deviation: another wave costs a whole rollout.
             expected = len(useful) + self.keep_rate * in_flight
             margin = math.sqrt(in_flight * self.keep_rate * (1 - self.keep_rate))
             missing = math.ceil((batch_size + margin - expected) / max(self.keep_rate, _MIN_KEEP_RATE))

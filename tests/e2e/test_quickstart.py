@@ -1,4 +1,5 @@
-"""The main job itself, small: the same command as `scripts/quickstart.sh` after the install, with few rows and steps."""
+"""The main job itself, small: the same command as `scripts/quickstart.sh` after the install, with few rows and
+steps."""
 
 import json
 import os

@@ -145,21 +145,24 @@ def test_only_the_returned_trajectories_stay_in_the_queue(make):
     assert set(queue.tags) == set(batch.keys)  # the trainer clears these when it has trained on them
 
 
-def test_prompts_are_asked_for_at_once_as_the_share_of_useful_groups_lets_expect(make):
-    queue, buffer = make([MIXED] * 100, batch_size=8)
-    buffer.keep_rate = 0.25
+@pytest.mark.parametrize(
+    ("keep_rate", "max_num_gen_batches", "submissions"),
+    [
+        # 8 in flight make 4 useful groups, +- sqrt(8 * .5 * .5) = 1.41: (8 + 1.41 - 4) / .5 = 10.8 more prompts.
+        # Then 19 make 9.5 +- 2.18: one standard deviation below is 7.3, so (8 + 2.18 - 9.5) / .5 = 1.4 more.
+        (0.5, 4, [11, 2]),
+        (0.5, 2, [8]),  # 2 x 8 prompts at the most
+        (0.995, 4, []),  # 7.96 +- 0.2: what is missing is less than half a group
+        (1.0, 4, []),
+    ],
+)
+def test_prompts_are_asked_for_at_once_as_the_share_of_useful_groups_lets_expect(
+    make, keep_rate, max_num_gen_batches, submissions
+):
+    queue, buffer = make([MIXED] * 100, batch_size=8, max_num_gen_batches=max_num_gen_batches)
+    buffer.keep_rate = keep_rate
     buffer.sample(1, "train", 8)
-    assert queue.submissions == [24]  # 8 in flight make 2; 6 are missing; 6 / 0.25
-
-    queue, buffer = make([MIXED] * 100, batch_size=8)
-    buffer.keep_rate = 0.95
-    buffer.sample(1, "train", 8)
-    assert queue.submissions == []  # 7.6 expected: half a group is not worth another prompt
-
-    queue, buffer = make([MIXED] * 100, batch_size=8, max_num_gen_batches=2)
-    buffer.keep_rate = 0.25
-    buffer.sample(1, "train", 8)
-    assert queue.submissions == [8]  # 2 x 8 at the most
+    assert queue.submissions == submissions
 
 
 def test_the_expected_share_of_useful_groups_follows_what_is_seen(make):

@@ -1,7 +1,8 @@
 """verl's agent-loop workers, with less work per rollout. Named by `rollout.agent.agent_loop_manager_class`.
 
-verl 0.9.1 builds every rollout's loop through `hydra.utils.instantiate`, asks a load-balancer actor for a server before every
-turn, and sends every rollout to a reward actor: together most of an agent-loop worker's CPU time when rollouts are short.
+verl 0.9.1 builds every rollout's loop through `hydra.utils.instantiate`, asks a load-balancer actor for a server
+before every turn, and sends every rollout to a reward actor: together most of an agent-loop worker's CPU time when
+rollouts are short.
 """
 
 from typing import Any
@@ -17,9 +18,11 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 
 class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """Instantiates agent loops directly, skips the load balancer where it has nothing to balance, and scores rollouts itself.
+    """Instantiates agent loops directly, skips the load balancer where it has nothing to balance, and scores rollouts
+    itself.
 
-    The last where the reward manager is ours: it has `score_rollout`, and runs verifiers outside of this process's event loop.
+    The last where the reward manager is ours: it has `score_rollout`, and runs verifiers outside of this process's
+    event loop.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):

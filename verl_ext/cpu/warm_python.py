@@ -2,10 +2,11 @@
 
     python -m verl_ext.cpu.warm_python -m verl.trainer.main_ppo ...
 
-An RL run on one machine is a dozen processes, each of which imports for 5 to 10 s of CPU: most of its start on two cores. Here a
-server imports once, and a small executable stands in for Python: it hands its arguments, environment, working folder and open
-files to the server, which forks. The command above, Ray (`runtime_env.py_executable`), torchrun and multiprocessing's "spawn"
-all start their Pythons through it. If the server is gone, the executable runs the real Python.
+An RL run on one machine is a dozen processes, each of which imports for 5 to 10 s of CPU: most of its start on two
+cores. Here a server imports once, and a small executable stands in for Python: it hands its arguments, environment,
+working folder and open files to the server, which forks. The command above, Ray ,
+torchrun and multiprocessing's "spawn" all start their Pythons through it. If the server is gone, the executable runs
+the real Python.
 
 For CPU runs on one machine only: a process that has touched CUDA cannot be forked.
 """
@@ -45,8 +46,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
-# Imports that cost most and are safe to share. Not Ray, and so not verl, which imports it: Ray draws ids and reads its variables
-# in static C++ state, which every fork would have in common.
+# Imports that cost most and are safe to share. Not Ray, and so not verl, which imports it: Ray draws ids and reads its
+# variables in static C++ state, which every fork would have in common.
 PRELOAD = (
     "torch",
     "tensordict",
@@ -105,8 +106,8 @@ os._exit(status)
 def warm_python() -> Iterator[str]:
     """A server for the length of a `with` block; yields the path of the executable that stands in for Python.
 
-    Starting returns at once: the server imports meanwhile, and requests wait for it. `RETOOL_WARM_PYTHON` names the executable
-    to the processes started inside; within such a block another one yields the same executable.
+    Starting returns at once: the server imports meanwhile, and requests wait for it. `RETOOL_WARM_PYTHON` names the
+    executable to the processes started inside; within such a block another one yields the same executable.
     """
     outer = os.environ.get(EXECUTABLE_VARIABLE)
     if outer and os.access(outer, os.X_OK):

@@ -136,7 +136,7 @@ class RetoolRewardManager(RewardManagerBase):
 
         Args:
             token_ids: the response, tool output included.
-            sample: `reward_model.ground_truth`, `data_source`, and the agent loop's extra fields as `tool_extra_fields`.
+            sample: `reward_model.ground_truth`, `data_source`, and the loop's extra fields as `tool_extra_fields`.
         Returns:
             `reward_score`, and `reward_extra_info` with the same keys for every sample: `acc` (the truth, 0 or 1; 0
             when unverified), `train_acc` (what the reward was made of), `reward_base`, `reward_overlong`, `unverified`,
