@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.5
-MEMORY_POLL_S = 2.0
+MEMORY_POLL_S = 5.0  # reading the memory of a dozen processes is not free
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 SHARED_MEMORY = Path("/dev/shm")
 

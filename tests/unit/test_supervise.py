@@ -143,7 +143,7 @@ print("null")
         assert not segment.exists()
         assert before.exists() and checkpoint.exists()
     finally:
-        before.unlink()
+        before.unlink(missing_ok=True)
         checkpoint.unlink(missing_ok=True)
         folder.rmdir()
 

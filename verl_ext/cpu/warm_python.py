@@ -4,9 +4,8 @@
 
 An RL run on one machine is a dozen processes, each of which imports for 5 to 10 s of CPU: most of its start on two
 cores. Here a server imports once, and a small executable stands in for Python: it hands its arguments, environment,
-working folder and open files to the server, which forks. The command above, Ray ,
-torchrun and multiprocessing's "spawn" all start their Pythons through it. If the server is gone, the executable runs
-the real Python.
+working folder and open files to the server, which forks. The command above, Ray, torchrun
+and multiprocessing's "spawn" all start their Pythons through it. If the server is gone, it runs the real Python.
 
 For CPU runs on one machine only: a process that has touched CUDA cannot be forked.
 """
@@ -18,6 +17,7 @@ import json
 import os
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -113,7 +113,7 @@ def warm_python() -> Iterator[str]:
     if outer and os.access(outer, os.X_OK):
         yield outer
         return
-    folder = Path(tempfile.mkdtemp(prefix="retool-warm-", dir="/tmp"))  # short: socket paths hold 107 bytes
+    folder = Path(tempfile.mkdtemp(prefix="retool-warm-"))
     address, executable = str(folder / "socket"), folder / "python"
     executable.write_text(_STUB.format(python=sys.executable, address=address))
     executable.chmod(0o700)
@@ -134,9 +134,7 @@ def warm_python() -> Iterator[str]:
     finally:
         server.terminate()
         server.wait()
-        for path in (executable, Path(address)):
-            path.unlink(missing_ok=True)
-        folder.rmdir()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def serve(listener: socket.socket, parent_pid: int) -> None:
@@ -189,8 +187,10 @@ def serve(listener: socket.socket, parent_pid: int) -> None:
                     os.kill(key.data, signal.SIGKILL)
                 selector.unregister(key.fileobj)
         _reap(clients, selector)
+    # The parent was killed, and cannot clean up itself.
     for pid in clients:
         os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(Path(executable).parent, ignore_errors=True)
 
 
 def _preload() -> None:

@@ -1,0 +1,71 @@
+"""Does the main job learn, and not by chance? The quickstart for several seeds, and a control with random rewards.
+
+    .venv/bin/python scripts/seeds.py [--seeds 0 1 2] [--out outputs/seeds]
+
+Each run is the quickstart in its own folder; the control repeats the RL of the first seed with rewards that carry no
+information (drawn at the rate that SFT was right, `reward.reward_kwargs.random_reward_p`). Prints README's table.
+Resumable: the same command goes on where it was broken off.
+"""
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+def run(out: Path, *arguments: str) -> dict:
+    """Run the quickstart into `out`; returns its summary."""
+    print(f"== {out}", flush=True)
+    subprocess.run([sys.executable, "-m", "verl_ext.pipeline", "--out", str(out), *arguments], cwd=REPO, check=True)
+    return json.loads((out / "summary.json").read_text())
+
+
+def accuracy(summary: dict, when: str, source: str) -> str:
+    """Mean accuracy with its 95% interval, as the report has it."""
+    figure = summary["evaluation"][when][source]["acc/mean@2"]
+    return f"{figure['value']:.2f} ({figure['low']:.2f}-{figure['high']:.2f})"
+
+
+def row(name: str, summary: dict) -> str:
+    cells = [name]
+    for source in ("tiny_tools", "tiny_tools_ood_large", "tiny_tools_ood_chain"):
+        cells += [accuracy(summary, "before", source), accuracy(summary, "after", source)]
+    minutes = sum(stage["wall_s"] for stage in summary["stages"]) / 60
+    step_s = summary["rl"]["warm_step"]["median_s"]
+    return "| " + " | ".join([*cells, f"{step_s:.1f} s", f"{minutes:.1f} min", f"{summary['peak_gb']:.1f} GB"]) + " |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--out", type=Path, default=REPO / "outputs" / "seeds")
+    args = parser.parse_args()
+
+    summaries = {f"seed {seed}": run(args.out / f"seed_{seed}", "--seed", str(seed)) for seed in args.seeds}
+    first = args.out / f"seed_{args.seeds[0]}"
+    control = args.out / "control"
+    if not control.exists():  # the same data, SFT and evaluation before RL
+        shutil.copytree(first, control, ignore=shutil.ignore_patterns("rl", "after*", "report.html", "summary.json"))
+        journal = json.loads((first / "stages.json").read_text())
+        kept = [entry for entry in journal if entry["stage"] in ("data", "sft", "merge_sft", "eval_before")]
+        rate = summaries[f"seed {args.seeds[0]}"]["evaluation"]["before"]["tiny_tools"]["acc/mean@2"]["value"]
+        override = f"+reward.reward_kwargs.random_reward_p={rate:.3f}"
+        for entry in kept:
+            entry["settings"]["rl"].append(override)
+        (control / "stages.json").write_text(json.dumps(kept))
+        (control / "override.txt").write_text(override)
+    override = (control / "override.txt").read_text()
+    summaries["control: random rewards"] = run(control, "--seed", str(args.seeds[0]), "--rl", override)
+
+    print("\n| run | in distribution: SFT | RL | larger numbers: SFT | RL | longer | RL | step | pipeline | memory |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for name, summary in summaries.items():
+        print(row(name, summary))
+
+
+if __name__ == "__main__":
+    main()
