@@ -55,7 +55,8 @@ def main() -> None:
         rate = summaries[f"seed {args.seeds[0]}"]["evaluation"]["before"]["tiny_tools"]["acc/mean@2"]["value"]
         override = f"+reward.reward_kwargs.random_reward_p={rate:.3f}"
         for entry in kept:
-            entry["settings"]["rl"].append(override)
+            if "rl" in entry["settings"]:
+                entry["settings"]["rl"].append(override)
         (control / "stages.json").write_text(json.dumps(kept))
         (control / "override.txt").write_text(override)
     override = (control / "override.txt").read_text()

@@ -41,9 +41,14 @@ class Run:
         """What the launchers in recipe/ read."""
         return {"PYTHON": sys.executable, "DATA_DIR": str(self.out / "data")}
 
-    def stamp(self) -> dict[str, object]:
-        """The settings that every stage's result depends on."""
-        return {"seed": self.seed, "data": self.data_args, "sft": self.sft, "rl": self.rl}
+    def settings(self, step: str) -> dict[str, object]:
+        """The settings that the result of a step depends on."""
+        settings: dict[str, object] = {"seed": self.seed, "data": self.data_args}
+        if step != "data":
+            settings["sft"] = self.sft
+        if step not in ("data", "sft", "merge_sft"):
+            settings["rl"] = self.rl
+        return settings
 
 
 def make_data(run: Run) -> None:
@@ -152,14 +157,16 @@ class Journal:
     def done(self, step: str) -> bool:
         return any(entry["stage"] == step and entry["status"] == "done" for entry in self.entries)
 
-    def check(self, stamp: dict[str, object]) -> None:
-        """Raise SystemExit if what is there was made with other settings."""
-        old = next((entry["settings"] for entry in self.entries), stamp)
-        if old != stamp:
-            raise SystemExit(
-                f"{self.path.parent} holds a run with other settings:\n  there: {old}\n  now:   {stamp}\n"
-                "Start over with --fresh, or write elsewhere with --out."
-            )
+    def check(self, run: Run) -> None:
+        """Raise SystemExit if a step that is there was made with other settings."""
+        for entry in self.entries:
+            now = run.settings(entry["stage"])
+            if entry["settings"] != now:
+                raise SystemExit(
+                    f"{self.path.parent} holds a run with other settings ({entry['stage']}):\n"
+                    f"  there: {entry['settings']}\n  now:   {now}\n"
+                    "Start over with --fresh, or write elsewhere with --out."
+                )
 
     def add(self, **entry: object) -> None:
         self.entries = [old for old in self.entries if old["stage"] != entry["stage"]] + [dict(entry)]
@@ -179,7 +186,7 @@ def run_pipeline(run: Run, stages: list[str]) -> None:
         CommandFailed: a command failed, or a step that `stages` leaves out was not run before.
     """
     journal = Journal(run.out / "stages.json")
-    journal.check(run.stamp())
+    journal.check(run)
     for step, stage, title, action, needs in STEPS:
         if stage not in stages:
             continue
@@ -194,7 +201,7 @@ def run_pipeline(run: Run, stages: list[str]) -> None:
             raise CommandFailed(f"[{step}] needs {missing[0]}, which was not run. Run the quickstart without --stage.")
         print(f"[{step}] {title}", flush=True)
         started, before = time.time(), journal.wall_s(step)
-        entry = {"stage": step, "started": started, "settings": run.stamp()}
+        entry = {"stage": step, "started": started, "settings": run.settings(step)}
         try:
             action(run)
         except BaseException:

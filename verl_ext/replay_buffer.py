@@ -41,11 +41,16 @@ class DapoReplayBuffer(ReplayBuffer):
             `max_num_gen_batches` the most prompts generated in a step, in train batches.
         kwargs: what verl passes to every sampler.
     Raises:
-        ValueError: `max_num_gen_batches` is below 1.
+        ValueError: `max_num_gen_batches` is below 1, or the trainer is asynchronous.
     """
 
     def __init__(self, *, sampler_kwargs: Any, **kwargs: Any):
         super().__init__(sampler_kwargs=sampler_kwargs, poll_interval=sampler_kwargs.poll_interval_s, **kwargs)
+        if self.trainer_mode != "sync":
+            raise ValueError(
+                f"trainer.v1.trainer_mode is {self.trainer_mode!r}, but DapoReplayBuffer samples for 'sync' only. "
+                "Remove trainer.v1.sampler.custom_sampler to use verl's own."
+            )
         filter_groups = sampler_kwargs.filter_groups
         self.filter_metric = filter_groups.metric if filter_groups.enable else None
         self.max_gen_batches = filter_groups.max_num_gen_batches

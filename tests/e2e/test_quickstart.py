@@ -84,10 +84,10 @@ def test_before_and_after_are_measured_on_the_same_problems(run: tuple) -> None:
 
 def test_rollout_and_actor_agree_after_an_update(run: tuple) -> None:
     """Step 2 rolls out with the weights of step 1's update: the sync to vLLM is real."""
-    step, metrics = read_metrics(run[0] / "rl", lambda data: "actor/grad_norm" in data)[-1]
-    assert step == 2
-    assert metrics["training/rollout_actor_probs_pearson_corr"] > 0.999
-    assert metrics["training/rollout_probs_diff_mean"] < 1e-3
+    steps = dict(read_metrics(run[0] / "rl", lambda data: "actor/grad_norm" in data))
+    assert steps[1]["actor/grad_norm"] > 0, "nothing was updated; the test shows nothing"
+    assert steps[2]["training/rollout_actor_probs_pearson_corr"] > 0.999
+    assert steps[2]["training/rollout_probs_diff_mean"] < 1e-3
 
 
 def test_merged_weights_are_the_checkpoint_s(run: tuple) -> None:
@@ -99,9 +99,8 @@ def test_merged_weights_are_the_checkpoint_s(run: tuple) -> None:
     for name, weight in merged.items():
         full = shard[name].full_tensor() if hasattr(shard[name], "full_tensor") else shard[name]
         assert torch.equal(weight, full.to(weight.dtype)), name
-    assert not torch.equal(
-        merged["model.norm.weight"], load_file(run[0] / "sft/merged/model.safetensors")["model.norm.weight"]
-    )
+    before = load_file(run[0] / "sft/merged/model.safetensors")
+    assert any(not torch.equal(weight, before[name]) for name, weight in merged.items()), "RL changed nothing"
 
 
 def test_nothing_is_left_behind(run: tuple) -> None:
