@@ -26,7 +26,7 @@ def run(out: Path, *arguments: str) -> dict:
 
 def accuracy(summary: dict, when: str, source: str) -> str:
     """Mean accuracy with its 95% interval, as the report has it."""
-    figure = summary["evaluation"][when][source]["acc/mean@2"]
+    figure = summary["evaluation"][when][source]["metrics"]["acc/mean@k"]
     return f"{figure['value']:.2f} ({figure['low']:.2f}-{figure['high']:.2f})"
 
 
@@ -52,7 +52,8 @@ def main() -> None:
         shutil.copytree(first, control, ignore=shutil.ignore_patterns("rl", "after*", "report.html", "summary.json"))
         journal = json.loads((first / "stages.json").read_text())
         kept = [entry for entry in journal if entry["stage"] in ("data", "sft", "merge_sft", "eval_before")]
-        rate = summaries[f"seed {args.seeds[0]}"]["evaluation"]["before"]["tiny_tools"]["acc/mean@2"]["value"]
+        before = summaries[f"seed {args.seeds[0]}"]["evaluation"]["before"]["tiny_tools"]
+        rate = before["metrics"]["acc/mean@k"]["value"]
         override = f"+reward.reward_kwargs.random_reward_p={rate:.3f}"
         for entry in kept:
             if "rl" in entry["settings"]:
