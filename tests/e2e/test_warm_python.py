@@ -1,0 +1,98 @@
+"""The executable that starts Python by fork behaves as Python does, and leaves nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl_ext.cpu.warm_python import warm_python
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[str]:
+    with warm_python() as executable:
+        yield executable
+    assert not os.path.exists(executable)
+
+
+def run(python: str, *arguments: str, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run([python, *arguments], capture_output=True, text=True, timeout=60, **kwargs)
+
+
+def test_torch_and_vllm_are_imported_already_and_ray_is_not(python: str) -> None:
+    code = "import sys; print([name in sys.modules for name in ('torch', 'vllm', 'transformers', 'ray', 'verl')])"
+    assert run(python, "-c", code).stdout == "[True, True, True, False, False]\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("pass", 0), ("import sys; sys.exit(7)", 7), ("1/0", 1), ("import os; os.kill(os.getpid(), 9)", -9)],
+)
+def test_status_is_that_of_python(python: str, code: str, status: int) -> None:
+    assert run(python, "-c", code).returncode == status == run(sys.executable, "-c", code).returncode
+
+
+def test_arguments_input_environment_and_folder_arrive(python: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import os, sys; print(sys.argv[1:], sys.stdin.read(), os.environ['X'], os.getcwd(), __name__)")
+    result = run(python, "-u", str(script), "a", "-b", input="text", env=os.environ | {"X": "y"}, cwd=tmp_path)
+    assert result.stdout == f"['a', '-b'] text y {tmp_path} __main__\n"
+    assert run(python, "-m", "json.tool", input="[1]").stdout == "[\n    1\n]\n"
+
+
+def test_inherited_files_keep_their_numbers(python: str) -> None:
+    read, write = os.pipe()
+    assert run(python, "-c", f"import os; os.write({write}, b'through the pipe')", pass_fds=[write]).returncode == 0
+    os.close(write)
+    with open(read) as file:
+        assert file.read() == "through the pipe"
+
+
+def test_forks_draw_different_ray_ids(python: str) -> None:
+    code = "import ray; print(ray.WorkerID.from_random().hex())"
+    assert run(python, "-c", code).stdout != run(python, "-c", code).stdout
+
+
+def test_signals_reach_the_fork(python: str) -> None:
+    code = "import time\ntry:\n  print('ready', flush=True); time.sleep(60)\nexcept KeyboardInterrupt: print('stopped')"
+    process = subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[0] == "stopped\n"
+    assert process.returncode == 0
+
+
+def test_fork_dies_with_its_executable(python: str) -> None:
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    process = subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True)
+    fork = int(process.stdout.readline())
+    assert fork != process.pid
+    process.kill()
+    process.wait()
+    deadline = time.time() + 10
+    while psutil.pid_exists(fork) and time.time() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(fork)
+
+
+def test_without_its_server_it_is_the_real_python() -> None:
+    with warm_python() as executable:
+        stub = Path(executable).read_text()
+    folder = Path(executable).parent
+    assert not folder.exists()
+    folder.mkdir()
+    try:
+        Path(executable).write_text(stub)
+        Path(executable).chmod(0o700)
+        assert run(executable, "-c", "import sys; print(sys.executable)").stdout.strip() == sys.executable
+    finally:
+        Path(executable).unlink()
+        folder.rmdir()
