@@ -19,7 +19,7 @@ require DATA_DIR data.train_files "Make it: python data/tiny_tools/prepare.py --
 require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its last checkpoint (README, Quickstart), or set MODEL_PATH."
 $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
 
-WARM=(-m verl_ext.cpu.warm_python) # the run's processes start by fork, in half the time
+WARM=(-m verl_ext.cpu.warm_python) # the run's processes start by fork, without their imports
 if $PRINT_ONLY; then WARM=(); fi
 
 exec "$PYTHON" "${WARM[@]}" -m verl.trainer.main_ppo --config-dir=configs --config-name=tiny_dapo "${OPTIONS[@]}" \

@@ -1,8 +1,8 @@
 """verl's agent-loop workers, with less work per rollout. Named by `rollout.agent.agent_loop_manager_class`.
 
 verl 0.9.1 builds every rollout's loop through `hydra.utils.instantiate`, asks a load-balancer actor for a server
-before every turn, and sends every rollout to a reward actor: together most of an agent-loop worker's CPU time when
-rollouts are short.
+before every turn, and sends every rollout to a reward actor: work that outweighs the
+rollout itself when it is short.
 """
 
 from typing import Any

@@ -85,7 +85,7 @@ def flash_attn_varlen_func(
     lengths = cu_seqlens_q.diff().tolist()
     kwargs = {"dropout_p": dropout_p, "softmax_scale": softmax_scale, "causal": causal}
     if causal and len(lengths) * max(lengths) <= 2 * q.shape[0]:
-        # Right-padded, one call: a causal query never sees the padding behind it. Many small calls cost 10x as much.
+        # Right-padded, one call: a causal query never sees the padding behind it. Many small calls cost more.
         padded = [pad_sequence(x.split(lengths), batch_first=True) for x in (q, k, v)]
         out = flash_attn_func(*padded, **kwargs)
         return torch.cat([row[:length] for row, length in zip(out.unbind(0), lengths, strict=True)])

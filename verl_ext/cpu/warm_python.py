@@ -2,7 +2,7 @@
 
     python -m verl_ext.cpu.warm_python -m verl.trainer.main_ppo ...
 
-An RL run on one machine is a dozen processes, each of which imports for 5 to 10 s of CPU: most of its start on two
+An RL run on one machine is a dozen processes, each of which imports for seconds: most of its start on two
 cores. Here a server imports once, and a small executable stands in for Python: it hands its arguments, environment,
 working folder and open files to the server, which forks. The command above, Ray, torchrun
 and multiprocessing's "spawn" all start their Pythons through it. If the server is gone, it runs the real Python.
@@ -36,7 +36,7 @@ EXECUTABLE_VARIABLE = "RETOOL_WARM_PYTHON"
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_ext",
     "OMP_NUM_THREADS": "1",  # processes outnumber cores
-    "TORCHDYNAMO_DISABLE": "1",  # vLLM would compile small functions in the first step, for 30 s
+    "TORCHDYNAMO_DISABLE": "1",  # vLLM would compile small functions in the first step
     "TOKENIZERS_PARALLELISM": "false",
     "TQ_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",

@@ -42,7 +42,7 @@ class Score:
 
 
 def score_answer(response_text: str, ground_truth: str) -> Score:
-    """Score one response. Deterministic, safe in any thread, 0.1 ms where no computer algebra is needed.
+    """Score one response. Deterministic, safe in any thread, fast where no computer algebra is needed.
 
     Args:
         response_text: what the model wrote, best without tool output; code and tool blocks of both protocols are

@@ -49,7 +49,7 @@ prctl = ctypes.CDLL(None, use_errno=True).prctl
 def main(control: socket.socket, root: str, max_output_bytes: int) -> None:
     """Fork a worker per message (its folder's name, with its socket) until the server is gone; then remove `root`."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers
-    # The first compile() builds the parser's types, 1.2 ms; done here, every fork inherits them.
+    # The first compile() builds the parser's types; done here, every fork inherits them.
     exec(compile(b"def f(x):\n    return [y for y in range(x)]\nf'{f(3)}'\n", SCRIPT, "exec"), {})
     gc.collect()
     gc.freeze()  # keeps the collector in forked processes from touching, and so copying, the zygote's pages
