@@ -8,6 +8,7 @@ them (verl_ext/supervise.py).
 """
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -16,12 +17,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
-from verl_ext.sandbox.launch import running_server
+from verl_ext.sandbox.launch import SandboxNotReady, running_server
 from verl_ext.supervise import CommandFailed, Supervisor, show_rl_progress, show_sft_progress
 
 REPO = Path(__file__).resolve().parents[1]
 EVALUATION_SAMPLES = 2  # responses per held-out problem
+LOCK = ".lock"
 STAGES = ("data", "sft", "merge", "rl", "eval", "report")
 
 
@@ -221,11 +224,29 @@ def delete_run(out: Path) -> None:
     Raises:
         SystemExit: it lies outside of outputs/ and has no stages.json.
     """
-    if not (out / "stages.json").exists() and not out.is_relative_to(REPO / "outputs") and any(out.iterdir()):
+    if (
+        not (out / "stages.json").exists()
+        and not out.is_relative_to(REPO / "outputs")
+        and set(out.iterdir()) - {out / LOCK}
+    ):
         raise SystemExit(
             f"--fresh would delete {out}, which holds no run (no stages.json). Delete it by hand, or change --out."
         )
     shutil.rmtree(out)
+
+
+def lock_folder(out: Path) -> TextIO:
+    """The folder's lock, held as long as the file is open; it may lie there when nobody holds it.
+
+    Raises:
+        SystemExit: another pipeline writes there.
+    """
+    file = open(out / LOCK, "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(f"Another run writes into {out}. Wait for it, or write elsewhere with --out.") from None
+    return file
 
 
 def main() -> None:
@@ -250,14 +271,16 @@ def main() -> None:
     args = parser.parse_args()
     out = args.out.resolve()
     if args.fresh and out.exists():
-        delete_run(out)
+        with lock_folder(out):
+            delete_run(out)
     out.mkdir(parents=True, exist_ok=True)
+    lock = lock_folder(out)  # noqa: F841  held until this process ends
     seeds = [f"data.seed={args.seed}", f"actor_rollout_ref.rollout.seed={args.seed}"]
     with Supervisor() as supervisor:
         run = Run(out, args.seed, args.data, args.sft, seeds + args.rl, supervisor)
         try:
             run_pipeline(run, args.stage or list(STAGES))
-        except CommandFailed as error:
+        except (CommandFailed, SandboxNotReady) as error:
             raise SystemExit(f"quickstart: {error}") from None
 
 

@@ -23,9 +23,10 @@ from omegaconf import OmegaConf
 
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.5
-MEMORY_POLL_S = 5.0  # reading the memory of a dozen processes is not free
+MEMORY_POLL_S = 5.0
 GRACE_S = 10.0  # between SIGTERM and SIGKILL
 SHARED_MEMORY = Path("/dev/shm")
+SOCKETS = Path("/tmp/rl-colocate-zmq-*")  # verl binds them there, whatever TMPDIR is
 
 Watch = Callable[[], None]
 
@@ -48,6 +49,7 @@ class Supervisor:
         self._others_memory = set(SHARED_MEMORY.glob("*"))
         self._left_behind: set[Path] = set()
         self._peak_bytes = 0
+        self._peak_resident = 0
         self._stop = threading.Event()
         self._monitor = threading.Thread(target=self._monitor_loop, daemon=True)
         self._monitor.start()
@@ -72,7 +74,7 @@ class Supervisor:
 
     def peak_gb(self) -> float:
         """Most memory (PSS, 10^9 bytes) that all descendants together have held since the last call."""
-        peak, self._peak_bytes = self._peak_bytes, 0
+        peak, self._peak_bytes, self._peak_resident = self._peak_bytes, 0, 0
         return round(peak / 1e9, 2)
 
     def run(
@@ -142,13 +144,18 @@ class Supervisor:
             path.unlink(missing_ok=True)
 
     def _monitor_loop(self) -> None:
+        known: set[Path] = set()
         while not self._stop.wait(MEMORY_POLL_S):
-            total = 0
-            for process in self._descendants():
-                with contextlib.suppress(psutil.Error, OSError):
-                    total += process.memory_full_info().pss
-                self._note_left_behind(process)
-            self._peak_bytes = max(self._peak_bytes, total)
+            descendants = self._descendants()
+            resident = sum(_resident_bytes(process) for process in descendants)
+            if resident > self._peak_resident:  # PSS costs the kernel a walk over all pages, each time
+                self._peak_resident = resident
+                self._peak_bytes = max(self._peak_bytes, sum(_pss_bytes(process) for process in descendants))
+            candidates = {*SHARED_MEMORY.glob("*"), *SOCKETS.parent.glob(SOCKETS.name)}
+            if candidates - known:
+                known |= candidates
+                for process in descendants:
+                    self._note_left_behind(process)
 
     def _note_left_behind(self, process: psutil.Process) -> None:
         with contextlib.suppress(psutil.Error, OSError):
@@ -173,8 +180,21 @@ def _is_sandbox_server(process: psutil.Process) -> bool:
     return False
 
 
+def _resident_bytes(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return process.memory_info().rss
+    return 0
+
+
+def _pss_bytes(process: psutil.Process) -> int:
+    """Its memory, with what it shares with others divided among them."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return process.memory_full_info().pss
+    return 0
+
+
 def _left_behind(process: psutil.Process) -> set[Path]:
-    """What a process may leave behind: shared memory, and the sockets that verl binds below /tmp (whatever TMPDIR is).
+    """What a process may leave behind: shared memory, and verl's sockets.
 
     Shared memory lies directly in /dev/shm; what it maps from folders there is a user's file, a checkpoint say.
     """
@@ -182,7 +202,7 @@ def _left_behind(process: psutil.Process) -> set[Path]:
     mapped = {Path(line.split(maxsplit=5)[-1]) for line in maps if not line.endswith("(deleted)")}
     sockets = {connection.laddr for connection in process.net_connections(kind="unix")}
     return {path for path in mapped if path.parent == SHARED_MEMORY} | {
-        Path(path) for path in sockets if path.startswith("/tmp/rl-colocate-zmq-")
+        Path(path) for path in sockets if Path(path).match(str(SOCKETS))
     }
 
 

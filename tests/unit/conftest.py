@@ -128,9 +128,8 @@ def roll_out() -> Callable[..., Any]:
                 hf_model_type="qwen2",
             )
             loop.sandbox = sandbox
-            return await loop.run(
-                {"temperature": 1.0, "logprobs": logprobs}, raw_prompt=[{"role": "user", "content": question}]
-            )
+            prompt = {"uid": "prompt-0", "raw_prompt": [{"role": "user", "content": question}]}
+            return await loop.run({"temperature": 1.0, "logprobs": logprobs}, **prompt)
 
         return asyncio.run(roll()), server, sandbox
 

@@ -309,3 +309,12 @@ def test_fresh_deletes_a_run_but_not_a_folder_that_holds_none(tmp_path):
     with pytest.raises(SystemExit, match=f"would delete {home}, which holds no run"):
         pipeline.delete_run(home)
     assert (home / "thesis").exists()
+
+
+def test_two_pipelines_do_not_write_into_one_folder(monkeypatch, tmp_path):
+    (tmp_path / "stages.json").write_text("[]")
+    for arguments in ([], ["--fresh"]):
+        monkeypatch.setattr(sys, "argv", ["pipeline", "--out", str(tmp_path), *arguments])
+        with pipeline.lock_folder(tmp_path), pytest.raises(SystemExit, match=f"Another run writes into {tmp_path}"):
+            pipeline.main()
+        assert (tmp_path / "stages.json").exists()

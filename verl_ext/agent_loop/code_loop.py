@@ -4,11 +4,15 @@ Token-in, token-out: what the model sampled is kept as it was sampled; only the 
 The settings are `retool.*` in the run's YAML. Registered by agent_loops.yaml under the name `retool_code`.
 """
 
+import asyncio
 import logging
 import os
+import signal
+import sys
 from typing import Any
 from uuid import uuid4
 
+from cachetools import LRUCache
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
 from verl.utils.profiler import simple_timer
 
@@ -43,7 +47,9 @@ def _final_output_only() -> Any:
 
 
 class CodeAgentLoop(AgentLoopBase):
-    """`<code>` loop with one tool, the Python sandbox. One instance rolls out one sample."""
+    """`<code>` loop with one tool, the Python sandbox."""
+
+    shared = True  # `run` keeps what belongs to a sample to itself: LeanAgentLoopWorker takes one instance for all
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -57,6 +63,7 @@ class CodeAgentLoop(AgentLoopBase):
         self.response_length = self.rollout_config.response_length
         # vLLM stops at every end token of generation_config.json (Qwen2.5 has two); all of them are special tokens.
         self.end_ids = set(self.tokenizer.all_special_ids)
+        self._prompts: LRUCache = LRUCache(maxsize=1024)  # uid -> task; the samples of a group share their prompt
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
         """Roll out one sample; see `AgentLoopBase.run`.
@@ -66,7 +73,7 @@ class CodeAgentLoop(AgentLoopBase):
             `model_spans` (the [start, end) pairs of response tokens that the model sampled), and the counts that the
             reward manager logs.
         """
-        prompt_ids = await self.ct_build_initial_tokens(list(kwargs["raw_prompt"]))
+        prompt_ids = await self._encode_prompt(kwargs["uid"], list(kwargs["raw_prompt"]))
         response_ids: list[int] = []
         mask: list[int] = []
         log_probs: list[float] = []
@@ -88,7 +95,7 @@ class CodeAgentLoop(AgentLoopBase):
                         stop=[CODE_STOP],
                         include_stop_str_in_output=True,
                         max_tokens=self.response_length - len(response_ids),
-                        output_kind=_FinalOutputOnly(),
+                        output_kind=_final_output_only() if "vllm" in sys.modules else _FinalOutputOnly(),
                     ),
                     priority=priority,
                 )
@@ -164,6 +171,11 @@ class CodeAgentLoop(AgentLoopBase):
             },
         )
 
+    async def _encode_prompt(self, uid: str, messages: list[dict]) -> list[int]:
+        if uid not in self._prompts:
+            self._prompts[uid] = asyncio.ensure_future(self.ct_build_initial_tokens(messages))
+        return list(await asyncio.shield(self._prompts[uid]))
+
     async def _call(self, text: str) -> RunResult:
         """Run the code that `text` ends in; a malformed call is answered like an error of the model's code."""
         try:
@@ -177,10 +189,12 @@ class CodeAgentLoop(AgentLoopBase):
         stderr = result.stderr
         if result.status == "timeout":  # the program was killed: it could not say so itself
             stderr += f"\nTimeoutError: stopped after {self.timeout_s:g} s"
+        elif result.return_code is not None and result.return_code < 0:
+            stderr += f"\nKilled by signal {-result.return_code} ({signal.strsignal(-result.return_code)})"
         text = format_output(result.stdout, stderr, traceback=self.traceback)
-        ids = self.tokenizer.encode(text, add_special_tokens=False)
         limit = self.max_tool_response_tokens
-        if len(ids) > limit:
+        # No text has more tokens than bytes, and most outputs are short.
+        if len(text.encode()) > limit and len(ids := self.tokenizer.encode(text, add_special_tokens=False)) > limit:
             head, tail = ids[: limit // 2], ids[len(ids) - limit // 2 :]
             cut = f"\n[... {len(ids) - 2 * (limit // 2)} tokens cut ...]\n"
             text = self.tokenizer.decode(head) + cut + self.tokenizer.decode(tail)

@@ -20,7 +20,8 @@ def is_cpu_only() -> bool:
         return wanted == "cpu"
     import torch
 
-    return torch.version.cuda is None and torch.version.hip is None and importlib.util.find_spec("torch_npu") is None
+    builds = (torch.version.cuda, torch.version.hip, torch.version.xpu)
+    return builds == (None, None, None) and importlib.util.find_spec("torch_npu") is None
 
 
 def activate_if_needed(verl: ModuleType) -> None:

@@ -65,14 +65,19 @@ def check_versions(version_of: Callable[[str], str]) -> None:
 def _accept_gloo_for_cpu() -> None:
     """verl/utils/distributed.py:63,89 (0.9.1) asks for the backend f"cpu:gloo,{device}:{backend}".
 
-    On this platform that is "cpu:gloo,cpu:gloo", which torch.distributed refuses as a duplicate.
+    On this platform that is "cpu:gloo,cpu:gloo", which torch.distributed refuses as a duplicate. The ranks that verl
+    starts with it share the machine's cores.
     """
     import torch.distributed
 
     original = torch.distributed.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        return original("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
+        if backend != "cpu:gloo,cpu:gloo":
+            return original(backend, *args, **kwargs)
+        original("cpu:gloo", *args, **kwargs)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.distributed.get_world_size())
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
     torch.distributed.init_process_group = init_process_group
 

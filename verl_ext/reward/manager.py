@@ -128,7 +128,8 @@ class RetoolRewardManager(RewardManagerBase):
         """verl's entry: score one rollout, of several outputs the last one. See `score_rollout`."""
         item = data[-1:][0]
         responses = item.batch["responses"]
-        num_tokens = int(item.batch["attention_mask"][-len(responses) :].sum())
+        mask = item.batch["attention_mask"]
+        num_tokens = int(mask[len(mask) - len(responses) :].sum())
         return await self.score_rollout(responses[:num_tokens].tolist(), item.non_tensor_batch)
 
     async def score_rollout(self, token_ids: list[int], sample: Mapping[str, Any]) -> dict[str, Any]:

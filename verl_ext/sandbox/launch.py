@@ -13,6 +13,10 @@ PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 READY = "sandbox ready on "
 
 
+class SandboxNotReady(RuntimeError):
+    """The server did not become ready; its own message is on stderr."""
+
+
 @contextmanager
 def running_server(*, workers: int = 2, port: int = 0, start_timeout_s: float = 60.0) -> Iterator[str]:
     """Run a server process on 127.0.0.1 for the length of a `with` block; yields its URL.
@@ -23,7 +27,7 @@ def running_server(*, workers: int = 2, port: int = 0, start_timeout_s: float = 
         workers: programs that run at once.
         port: 0 picks a free one.
     Raises:
-        RuntimeError: the server did not become ready; its own message is on stderr.
+        SandboxNotReady: see there.
     """
     command = [sys.executable, "-m", "verl_ext.sandbox.server", "--host", "127.0.0.1", "--port", str(port)]
     command += ["--workers", str(workers), "--parent-pid", str(os.getpid())]
@@ -45,11 +49,11 @@ def _wait_until_ready(server: subprocess.Popen, timeout_s: float) -> str:
     """The URL from the server's one line on stdout."""
     started = time.monotonic()
     if not select.select([server.stdout], [], [], timeout_s)[0]:
-        raise RuntimeError(f"the sandbox server was not ready within {timeout_s:g} s; see its messages on stderr")
+        raise SandboxNotReady(f"the sandbox server was not ready within {timeout_s:g} s; see its messages on stderr")
     line = server.stdout.readline()
     if not line.startswith(READY):
         code = server.wait()
-        raise RuntimeError(
+        raise SandboxNotReady(
             f"the sandbox server ended with exit code {code} after {time.monotonic() - started:.1f} s "
             "before it was ready; see its message on stderr"
         )

@@ -1,5 +1,6 @@
 """The real CodeAgentLoop between a scripted LLM server and a scripted sandbox (tests/unit/conftest.py)."""
 
+import asyncio
 import copy
 import pickle
 import sys
@@ -72,6 +73,39 @@ def test_the_server_is_asked_for_one_message_per_request_without_importing_vllm_
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(sampling_params=enum))
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", enum)
     assert pickle.loads(sent) == "final only"
+
+
+def test_in_the_servers_own_process_it_is_the_enum_itself(roll_out, tokenizer, answer, monkeypatch):
+    enum = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(sampling_params=enum))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", enum)
+    _, server, _ = roll_out(tokenizer, [answer])
+    assert server.calls[0]["output_kind"] == "final only"
+
+
+def test_the_samples_of_a_group_share_one_encoding_of_their_prompt(tokenizer, monkeypatch):
+    from verl_ext.agent_loop.code_loop import CodeAgentLoop
+
+    loop = CodeAgentLoop.__new__(CodeAgentLoop)
+    loop._prompts = {}
+    encoded = []
+
+    async def encode(messages):
+        await asyncio.sleep(0.01)
+        encoded.append(messages)
+        return [len(messages)]
+
+    monkeypatch.setattr(loop, "ct_build_initial_tokens", encode, raising=False)
+
+    async def both():
+        first, second, other = await asyncio.gather(
+            loop._encode_prompt("a", ["hi"]), loop._encode_prompt("a", ["hi"]), loop._encode_prompt("b", ["hi", "ho"])
+        )
+        first.append("the rollout's own tokens")
+        return second, other
+
+    assert asyncio.run(both()) == ([1], [2])
+    assert encoded == [["hi"], ["hi", "ho"]]
 
 
 def test_the_models_tokens_stay_as_sampled_where_their_text_would_be_tokenised_otherwise(roll_out, tokenizer, answer):
@@ -199,6 +233,13 @@ def test_the_model_is_told_that_its_code_ran_out_of_time(roll_out, tokenizer, en
     output, *_ = roll_out(tokenizer, [encode(CALL), answer], [killed])
     assert "<interpreter>\n1\nTimeoutError: stopped after 5 s\n</interpreter>" in tokenizer.decode(output.response_ids)
     assert (output.extra_fields["tool_errors"], output.extra_fields["tool_timeouts"]) == (1, 1)
+
+
+def test_the_model_is_told_that_its_code_was_killed(roll_out, tokenizer, encode, answer):
+    killed = RunResult("code_error", "", "", -9, 0.0, 1.0, 1, "")
+    output, *_ = roll_out(tokenizer, [encode(CALL), answer], [killed])
+    assert "<interpreter>\nKilled by signal 9 (Killed)\n</interpreter>" in tokenizer.decode(output.response_ids)
+    assert output.extra_fields["tool_errors"] == 1
 
 
 def test_long_output_is_cut_in_the_middle_and_says_so(roll_out, tokenizer, encode, answer):

@@ -1,7 +1,142 @@
-"""What LeanAgentLoopWorker leaves out of verl's work; its rollouts themselves are tested end to end."""
+"""What LeanAgentLoopWorker leaves out of verl's work, or does at another time; tests/e2e runs it in the real stack."""
+
+import asyncio
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+
+
+@pytest.fixture
+def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
+    """The real `_run_prompt` of a worker, over a loop whose samples are the functions given; returns what it stored."""
+    import transfer_queue
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    from verl_ext.agent_loop.manager import LeanAgentLoopWorker
+
+    stored: list[tuple[str, Any]] = []
+
+    async def put(key: str, partition_id: str, tag: dict) -> None:
+        stored.append((f"{partition_id}:{key}", tag["status"]))
+
+    async def batch_put(keys: list[str], fields: Any, tags: list[dict], partition_id: str) -> None:
+        stored.append((f"{partition_id}:{keys}", (fields, tags)))
+
+    monkeypatch.setattr(transfer_queue, "async_kv_put", put)
+    monkeypatch.setattr(transfer_queue, "async_kv_batch_put", batch_put)
+
+    class Loop:
+        def __init__(self, samples: list) -> None:
+            self.samples = samples
+
+        async def run(self, sampling_params: dict, session_id: int, **kwargs: Any) -> AgentLoopOutput:
+            response = await self.samples[session_id]()
+            fields = {"reward_extra_info": {}, "min_global_steps": 6, "max_global_steps": 7}
+            return AgentLoopOutput(
+                prompt_ids=[1, 2],
+                response_ids=response,
+                response_mask=[1] * len(response),
+                reward_score=float(len(response)),
+                metrics=AgentLoopMetrics(),
+                extra_fields=fields,
+            )
+
+    def run(samples: list, **prompt: Any) -> list[tuple[str, Any]]:
+        worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
+        rollout = {"n": len(samples), "val_kwargs": {"n": 1}}
+        worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
+        worker._groups, worker._stored_columns, worker._score_rollout = {}, ["uid", "reward_model"], None
+        worker.reward_loop_worker_handles = None
+        worker._shared_loops = {"retool_code": Loop(samples)}
+        prompt = {"uid": "p", "agent_name": "retool_code", "global_steps": 7, "reward_model": {"a": 1}} | prompt
+        asyncio.run(worker._run_prompt(prompt, {}, {"validate": False}))
+        assert not worker._groups
+        return stored
+
+    return run
+
+
+def samples_of(lengths: list[int]) -> list:
+    """Samples that end in the order opposite to their number."""
+
+    async def sample(number: int, length: int) -> list[int]:
+        await asyncio.sleep(0.01 * (len(lengths) - number))
+        return list(range(length))
+
+    return [lambda number=number, length=length: sample(number, length) for number, length in enumerate(lengths)]
+
+
+def test_a_group_is_stored_at_once_when_its_last_sample_has_ended(roll_out_prompt) -> None:
+    running, (keys, (fields, tags)), finished = roll_out_prompt(samples_of([3, 1, 2]), raw_prompt="not stored")
+
+    assert running == ("train:p", "running") and finished == ("train:p", "finished")
+    assert keys == "train:['p_2_0', 'p_1_0', 'p_0_0']"
+    assert [len(row) for row in fields["responses"].unbind()] == [2, 1, 3]
+    assert [row.tolist() for row in fields["input_ids"].unbind()] == [[1, 2, 0, 1], [1, 2, 0], [1, 2, 0, 1, 2]]
+    assert [row.tolist() for row in fields["rm_scores"].unbind()] == [[0, 2], [1], [0, 0, 3]]
+    assert [row.tolist() for row in fields["position_ids"].unbind()][1] == [0, 1, 2]
+    assert fields.get("reward_model").tolist() == [{"a": 1}] * 3 and fields.get("uid").tolist() == ["p"] * 3
+    assert "raw_prompt" not in fields.keys()
+    assert tags[0] == {
+        "status": "success",
+        "prompt_len": 2,
+        "response_len": 2,
+        "seq_len": 4,
+        "global_steps": 7,
+        "min_global_steps": 6,
+        "max_global_steps": 7,
+    }
+
+
+def test_a_sample_that_raises_makes_its_group_a_failure(roll_out_prompt) -> None:
+    async def fail() -> list[int]:
+        await asyncio.sleep(0.05)
+        raise OSError("a bug")
+
+    stored = roll_out_prompt([*samples_of([3, 1]), fail])
+    assert stored == [("train:p", "running"), ("train:p", "failure")]
+
+
+def test_an_unknown_agent_loop_is_named() -> None:
+    from verl_ext.agent_loop.manager import LeanAgentLoopWorker
+
+    worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
+    worker._loop_classes = {}
+    with pytest.raises(KeyError, match="'no_such' is not registered"):
+        worker._make_loop("no_such")
+
+
+@pytest.mark.parametrize(("workers", "gpus"), [(2, 1), (1, 2)])
+def test_loops_in_the_server_need_one_server_and_one_worker(workers: int, gpus: int) -> None:
+    from verl_ext.agent_loop.manager import InServerAgentLoopManager
+
+    rollout = {"tensor_model_parallel_size": 1, "data_parallel_size": 1, "agent": {"num_workers": workers}}
+    config = {"actor_rollout_ref": {"rollout": rollout, "model": {}}, "trainer": {"nnodes": 1, "n_gpus_per_node": gpus}}
+    with pytest.raises(ValueError, match="needs one agent-loop worker and one vLLM server"):
+        InServerAgentLoopManager(OmegaConf.create(config), None)
+
+
+async def test_calls_into_the_server_run_in_its_event_loop_and_raise_here() -> None:
+    """Ray runs `__ray_call__` in a thread beside the loop."""
+    from types import SimpleNamespace
+
+    from verl_ext.agent_loop.manager import _generate_sequences
+
+    started = []
+
+    async def generate_sequences(batch: str) -> None:
+        started.append((batch, asyncio.get_running_loop()))
+        if batch == "bad":
+            raise ValueError("a bad batch")
+
+    server = SimpleNamespace(_server_task=asyncio.ensure_future(asyncio.sleep(60)))
+    server.agent_loop_worker = SimpleNamespace(generate_sequences=generate_sequences)
+    await asyncio.to_thread(_generate_sequences, server, "batch")
+    assert started == [("batch", asyncio.get_running_loop())]
+    with pytest.raises(ValueError, match="a bad batch"):
+        await asyncio.to_thread(_generate_sequences, server, "bad")
+    server._server_task.cancel()
 
 
 @pytest.mark.parametrize(

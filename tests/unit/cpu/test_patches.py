@@ -77,11 +77,16 @@ def test_gloo_is_asked_for_once(cpu_platform, monkeypatch):
     from verl_ext.cpu import patches
 
     asked = []
+    threads = []
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend=None, **kw: asked.append((backend, kw)))
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     patches._accept_gloo_for_cpu()
     torch.distributed.init_process_group(backend="cpu:gloo,cpu:gloo", rank=0)
+    assert threads == [4]  # the ranks share the cores
     torch.distributed.init_process_group("nccl")
-    assert asked == [("cpu:gloo", {"rank": 0}), ("nccl", {})]
+    assert asked == [("cpu:gloo", {"rank": 0}), ("nccl", {})] and threads == [4]
 
 
 def test_the_cpu_build_of_vllm_answers_for_vllm(cpu_platform):

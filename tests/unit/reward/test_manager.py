@@ -75,6 +75,7 @@ def test_right_answer_is_plus_one_and_anything_else_minus_one(make_manager):
     assert score(manager, r"\boxed{42}")[0] == 1.0
     assert score(manager, r"\boxed{41}")[0] == -1.0
     assert score(manager, "I do not know")[0] == -1.0
+    assert score(manager, "")[0] == -1.0
     assert score(manager, r"\boxed{42}", ground_truth=42)[0] == 1.0
 
 

@@ -10,7 +10,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from verl_ext.sandbox import RunResult, SandboxClient, running_server
+from verl_ext.sandbox import RunResult, SandboxClient, SandboxNotReady, running_server
 
 
 @pytest.fixture(scope="module")
@@ -303,7 +303,7 @@ async def test_client_can_be_made_outside_a_loop_and_closed_unused():
 
 
 def test_server_that_cannot_start_is_reported(url, capfd):
-    with pytest.raises(RuntimeError, match=r"exit code 1 .* before it was ready"):
+    with pytest.raises(SandboxNotReady, match=r"exit code 1 .* before it was ready"):
         with running_server(port=int(url.rsplit(":")[-1])):
             raise AssertionError("not reached")
     assert "is in use" in capfd.readouterr().err

@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Compare RL steps with what one would pick instead on a laptop: Hugging Face TRL's GRPOTrainer with a tool, on the same
+# task, model and sandbox, in turns; with the sandbox as it is, and with 100 ms more per call. About 15 minutes.
+#
+# Usage: bash scripts/bench_vs_trl.sh [--steps N] [--rounds N] [--latencies S ...] [--run FOLDER]
+# Takes the SFT model of the quickstart (outputs/quickstart, made if it is not there), and TRL in an environment of its
+# own (requirements/trl.txt, 1.5 GB): outputs/bench_vs_trl/venv. Prints a table; figures in outputs/bench_vs_trl/runs.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [[ ${1-} == --help ]]; then
+  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" | head -n -1
+  exit 0
+fi
+
+RUN=outputs/quickstart
+for ((i = 1; i < $#; i++)); do
+  if [[ ${!i} == --run ]]; then
+    next=$((i + 1)) RUN=${!next}
+  fi
+done
+
+bash scripts/setup_env.sh
+TRL=outputs/bench_vs_trl/venv
+if [[ ! -e $TRL/ready ]] || ! cmp -s "$TRL/ready" requirements/trl.txt; then
+  echo "[bench] installing TRL into $TRL"
+  rm -rf "$TRL"
+  .venv/bin/python -m venv "$TRL"
+  pin=$(grep -oE '^torch==[^ ]+' requirements/cpu.txt)
+  # As in setup_env.sh: the CPU build is where pip is configured to look, or in PyTorch's own index.
+  "$TRL/bin/python" -m pip install --quiet "$pin" 2>"$TRL/pip.log" ||
+    "$TRL/bin/python" -m pip install --quiet "$pin" --index-url https://download.pytorch.org/whl/cpu
+  "$TRL/bin/python" -m pip install --quiet -r requirements/trl.txt 2>>"$TRL/pip.log"
+  cp requirements/trl.txt "$TRL/ready"
+fi
+
+if [[ ! -e $RUN/sft/merged ]]; then
+  .venv/bin/python -m verl_ext.pipeline --out "$RUN" --stage data --stage sft --stage merge
+fi
+exec .venv/bin/python scripts/bench_vs_trl.py --run "$RUN" --trl-python "$TRL/bin/python" \
+  --out outputs/bench_vs_trl/runs "$@"
