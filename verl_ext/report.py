@@ -136,7 +136,7 @@ def summarize(run: Run, figures: Figures) -> dict[str, Any]:
             "train_loss": _last(run.sft, "train/loss"),
             "val_loss": _last(run.sft, "val/loss"),
         },
-        "rl": {"steps": max(run.rl.steps, default=0), "warm_step": warm_step(run.rl)},
+        "rl": {"steps": max(run.rl.steps, default=0), "warm_step": warm_step(run.rl), "start_up_s": run.start_up},
         "curves": {
             "sft": {key: _curve_json(run.sft, key) for key in ("train/loss", "val/loss")},
             "rl": {key: _curve_json(run.rl, key) for key in rl_keys},
@@ -199,6 +199,9 @@ def console_table(figures: Figures, summary: dict[str, Any]) -> str:
     if warm := summary["rl"]["warm_step"]:
         split = ", ".join(f"{part} {seconds:.2f}" for part, seconds in warm["split_s"].items())
         lines.append(f"Warm RL step: {warm['median_s']:.2f} s, median of {warm['num_steps']} ({split})")
+    if phases := summary["rl"]["start_up_s"]:
+        split = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items())
+        lines.append(f"First RL step: {sum(phases.values()):.0f} s after the command ({split})")
     if summary["total_wall_s"] is not None:
         lines.append(f"All stages: {_duration(summary['total_wall_s'])}")
     lines += [f"Missing: {part}, {MAKES[part][0]} (`{MAKES[part][1]}` makes it)" for part in summary["missing"]]

@@ -14,6 +14,7 @@ import re
 import statistics
 import subprocess
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,15 @@ STEP_PARTS = (
     "update_weights",
     "save_checkpoint",
 )  # verl's timers inside `timing_s/step`, in order (verl 0.9.1, trainer/ppo/v1/trainer_base.py:473)
+
+START_UP_PHASES = {  # of an RL run -> what Ray or verl (0.9.1) logs, with the time of day, when it has ended
+    "imports, configuration, Ray": "Started a local Ray instance",
+    "data set": "Total training steps",
+    "actor": "actor and ref model engine initialized",
+    "vLLM": "ready to fit",
+    "first weights to vLLM": "update_weights done",
+}
+TIME_OF_DAY = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 
 
 class Metrics(NamedTuple):
@@ -58,6 +68,7 @@ class Run(NamedTuple):
     before: list[Sample]
     after: list[Sample]
     training_rollouts: list[dict[str, Any]]  # rows of the first and last step that were dumped
+    start_up: dict[str, float] | None  # seconds of the phases before the first RL step, and of that step
     stages: list[dict[str, Any]]  # entries of stages.json: stage, status, wall_s, peak_gb, ...
     configs: dict[str, str]  # "SFT" | "RL" -> YAML text
 
@@ -83,6 +94,7 @@ def read_run(folder: Path) -> Run:
         before=read_dump(dumps["before"]) if dumps["before"] else [],
         after=read_dump(dumps["after"]) if dumps["after"] else [],
         training_rollouts=[row for path in dict.fromkeys(rollouts[:1] + rollouts[-1:]) for row in _json_lines(path)],
+        start_up=start_up(folder / "rl"),
         stages=_read_stages(folder / "stages.json"),
         configs={name: path.read_text(encoding="utf-8") for name, path in configs.items() if path.is_file()},
     )
@@ -137,6 +149,29 @@ def warm_step(rl: Metrics) -> dict[str, Any] | None:
         "median_s": statistics.median(rl.steps[steps[i]]["timing_s/step"] for i in warm),
         "split_s": {part: statistics.median(values[i] for i in warm) for part, values in parts.items()},
     }
+
+
+def start_up(rl_folder: Path) -> dict[str, float] | None:
+    """Seconds of each phase from the launcher's start to the end of the first optimizer step, of the latest start.
+
+    None if the run left no log, or logged otherwise than verl 0.9.1. The launcher's start is known to the second.
+    """
+    log = rl_folder / "log.txt"
+    files = sorted(rl_folder.glob("metrics-*.jsonl"))  # metrics-<time of the launcher's start>.jsonl
+    if not files or not log.is_file():
+        return None
+    steps, step_s = read_metrics(files[-1:]).curve("timing_s/step")
+    started = last = float(files[-1].stem.partition("-")[2])
+    phases: dict[str, float] = {}
+    missing = list(START_UP_PHASES)
+    for line in log.read_text(errors="replace").splitlines():
+        if missing and START_UP_PHASES[missing[0]] in line and (found := TIME_OF_DAY.search(line)):
+            now = datetime.strptime(found[0], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+            if now >= started:
+                phases[missing.pop(0)], last = now - last, now
+    if missing or not steps:
+        return None
+    return phases | {"first step": step_s[0]}
 
 
 def environment() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,9 @@ import psutil
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
+# A shell's background jobs ignore Ctrl-C, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 SMALL_DATA = ["--data=--sft=2000", "--data=--rl=256", "--data=--test=16", "--data=--ood=8"]
 
 

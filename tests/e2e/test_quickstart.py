@@ -119,17 +119,12 @@ def test_a_second_call_does_nothing_again(run: tuple) -> None:
     assert {path: path.stat().st_mtime for path in run[0].rglob("model.safetensors")} == stamps
 
 
-def listen_to_ctrl_c() -> None:
-    """As in a terminal. The background jobs of a shell, perhaps these tests, ignore it, and so do their children."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def test_ctrl_c_in_the_middle_of_rl_leaves_nothing_behind(run: tuple, small: Path, tmp_path: Path) -> None:
     before = traces()
     command = [sys.executable, "-m", "verl_ext.pipeline", "--out", str(small), *SMALL_DATA]
     command += ["--sft=trainer.total_training_steps=30", "--rl=trainer.total_training_steps=500", "--stage=rl"]
     with open(tmp_path / "output.txt", "w+") as output:
-        process = subprocess.Popen(command, cwd=REPO, stdout=output, stderr=output, preexec_fn=listen_to_ctrl_c)
+        process = subprocess.Popen(command, cwd=REPO, stdout=output, stderr=output)
         deadline = time.time() + 300
         while "step 1/500" not in (tmp_path / "output.txt").read_text() and time.time() < deadline:
             assert process.poll() is None, (tmp_path / "output.txt").read_text()

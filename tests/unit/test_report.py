@@ -212,7 +212,7 @@ def test_after_sft_alone_the_page_names_what_is_missing_and_the_command_for_it(f
     write_lines(folder / "sft" / "metrics-1.jsonl", [{"step": 1, "data": {"train/loss": 4.0}}])
     text, page, summary = written(folder)
     assert summary["verdict"] == "This run has not been evaluated yet."
-    assert summary["headline"] is None and summary["rl"] == {"steps": 0, "warm_step": None}
+    assert summary["headline"] is None and summary["rl"] == {"steps": 0, "warm_step": None, "start_up_s": None}
     assert "SFT metrics" not in summary["missing"]
     for part, command in (("RL metrics", "--stage rl"), ("evaluation before RL", "--stage eval")):
         assert part in summary["missing"]

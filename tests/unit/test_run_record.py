@@ -1,9 +1,10 @@
 import json
 import os
+from datetime import datetime
 
 import pytest
 
-from verl_ext.run_record import environment, read_metrics, read_run, step_times, warm_step
+from verl_ext.run_record import environment, read_metrics, read_run, start_up, step_times, warm_step
 
 
 def write(path, rows, tail=""):
@@ -72,6 +73,30 @@ def test_warm_steps_leave_out_the_first_two_of_every_process(tmp_path):
 
 def test_two_steps_are_too_few_for_a_warm_one(tmp_path):
     assert warm_step(read_metrics([write(tmp_path / "m.jsonl", [timed(1, 4, 1), timed(2, 4, 1)])])) is None
+
+
+def test_start_up_is_split_by_what_the_log_says_of_the_latest_start(tmp_path):
+    def logged(second: float, text: str) -> str:
+        return f"(TaskRunnerV1 pid=7) INFO:{datetime.fromtimestamp(second):%Y-%m-%d %H:%M:%S},500:{text}\n"
+
+    lines = []
+    for start in (1_700_000_000, 1_700_001_000):  # the second one resumed
+        write(tmp_path / f"metrics-{start}.jsonl", [timed(1, 4, 1), timed(2, 3, 1)])
+        for i, text in enumerate(
+            ["Started a local Ray instance.", "Total training steps: 30", "actor and ref model engine initialized"]
+        ):
+            lines.append(logged(start + (10, 12, 15)[i], text))
+        lines += ["no time of day: ready to fit\n", logged(start + 23, "all initialize finished, ready to fit")]
+        lines += [logged(start + 24, "update_weights done"), logged(start + 40, "update_weights done")]
+    (tmp_path / "log.txt").write_text("".join(lines))
+
+    phases = start_up(tmp_path)
+    assert list(phases.values()) == pytest.approx([10.5, 2, 3, 8, 1, 5.501])
+    assert list(phases)[-1] == "first step"
+
+    (tmp_path / "log.txt").write_text("".join(lines[:4]))  # broken off
+    assert start_up(tmp_path) is None
+    assert start_up(tmp_path / "nowhere") is None
 
 
 def test_rollouts_of_the_first_and_last_step_are_read(tmp_path):
