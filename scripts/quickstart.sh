@@ -1,11 +1,26 @@
 #!/usr/bin/env bash
 # The main job in one command: set up .venv, then teach a tiny language model to use a code interpreter, on a CPU.
-# Needs Python 3.11 or 3.12, gcc and git. `bash scripts/quickstart.sh --help` lists the options; verl_ext/pipeline.py has the stages.
+# Needs Python 3.11 or 3.12, gcc and git. The stages are in verl_ext/pipeline.py.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-case " $* " in
-  *" -h "* | *" --help "*) ;;
-  *) bash scripts/setup_env.sh ;;
-esac
-exec "$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)" -m verl_ext.pipeline "$@"
+usage() { # here, and not only in pipeline.py: it must also work where nothing is installed yet
+    cat <<'EOF_USAGE'
+Usage: bash scripts/quickstart.sh [options]
+Set up .venv (2.7 GB), then teach a tiny language model to use a code interpreter: SFT, DAPO RL, evaluation and report,
+with the real verl and vLLM, on a CPU. A second call reuses what is done and resumes what was broken off.
+  --stage STAGE     only this stage: data, sft, merge, rl, eval or report (may be repeated)
+  --fresh           delete the output folder first
+  --out DIR         where everything is written; default: outputs/quickstart
+  --seed N          of data, initial weights and sampling; default: 0
+  --data ARG        argument of data/tiny_tools/prepare.py (may be repeated; so may the next two)
+  --sft KEY=VALUE   Hydra override of configs/tiny_sft.yaml
+  --rl KEY=VALUE    Hydra override of configs/tiny_dapo.yaml
+EOF_USAGE
+}
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+for arg in "$@"; do
+    case $arg in -h | --help) usage && exit ;; esac
+done
+bash scripts/setup_env.sh
+exec .venv/bin/python -m verl_ext.pipeline "$@"

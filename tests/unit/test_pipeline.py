@@ -1,4 +1,6 @@
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,15 +269,21 @@ def test_evaluation_rolls_out_the_merged_model_and_must_leave_samples(make_run, 
     pipeline.evaluate(make_run(act, rl=["trainer.resume_mode=auto"]), when)
 
 
-def test_help_names_the_stages_and_options(monkeypatch, capsys):
+def test_help_names_every_option_also_where_nothing_is_installed(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["pipeline", "--help"])
     with pytest.raises(SystemExit) as ended:
         pipeline.main()
     assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith("usage: quickstart.sh")
-    for word in (*pipeline.STAGES, "--fresh", "--out", "--seed", "--rl KEY=VALUE"):
-        assert word in printed
+    ours = capsys.readouterr().out
+    bare = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/nowhere"}
+    shown = subprocess.run(
+        ["bash", "scripts/quickstart.sh", "--help"], cwd=pipeline.REPO, env=bare, capture_output=True, text=True
+    )
+    assert shown.returncode == 0 and not shown.stderr
+    options = set(re.findall(r"--[a-z]+", ours)) - {"--help"}
+    assert options >= {"--stage", "--fresh", "--out", "--seed"}
+    for word in (*options, *pipeline.STAGES):
+        assert word in shown.stdout, f"scripts/quickstart.sh does not say {word}"
 
 
 def test_main_passes_its_arguments_on_and_reports_a_failure_in_one_line(monkeypatch, tmp_path):
