@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -50,16 +51,25 @@ def delayed(url: str, delay_s: float) -> Iterator[str]:
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         target = urlsplit(url)
         server_reader, server_writer = await asyncio.open_connection(target.hostname, target.port)
-        await asyncio.gather(pump(reader, server_writer, delay_s), pump(server_reader, writer, 0.0))
+        with contextlib.suppress(asyncio.CancelledError):  # at the end, when clients keep connections open
+            await asyncio.gather(pump(reader, server_writer, delay_s), pump(server_reader, writer, 0.0))
 
-    loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(accept, "127.0.0.1", 0))
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    ready: Future[tuple[int, asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        ready.set_result((server.sockets[0].getsockname()[1], asyncio.get_running_loop(), stop))
+        await stop.wait()
+        server.close()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),), daemon=True)
     thread.start()
+    port, loop, stop = ready.result()
     try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{port}"
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(stop.set)
         thread.join()
 
 
