@@ -195,16 +195,20 @@ class InServerAgentLoopManager(AgentLoopManagerTQ):
     `LeanAgentLoopManager`, which leaves the server's event loop to vLLM.
 
     Raises:
-        ValueError: there is more than one server, or `rollout.agent.num_workers` is not 1.
+        ValueError: there is more than one server, `rollout.agent.num_workers` is not 1, or the trainer is asynchronous.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        workers, servers = self.rollout_config.agent.num_workers, number_of_replicas(self.config)
-        if (workers, servers) != (1, 1):
+        found = {
+            "rollout.agent.num_workers": self.rollout_config.agent.num_workers,
+            "vLLM servers": number_of_replicas(self.config),
+            "trainer.v1.trainer_mode": self.config.trainer.v1.trainer_mode,
+        }
+        if list(found.values()) != [1, 1, "sync"]:
             raise ValueError(
-                f"InServerAgentLoopManager needs one agent-loop worker and one vLLM server, got {workers} "
-                f"(rollout.agent.num_workers) and {servers}. Set rollout.agent.agent_loop_manager_class to "
+                "InServerAgentLoopManager needs one agent-loop worker, one vLLM server and the mode 'sync', "
+                f"got {found}. Set rollout.agent.agent_loop_manager_class to "
                 "verl_ext.agent_loop.manager.LeanAgentLoopManager."
             )
 

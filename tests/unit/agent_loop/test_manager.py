@@ -107,13 +107,14 @@ def test_an_unknown_agent_loop_is_named() -> None:
         worker._make_loop("no_such")
 
 
-@pytest.mark.parametrize(("workers", "gpus"), [(2, 1), (1, 2)])
-def test_loops_in_the_server_need_one_server_and_one_worker(workers: int, gpus: int) -> None:
+@pytest.mark.parametrize(("workers", "gpus", "mode"), [(2, 1, "sync"), (1, 2, "sync"), (1, 1, "colocate_async")])
+def test_loops_in_the_server_need_one_server_and_one_worker_in_step(workers: int, gpus: int, mode: str) -> None:
     from verl_ext.agent_loop.manager import InServerAgentLoopManager
 
     rollout = {"tensor_model_parallel_size": 1, "data_parallel_size": 1, "agent": {"num_workers": workers}}
-    config = {"actor_rollout_ref": {"rollout": rollout, "model": {}}, "trainer": {"nnodes": 1, "n_gpus_per_node": gpus}}
-    with pytest.raises(ValueError, match="needs one agent-loop worker and one vLLM server"):
+    trainer = {"nnodes": 1, "n_gpus_per_node": gpus, "v1": {"trainer_mode": mode}}
+    config = {"actor_rollout_ref": {"rollout": rollout, "model": {}}, "trainer": trainer}
+    with pytest.raises(ValueError, match="needs one agent-loop worker, one vLLM server and the mode 'sync'"):
         InServerAgentLoopManager(OmegaConf.create(config), None)
 
 
