@@ -63,6 +63,10 @@ class CodeAgentLoop(AgentLoopBase):
         self.response_length = self.rollout_config.response_length
         # vLLM stops at every end token of generation_config.json (Qwen2.5 has two); all of them are special tokens.
         self.end_ids = set(self.tokenizer.all_special_ids)
+        # Where the tag is one token the engine itself stops there; for a string it is told to by its front end, a few
+        # tokens later. The string stays: the tag may also be sampled in pieces.
+        stop_ids = self.tokenizer.encode(CODE_STOP, add_special_tokens=False)
+        self.stop_token_ids = stop_ids if len(stop_ids) == 1 else []
         self._prompts: LRUCache = LRUCache(maxsize=1024)  # uid -> task; the samples of a group share their prompt
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
@@ -93,6 +97,7 @@ class CodeAgentLoop(AgentLoopBase):
                     sampling_params=dict(
                         sampling_params,
                         stop=[CODE_STOP],
+                        stop_token_ids=self.stop_token_ids,
                         include_stop_str_in_output=True,
                         max_tokens=self.response_length - len(response_ids),
                         output_kind=_final_output_only() if "vllm" in sys.modules else _FinalOutputOnly(),

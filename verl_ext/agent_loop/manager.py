@@ -26,6 +26,7 @@ from verl.experimental.agent_loop.agent_loop import (
 )
 from verl.trainer.ppo.reward import load_reward_manager
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler import simple_timer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerClient
@@ -225,7 +226,9 @@ def _start_agent_loops(server: Any, config: DictConfig, reward_loop_worker_handl
 
     async def start() -> None:
         handle = SimpleNamespace(generate=SimpleNamespace(remote=server.generate))
-        client = LLMServerClient(config)
+        # It reads its settings anew for every turn, which is slow from a DictConfig.
+        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        client = LLMServerClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)))
         client._acquire_server = _always(("this", handle))
         client._release_server = lambda server_id, request_id=None: None
         server.agent_loop_worker = LeanAgentLoopWorker(config, client, None, reward_loop_worker_handles)

@@ -12,6 +12,7 @@ For CPU runs on one machine only: a process that has touched CUDA cannot be fork
 
 import array
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -36,6 +37,7 @@ EXECUTABLE_VARIABLE = "RETOOL_WARM_PYTHON"
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_ext",
     "OMP_NUM_THREADS": "1",  # processes outnumber cores
+    "OMP_WAIT_POLICY": "PASSIVE",  # a thread of the actor that waits gives way to other processes
     "TORCHDYNAMO_DISABLE": "1",  # vLLM would compile small functions in the first step
     "TOKENIZERS_PARALLELISM": "false",
     "TQ_NUM_THREADS": "1",
@@ -201,6 +203,8 @@ def _preload() -> None:
     del sys.modules["ray"]
     if threading.active_count() > 1:
         raise RuntimeError(f"{threading.enumerate()} run after the imports of warm_python; a fork would lose them.")
+    gc.collect()
+    gc.freeze()  # no collection in a fork walks, and so copies, what all forks share
 
 
 def _reap(clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
