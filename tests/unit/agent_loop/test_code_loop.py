@@ -75,6 +75,18 @@ def test_the_server_is_asked_for_one_message_per_request_without_importing_vllm_
     assert pickle.loads(sent) == "final only"
 
 
+def test_the_engine_stops_by_token_where_the_tag_is_one(roll_out, tokenizer, encode, answer):
+    _, server, _ = roll_out(tokenizer, [encode(CALL), answer], ["2"])
+    assert [call["stop_token_ids"] for call in server.calls] == [encode("</code>")] * 2
+    assert len(encode("</code>")) == 1
+
+    pieces = copy.deepcopy(tokenizer)
+    tag = pieces.encode("</code>", add_special_tokens=False)
+    pieces.encode = lambda text, **kwargs: tag * 3 if text == "</code>" else tokenizer.encode(text, **kwargs)
+    _, server, _ = roll_out(pieces, [answer])
+    assert server.calls[0]["stop_token_ids"] == [] and server.calls[0]["stop"] == ["</code>"]
+
+
 def test_in_the_servers_own_process_it_is_the_enum_itself(roll_out, tokenizer, answer, monkeypatch):
     enum = SimpleNamespace(RequestOutputKind=SimpleNamespace(FINAL_ONLY="final only"))
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(sampling_params=enum))
