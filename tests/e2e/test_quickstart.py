@@ -1,6 +1,7 @@
 """The main job itself, small: the same command as `scripts/quickstart.sh` after the install, with few rows and
 steps."""
 
+import contextlib
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import REPO, SMALL_DATA, pipeline, read_metrics
+from tests.e2e.conftest import MARK, REPO, SMALL_DATA, pipeline, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -31,16 +32,11 @@ OVERRIDES = [
 
 def traces() -> set[str]:
     """What a run could leave on this machine: processes, shared memory, sockets, temporary folders."""
-    own_uid = os.getuid()
     processes = set()
     for process in psutil.process_iter():
-        try:
-            if process.uids().real == own_uid and any(
-                word in " ".join(process.cmdline()) for word in ("ray", "verl", "VLLM", "warm_python")
-            ):
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == os.environ[MARK]:
                 processes.add(f"process {process.pid} {process.name()}")
-        except psutil.Error:
-            continue
     files = {str(path) for pattern in ("retool-*", "rl-colocate-zmq-*", "ray") for path in Path("/tmp").glob(pattern)}
     return processes | files | {str(path) for path in Path("/dev/shm").glob("*")}
 
