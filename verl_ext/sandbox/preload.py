@@ -1,0 +1,48 @@
+"""Packages imported once, in the zygote: what a program would spend most of its time importing is there when it starts.
+
+Each is also used once, since much is imported, cached or built at first use.
+"""
+
+import contextlib
+import importlib
+import sys
+
+CODE = {
+    "math": "",
+    "random": "",  # the module of the package that is seeded again below
+    "numpy": """
+import numpy.linalg, numpy.random
+numpy.linalg.inv(numpy.eye(8) * 2) @ numpy.ones((8, 8))
+numpy.linalg.eigvals(numpy.eye(4))
+numpy.random.default_rng(0).normal(size=3)
+str(numpy.arange(6.0).reshape(2, 3).sum(axis=0))
+""",
+    "sympy": """
+from sympy import Eq, Rational, expand, factor, integrate, simplify, sin, solve, sqrt, symbols
+x, y = symbols("x y")
+factor(x**3 - 1), solve(x**2 - 2, x), solve([Eq(x + y, 3), Eq(x - y, 1)], [x, y]), integrate(x * sin(x), x)
+expand((x + y) ** 3), str(simplify(sin(x) ** 2 + (1 - sin(x) ** 2))), sqrt(Rational(8, 9)).evalf()
+""",
+    "scipy": "import scipy.linalg, scipy.optimize, scipy.special, scipy.stats\nscipy.stats.norm.cdf(0.0)",
+}
+
+
+def preload(names: list[str]) -> None:
+    """Import and use what is installed of `names`; raises whatever an installed one raises."""
+    for name in ("math", "random", *names):
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+            exec(CODE.get(name, ""), {})
+
+
+def renew() -> None:
+    """In a fork: what must not be the same in any two programs (random state), or was found out elsewhere (folders)."""
+    modules = sys.modules
+    if "random" in modules:
+        modules["random"].seed()
+    if "numpy.random" in modules:
+        modules["numpy"].random.seed()
+    if "sympy.core.random" in modules:
+        modules["sympy.core.random"].rng.seed()
+    if "tempfile" in modules:
+        modules["tempfile"].tempdir = modules["tempfile"]._name_sequence = None
