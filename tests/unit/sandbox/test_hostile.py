@@ -351,8 +351,14 @@ def test_a_subprocess_has_no_more_rights(forking, case):
 )
 def test_child_that_wants_to_outlive_its_request_is_dead(forking, escape):
     started = monotonic()
-    code = f"if os.fork() == 0:\n    {escape.replace(chr(10), chr(10) + '    ')}\n    os.execv('/bin/sleep', ['{MARK}', '60'])"
-    forking.result(code + "\nimport time; time.sleep(0.1)")
+    code = f"""
+if os.fork() == 0:
+    exec({escape!r})
+    os.execv('/bin/sleep', ['{MARK}', '60'])
+import time
+time.sleep(0.1)
+"""
+    forking.result(code)
     assert monotonic() - started < 5
     assert not [p for p in psutil.process_iter(["cmdline"]) if MARK in str(p.info["cmdline"])]
 
@@ -386,7 +392,8 @@ def test_file_of_the_machine_cannot_be_read(server, path):
     if not os.path.exists(path):
         pytest.skip("not on this machine")
     need(server, {"root", "proc"} if path.startswith("/proc") else FILES)
-    code = f"path = {path!r}\ndenied(lambda: os.listdir(path) if os.path.isdir(path) else open(path, 'rb').read(1), OSError)"
+    code = f"path = {path!r}\n"
+    code += "denied(lambda: os.listdir(path) if os.path.isdir(path) else open(path, 'rb').read(1), OSError)"
     assert server.result(code)["stdout"] == "held\n"
 
 
@@ -613,7 +620,8 @@ def test_asyncio_and_a_stream_pair_work(server):
         "import mmap\nx = [mmap.mmap(-1, 1 << 20) for _ in range(10_000)]",
         "import mmap\nx = [mmap.mmap(-1, 1 << 20, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(10_000)]",
         "import numpy\nx = numpy.ones((1 << 31))",
-        "import resource\ntry: resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\nexcept ValueError: pass\nx = bytearray(2 << 30)",
+        "import resource\ntry: resource.setrlimit(resource.RLIMIT_AS, (-1, -1))\nexcept ValueError: pass\n"
+        "x = bytearray(2 << 30)",
         "import threading\nx = []\ndef f():\n    while True: x.append(bytearray(1 << 20))\n"
         "threading.excepthook = lambda a: os._exit(1 if a.exc_type is MemoryError else 0)\n"
         "[threading.Thread(target=f).start() for _ in range(4)]",
@@ -654,7 +662,8 @@ def test_numpy_and_threads_work_under_the_usual_limit(server):
     pytest.importorskip("numpy")
     code = (
         "import threading, numpy as np\nresults = []\ndef f(): results.append(np.linalg.inv(np.eye(500) * 2)[0, 0])\n"
-        "threads = [threading.Thread(target=f) for _ in range(16)]\n[t.start() for t in threads]; [t.join() for t in threads]\n"
+        "threads = [threading.Thread(target=f) for _ in range(16)]\n"
+        "[t.start() for t in threads]; [t.join() for t in threads]\n"
         "x = np.ones(300 << 17)\nprint(results == [0.5] * 16, x.nbytes >> 20)"
     )
     assert server.result(code)["stdout"] == "True 300\n"
@@ -716,7 +725,8 @@ def test_resource_is_limited(server, case):
         "import time\ntime.sleep(1000)",
         "x = 7 ** (7 ** 12)",
         "import re\nre.match('(a+)+$', 'a' * 60 + 'b')",
-        "import signal, time\nfor n in set(range(1, 65)) - {9, 19, 32, 33}: signal.signal(n, signal.SIG_IGN)\ntime.sleep(99)",
+        "import signal, time\nfor n in set(range(1, 65)) - {9, 19, 32, 33}: signal.signal(n, signal.SIG_IGN)\n"
+        "time.sleep(99)",
         "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
         "import threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()",
         "import atexit, time\natexit.register(time.sleep, 1000)",
@@ -746,8 +756,8 @@ def test_endless_output_is_cut_and_counted(server, stream):
 
 
 def test_thread_left_running_is_dead(server):
-    code = "import threading, time\nthreading.Thread(target=lambda: [time.sleep(0.01) for _ in iter(int, 1)], daemon=True).start()"
-    assert server.result(code + "\nprint('end')")["stdout"] == "end\n"  # and `check` finds no process
+    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\nprint('end')"
+    assert server.result(code)["stdout"] == "end\n"  # and `check` finds no process
 
 
 # --- crashes
