@@ -57,6 +57,7 @@ class Worker:
     def __init__(self, connection: socket.socket, folder: Path) -> None:
         self.connection, self.folder = connection, folder
         self.pid: int | None = None
+        self._pidfd = -1  # a process id alone may be another's by the time that it is killed
         self.layers: list[str] = []  # what isolates its programs
         self.off: dict[str, str] = {}  # what does not, and why
         self._received = bytearray()
@@ -68,6 +69,7 @@ class Worker:
         if "error" in hello:
             raise SandboxError(hello["error"])
         self.pid, self.layers, self.off = hello["pid"], hello["layers"], hello["off"]
+        self._pidfd = os.pidfd_open(self.pid)
 
     async def call(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Send a request; returns the answer's header and the bytes after it. Raises OSError or EOFError."""
@@ -114,11 +116,14 @@ class Worker:
     def close(self) -> None:
         """The worker sees it, kills the program that may be running, removes its folder and ends."""
         self.connection.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
 
     async def destroy(self) -> None:
         """End a worker that hangs or is dead already, and remove what it can no longer remove."""
         try:
-            os.kill(self.pid, signal.SIGKILL)  # its program dies with it
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)  # its program dies with it
         except ProcessLookupError:
             pass
         await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)

@@ -80,7 +80,8 @@ class RunCodeRequest(BaseModel):
     language: Literal["python"]
     compile_timeout: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_S)] = 10  # s, allowed for queueing
     run_timeout: Timeout = 10  # s, wall clock
-    memory_limit_MB: int = 1024  # address space, beyond what the preloaded packages take; <= 0: no limit
+    # Of address space, on top of what the preloaded packages take; of each process, where there may be several.
+    memory_limit_MB: Annotated[int, Field(le=1 << 30)] = 1024  # <= 0: no limit
     stdin: Text | None = None
     files: dict[InputPath, Annotated[bytes, PlainValidator(_from_base64)] | None] = {}  # path: base64; null: no file
     fetch_files: list[Annotated[str, AfterValidator(_path_inside)]] = []
@@ -109,7 +110,11 @@ def main() -> None:
         help="auto: all layers that work here, and no start without any; full: no start unless all work; "
         "none: resource limits only, for code that is trusted (default: %(default)s)",
     )
-    parser.add_argument("--allow-subprocess", action="store_true", help="programs may start other programs")
+    parser.add_argument(
+        "--allow-subprocess",
+        action="store_true",
+        help="programs may start other programs; the memory limit is then that of each, not of all together",
+    )
     parser.add_argument(
         "--preload",
         default=",".join(PRELOAD),

@@ -84,6 +84,7 @@ def main(control: socket.socket, options: dict[str, Any]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers
     gc.collect()
     gc.freeze()  # keeps the collector in forked processes from touching, and so copying, the zygote's pages
+    preload.use_huge_pages()
     while True:
         name, fds, _, _ = socket.recv_fds(control, 64, 1)
         if not name:
