@@ -20,7 +20,9 @@ MOUNT_SETATTR = 442  # system call, the same on every architecture; Linux 5.12
 PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 
 USER = 1000  # the id that a program sees as its own
-HOME = "/home/sandbox"  # the program's folder in the root built here; /tmp and /dev/shm lead there
+# The program's folder in the root built here; /tmp and /dev/shm lead there. Below /run, where no interpreter is, which
+# what is mounted there would hide.
+HOME = "/run/sandbox"
 HOME_BYTES = 128 << 20  # all files of a program; they are in memory, and beside its own limit
 HOME_INODES = 4096
 # What programs may read of the machine: code and fonts, no configuration but what libc needs, no home, no /var, /run.

@@ -157,7 +157,6 @@ class Worker:
         limit(resource.RLIMIT_CORE, 0)  # no RLIMIT_NPROC: it counts the user's processes on the whole machine
         os.environ["HOME"] = os.environ["TMPDIR"] = self.folder
         sys.argv[:] = [SCRIPT]
-        sys.path.insert(0, self.folder)
         gc.freeze()
         self.module = make_main_module(self.folder)  # after the freeze: its cycles are collected when the program ends
 
@@ -342,8 +341,9 @@ def enter(worker: Worker, run_timeout: float, body: int, stdout: int, stderr: in
     cpu_s = math.ceil(run_timeout) + 1
     limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU at the first, SIGKILL at the second
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    preload.renew()
     worker.layers.confine()
+    preload.renew()
+    sys.path.insert(0, worker.folder)  # never in the worker, which would import, unconfined, what a program wrote there
     return source
 
 
