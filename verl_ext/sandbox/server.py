@@ -80,7 +80,7 @@ class RunCodeRequest(BaseModel):
     language: Literal["python"]
     compile_timeout: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_S)] = 10  # s, allowed for queueing
     run_timeout: Timeout = 10  # s, wall clock
-    # Of address space, on top of what the preloaded packages take; of each process, where there may be several.
+    # Of address space, on top of what the preloaded packages take. With --allow-subprocess also of all processes.
     memory_limit_MB: Annotated[int, Field(le=1 << 30)] = 1024  # <= 0: no limit
     stdin: Text | None = None
     files: dict[InputPath, Annotated[bytes, PlainValidator(_from_base64)] | None] = {}  # path: base64; null: no file
@@ -113,7 +113,7 @@ def main() -> None:
     parser.add_argument(
         "--allow-subprocess",
         action="store_true",
-        help="programs may start other programs; the memory limit is then that of each, not of all together",
+        help="programs may start other programs; the memory limit of all together is then checked every 0.1 s",
     )
     parser.add_argument(
         "--preload",

@@ -52,6 +52,7 @@ SCRIPT = folders.SCRIPT
 MAX_FILE_BYTES = 64 << 20  # RLIMIT_FSIZE of a program; writing beyond it raises OSError(EFBIG)
 MAX_OPEN_FILES = 256
 OOM_SCORE_ADJ = "1000"  # when the machine runs out of memory the kernel ends a program first, not the trainer
+MEMORY_CHECK_S = 0.1  # between two sums over the processes of a request; one takes 0.1 ms a process
 CHUNK = 1 << 16  # bytes, as large as a pipe
 LENGTH = struct.Struct("<I")  # goes before every message between server and worker
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -211,12 +212,20 @@ class Worker:
             os.set_blocking(fd, False)
             poller.register(fd, select.POLLIN)
         status = "Finished"
+        # RLIMIT_AS bounds a process. Where there may be several, they are also counted together, and then killed.
+        memory_limit = request["memory_limit_MB"] << 20
+        counts_memory = memory_limit > 0 and self.layers.allow_subprocess and "proc" in self.layers.layers
+        next_check = started + MEMORY_CHECK_S if counts_memory else math.inf
         while True:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            now = time.monotonic()
+            if now >= deadline:
                 status = "TimeLimitExceeded"
                 break
-            ready = [fd for fd, _ in poller.poll(math.ceil(left_s * 1000))]
+            if now >= next_check:
+                if memory_of_others() > memory_limit:
+                    break
+                next_check = time.monotonic() + MEMORY_CHECK_S
+            ready = [fd for fd, _ in poller.poll(math.ceil((min(deadline, next_check) - now) * 1000))]
             for fd in ready:
                 if fd in streams and not streams[fd].read_from(fd):
                     poller.unregister(fd)
@@ -393,6 +402,19 @@ def flush(*streams: Any) -> bool:
         except Exception:
             flushed = False
     return flushed
+
+
+def memory_of_others() -> int:
+    """Bytes that all other processes of this process namespace have, what they share counted once."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and name != "1":
+            try:
+                with open(f"/proc/{name}/smaps_rollup") as file:
+                    total += sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+            except OSError:  # it has ended
+                pass
+    return total << 10
 
 
 def kill_all(pid: int) -> int:

@@ -336,6 +336,26 @@ def test_a_subprocess_has_no_more_rights(forking, case):
     assert forking.result(case.code)["stdout"] == "held\n"
 
 
+@HARMFUL
+def test_memory_of_all_processes_together_is_limited(forking):
+    need(forking, PROC)
+    code = """
+import time
+for _ in range(6):
+    if os.fork() == 0:
+        x = bytearray(100 << 20)
+        time.sleep(5)
+        os._exit(0)
+time.sleep({wait})
+print(1, flush=True)
+"""
+    result = forking.result(code.format(wait=4), memory_limit_MB=256)
+    assert (result["return_code"], result["stdout"]) == (-9, "")
+    assert result["execution_time"] < 3
+    result = forking.result(code.format(wait=0.5), memory_limit_MB=1024)
+    assert (result["return_code"], result["stdout"]) == (0, "1\n")
+
+
 @pytest.mark.parametrize(
     "escape",
     [
