@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from verl_ext.pipeline import SANDBOX_OPTIONS
 from verl_ext.run_record import read_metrics
 from verl_ext.sandbox.launch import running_server
 from verl_ext.supervise import Supervisor
@@ -139,7 +140,7 @@ def main() -> None:
     shutil.rmtree(args.out, ignore_errors=True)
 
     rows: dict[tuple[float, str], list[dict[str, float]]] = {}
-    with Supervisor() as supervisor, running_server() as url:
+    with Supervisor() as supervisor, running_server(options=SANDBOX_OPTIONS) as url:
         for latency_s in args.latencies:
             with delayed(url, latency_s) if latency_s else contextlib.nullcontext(url) as sandbox:
                 for number in range(args.rounds):

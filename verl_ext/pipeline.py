@@ -25,6 +25,7 @@ from verl_ext.supervise import CommandFailed, Supervisor, show_rl_progress, show
 REPO = Path(__file__).resolve().parents[1]
 EVALUATION_SAMPLES = 2  # responses per held-out problem
 LOCK = ".lock"
+SANDBOX_OPTIONS = ("--preload=",)  # the tiny task's programs import nothing, and a fork of less costs less
 STAGES = ("data", "sft", "merge", "rl", "eval", "report")
 
 
@@ -75,7 +76,7 @@ def train_sft(run: Run) -> None:
 
 
 def train_rl(run: Run) -> None:
-    with running_server() as url:
+    with running_server(options=SANDBOX_OPTIONS) as url:
         run.supervisor.run(
             ["bash", str(REPO / "recipe/retool/run_tiny_dapo.sh"), *run.rl],
             log=run.out / "rl" / "log.txt",
@@ -117,7 +118,7 @@ def evaluate(run: Run, when: str) -> None:
     model = run.out / ("sft" if when == "before" else "rl") / "merged"
     target = run.out / "eval" / when
     shutil.rmtree(target, ignore_errors=True)
-    with running_server() as url:
+    with running_server(options=SANDBOX_OPTIONS) as url:
         run.supervisor.run(
             [
                 *("bash", str(REPO / "recipe/retool/run_tiny_dapo.sh"), *run.rl),

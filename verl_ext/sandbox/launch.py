@@ -5,7 +5,7 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,9 @@ class SandboxNotReady(RuntimeError):
 
 
 @contextmanager
-def running_server(*, workers: int = 2, port: int = 0, start_timeout_s: float = 60.0) -> Iterator[str]:
+def running_server(
+    *, workers: int = 2, port: int = 0, start_timeout_s: float = 60.0, options: Sequence[str] = ()
+) -> Iterator[str]:
     """Run a server process on 127.0.0.1 for the length of a `with` block; yields its URL.
 
     The server also stops when this process dies, however it dies.
@@ -26,11 +28,12 @@ def running_server(*, workers: int = 2, port: int = 0, start_timeout_s: float = 
     Args:
         workers: programs that run at once.
         port: 0 picks a free one.
+        options: further ones of the server's command line, such as ("--isolation", "full").
     Raises:
         SandboxNotReady: see there.
     """
     command = [sys.executable, "-m", "verl_ext.sandbox.server", "--host", "127.0.0.1", "--port", str(port)]
-    command += ["--workers", str(workers), "--parent-pid", str(os.getpid())]
+    command += ["--workers", str(workers), "--parent-pid", str(os.getpid()), *options]
     path = os.pathsep.join(filter(None, [str(PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path})
     try:

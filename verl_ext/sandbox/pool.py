@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ logger = logging.getLogger(__name__)
 ZYGOTE = Path(__file__).with_name("zygote.py")
 LENGTH = struct.Struct("<I")  # as zygote.LENGTH
 ANSWER_GRACE_S = 5.0  # a worker that says nothing for this long after the program's time limit is lost
-START_GRACE_S = 10.0  # the zygote forks in a millisecond, after a start of its own of a tenth of a second
+START_GRACE_S = 60.0  # a zygote first imports packages: 2 s, but more on a cold disk; after that it forks in 10 ms
 STOP_GRACE_S = 5.0
+PRELOAD = ("numpy", "sympy", "scipy")
 # All that a program sees. One BLAS thread and two malloc arenas: both reserve address space per thread and per core,
 # so that on a large machine `import numpy` alone would be over a limit of 1024 MB.
 ENVIRONMENT = {
@@ -55,13 +57,19 @@ class Worker:
     def __init__(self, connection: socket.socket, folder: Path) -> None:
         self.connection, self.folder = connection, folder
         self.pid: int | None = None
+        self._pidfd = -1  # a process id alone may be another's by the time that it is killed
+        self.layers: list[str] = []  # what isolates its programs
+        self.off: dict[str, str] = {}  # what does not, and why
         self._received = bytearray()
         connection.setblocking(False)
 
     async def start(self) -> None:
-        """Wait until the zygote has forked it. Raises OSError or EOFError."""
-        await self._receive_up_to(LENGTH.size)
-        (self.pid,) = LENGTH.unpack(self._received)
+        """Wait until it is set up. Raises OSError, EOFError, or SandboxError with its own words."""
+        hello, _ = await self._receive_header()
+        if "error" in hello:
+            raise SandboxError(hello["error"])
+        self.pid, self.layers, self.off = hello["pid"], hello["layers"], hello["off"]
+        self._pidfd = os.pidfd_open(self.pid)
 
     async def call(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Send a request; returns the answer's header and the bytes after it. Raises OSError or EOFError."""
@@ -74,15 +82,19 @@ class Worker:
         finally:
             os.close(body)
         await asyncio.get_running_loop().sock_sendall(self.connection, header)
-        self._received.clear()
-        await self._receive_up_to(LENGTH.size)
-        start = LENGTH.size + LENGTH.unpack_from(self._received)[0]
-        await self._receive_up_to(start)
-        header = json.loads(self._received[LENGTH.size : start])
+        header, start = await self._receive_header()
         if "error" not in header:
             sizes = header["stdout"][0] + header["stderr"][0] + sum(header["files"].values())
             await self._receive_up_to(start + sizes)
         return header, bytes(self._received[start:])
+
+    async def _receive_header(self) -> tuple[dict[str, Any], int]:
+        """LENGTH and JSON of a new message; returns it with the number of bytes it took."""
+        self._received.clear()
+        await self._receive_up_to(LENGTH.size)
+        start = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+        await self._receive_up_to(start)
+        return json.loads(self._received[LENGTH.size : start]), start
 
     async def _receive_up_to(self, size: int) -> None:
         while len(self._received) < size:
@@ -104,11 +116,14 @@ class Worker:
     def close(self) -> None:
         """The worker sees it, kills the program that may be running, removes its folder and ends."""
         self.connection.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
 
     async def destroy(self) -> None:
         """End a worker that hangs or is dead already, and remove what it can no longer remove."""
         try:
-            os.kill(self.pid, signal.SIGKILL)  # its program dies with it
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)  # its program dies with it
         except ProcessLookupError:
             pass
         await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
@@ -120,13 +135,32 @@ class Pool:
     Args:
         workers: programs that run at once; further requests wait in order of arrival.
         max_output_bytes: kept of stdout and of stderr, each; more is read, counted and cut.
+        isolation: "auto" (all layers that work, at least one strong one), "full" (all) or "none" (resource limits).
+        allow_subprocess: programs may start other programs.
+        preload: packages to import before any program, if they are installed.
     """
 
-    def __init__(self, workers: int, max_output_bytes: int) -> None:
+    def __init__(
+        self,
+        workers: int,
+        max_output_bytes: int,
+        *,
+        isolation: str = "auto",
+        allow_subprocess: bool = False,
+        preload: Sequence[str] = PRELOAD,
+    ) -> None:
         self._slots = asyncio.Semaphore(workers)
         self._max_idle = workers
-        self._max_output_bytes = max_output_bytes
         self._root = Path(tempfile.mkdtemp(prefix="verl-sandbox-"))  # of the workers' folders
+        self._options = {
+            "root": str(self._root),
+            "max_output_bytes": max_output_bytes,
+            "isolation": isolation,
+            "allow_subprocess": allow_subprocess,
+            "preload": list(preload),
+        }
+        self.layers: list[str] = []  # as the newest worker told
+        self.off: dict[str, str] = {}
         self._names = itertools.count()
         self._idle: list[Worker] = []
         self._zygote: subprocess.Popen | None = None
@@ -220,6 +254,7 @@ class Pool:
                 socket.send_fds(self._control, [name.encode()], [theirs.fileno()])
             async with asyncio.timeout(START_GRACE_S):
                 await worker.start()
+            self.layers, self.off = worker.layers, worker.off
         except BaseException as exc:
             worker.close()
             if isinstance(exc, TimeoutError):
@@ -237,7 +272,7 @@ class Pool:
         with zygote_end:
             fd = zygote_end.fileno()
             self._zygote = subprocess.Popen(
-                [sys.executable, "-I", str(ZYGOTE), str(fd), str(self._root), str(self._max_output_bytes)],
+                [sys.executable, "-I", str(ZYGOTE), str(fd), json.dumps(self._options)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(fd,),

@@ -4,7 +4,7 @@
     curl 127.0.0.1:8080/run_code -H 'content-type: application/json' -d '{"code": "print(6*7)", "language": "python"}'
 
 Routes: `POST /run_code`, `GET /v1/ping` (executes code). Beyond the contract: a request may set `queue_timeout` (s), an
-answer has `queue_time` (s); overload answers 504 with Retry-After. Programs are limited, not isolated from the host.
+answer has `queue_time` (s); overload answers 504 with Retry-After. `/v1/ping` names the layers of isolation in force.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 from aiohttp import web
 from pydantic import AfterValidator, BaseModel, Field, PlainValidator, ValidationError
 
-from verl_ext.sandbox.pool import Pool, QueueTimeoutError, SandboxError
+from verl_ext.sandbox.pool import PRELOAD, Pool, QueueTimeoutError, SandboxError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ MAX_TIMEOUT_S = 86400.0
 # wait compile_timeout (python compiles nothing) and half of the 10 s.
 QUEUE_GRACE_S = 5.0
 RETRY_AFTER_S = 1
-LAYERS = ["rlimits"]  # what bounds a program; /v1/ping tells
 
 
 def _text(value: Any) -> str:
@@ -81,7 +80,8 @@ class RunCodeRequest(BaseModel):
     language: Literal["python"]
     compile_timeout: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_S)] = 10  # s, allowed for queueing
     run_timeout: Timeout = 10  # s, wall clock
-    memory_limit_MB: int = -1  # address space of each process; <= 0: no limit
+    # Of address space, on top of what the preloaded packages take. With --allow-subprocess also of all processes.
+    memory_limit_MB: Annotated[int, Field(le=1 << 30)] = 1024  # <= 0: no limit
     stdin: Text | None = None
     files: dict[InputPath, Annotated[bytes, PlainValidator(_from_base64)] | None] = {}  # path: base64; null: no file
     fetch_files: list[Annotated[str, AfterValidator(_path_inside)]] = []
@@ -102,6 +102,23 @@ def main() -> None:
         type=int,
         default=1 << 20,
         help="kept of stdout and of stderr, each (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--isolation",
+        choices=("auto", "full", "none"),
+        default="auto",
+        help="auto: all layers that work here, and no start without any; full: no start unless all work; "
+        "none: resource limits only, for code that is trusted (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--allow-subprocess",
+        action="store_true",
+        help="programs may start other programs; the memory limit of all together is then checked every 0.1 s",
+    )
+    parser.add_argument(
+        "--preload",
+        default=",".join(PRELOAD),
+        help="packages imported once, before any program, if they are installed (default: %(default)s)",
     )
     parser.add_argument("--parent-pid", type=int, help="stop when this process ends")
     args = parser.parse_args()
@@ -128,7 +145,13 @@ async def serve(args: argparse.Namespace) -> None:
         loop.add_signal_handler(number, stop.set)
     parent = watch_parent(args.parent_pid, stop) if args.parent_pid else None
     listener = listen(args.host, args.port)
-    pool = Pool(args.workers, args.max_output_bytes)
+    pool = Pool(
+        args.workers,
+        args.max_output_bytes,
+        isolation=args.isolation,
+        allow_subprocess=args.allow_subprocess,
+        preload=[name for name in args.preload.split(",") if name],
+    )
     # handler_cancellation: a client that hangs up frees its worker; shutdown_timeout: at a stop, programs are killed
     runner = web.AppRunner(make_app(pool), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     try:
@@ -143,7 +166,9 @@ async def serve(args: argparse.Namespace) -> None:
             partial.replace(args.port_file)
         if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             logger.warning("listening on %s: everyone who reaches this port can run code on this machine", args.host)
-        print(f"sandbox ready on http://{args.host}:{port}", flush=True)
+        if args.isolation != "none" and pool.off:
+            logger.warning("isolation without %s", "; ".join(f"{layer} ({why})" for layer, why in pool.off.items()))
+        print(f"sandbox ready on http://{args.host}:{port}\nsandbox layers: {', '.join(pool.layers)}", flush=True)
         await stop.wait()
     finally:
         await runner.cleanup()
@@ -222,7 +247,9 @@ def make_app(pool: Pool) -> web.Application:
 
     async def ping(_: web.Request) -> web.Response:
         why = await check_health(pool)
-        return reply({"status": "error" if why else "ok", "message": why or "", "layers": LAYERS}, 503 if why else 200)
+        return reply(
+            {"status": "error" if why else "ok", "message": why or "", "layers": pool.layers}, 503 if why else 200
+        )
 
     app = web.Application(client_max_size=MAX_BODY_BYTES)
     app.add_routes([web.post("/run_code", run_code), web.get("/v1/ping", ping)])

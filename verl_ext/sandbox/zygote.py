@@ -1,23 +1,23 @@
-"""The processes that run the submitted Python: a small fork server with a clean environment and few imports.
+"""The processes that run the submitted Python: a fork server with a clean environment.
 
-  zygote   waits on its control socket; every message carries the socket of a new worker, which it forks
+  zygote   imports packages, then waits on its control socket; each message carries the socket of a new worker to fork
   worker   runs one request after another: forks the program, reads its output while it runs, holds the deadline,
            kills and removes all that is left, and only then answers
   program  the submitted code, run as `python main.py` runs it, then ended without tearing the interpreter down
 
-The server starts it by path (`python -I zygote.py CONTROL_FD ROOT MAX_OUTPUT_BYTES`) and never imports it, so that no
-secret and no package of the server is in the memory of a program. Nor is anything of earlier requests: a worker never
+The server starts it by path (`python -I zygote.py CONTROL_FD JSON`, see `main`) and never imports it, so that no secret
+and no package of the server is in the memory of a program. Nor is anything of earlier requests: a worker never
 reads code or input (the program does), and it keeps output in memory that forks do not inherit. What costs time is the
 pages that a fork touches, each copied on a fault; so whatever can be done once in the worker is not done per request.
 
-A program is bounded here (time, memory, file size, output) and cleaned up after; it is not kept from the host's files,
-processes and network.
+A program is bounded here (time, memory, file size, output) and cleaned up after; what keeps it from the host's files,
+processes and network is in isolation.py.
 """
 
 import atexit
 import ctypes
-import errno
 import gc
+import importlib
 import json
 import marshal
 import math
@@ -27,18 +27,32 @@ import resource
 import select
 import signal
 import socket
-import stat
 import struct
 import sys
 import time
 import types
 from typing import Any, NoReturn
 
-SCRIPT = "main.py"  # the name tracebacks show; relative, so that they do not vary with the folder
+
+def _import_siblings(*names: str) -> list[types.ModuleType]:
+    """Modules next to this file, as a package of their own: neither `verl_ext` nor this folder gets importable."""
+    package = types.ModuleType("_sandbox")
+    package.__path__ = [os.path.dirname(os.path.abspath(__file__))]
+    sys.modules[package.__name__] = package
+    modules = [importlib.import_module(f"{package.__name__}.{name}") for name in names]
+    for name in [name for name in sys.modules if name.partition(".")[0] == package.__name__]:
+        del sys.modules[name]
+    return modules
+
+
+isolation, folders, preload = _import_siblings("isolation", "folders", "preload")
+limit = isolation.limit
+
+SCRIPT = folders.SCRIPT
 MAX_FILE_BYTES = 64 << 20  # RLIMIT_FSIZE of a program; writing beyond it raises OSError(EFBIG)
 MAX_OPEN_FILES = 256
-MAX_FETCH_BYTES = 64 << 20  # all of `fetch_files` together
 OOM_SCORE_ADJ = "1000"  # when the machine runs out of memory the kernel ends a program first, not the trainer
+MEMORY_CHECK_S = 0.1  # between two sums over the processes of a request; one takes 0.1 ms a process
 CHUNK = 1 << 16  # bytes, as large as a pipe
 LENGTH = struct.Struct("<I")  # goes before every message between server and worker
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -46,17 +60,41 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
-def main(control: socket.socket, root: str, max_output_bytes: int) -> None:
-    """Fork a worker per message (its folder's name, with its socket) until the server is gone; then remove `root`."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers
+def main(control: socket.socket, options: dict[str, Any]) -> None:
+    """Fork a worker per message (its name, with its socket) until the server is gone; then remove the root folder.
+
+    Args:
+        options: root (folder), max_output_bytes, isolation (auto, full, none), allow_subprocess, preload (names).
+    """
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a worker is what its parent, our child, forked in new namespaces
+    with open("/proc/self/oom_score_adj", "w") as file:
+        file.write(OOM_SCORE_ADJ)
     # The first compile() builds the parser's types; done here, every fork inherits them.
     exec(compile(b"def f(x):\n    return [y for y in range(x)]\nf'{f(3)}'\n", SCRIPT, "exec"), {})
+    preload.preload(options["preload"])
+    refusal = None
+    try:
+        layers = isolation.Isolation(
+            options["isolation"], allow_subprocess=options["allow_subprocess"], root=options["root"]
+        )
+        layers.enter_zygote()
+    except isolation.IsolationError as exc:
+        refusal = str(exc)
+    with open("/proc/self/statm") as file:
+        address_space = int(file.read().split()[0]) * resource.getpagesize()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers
     gc.collect()
     gc.freeze()  # keeps the collector in forked processes from touching, and so copying, the zygote's pages
+    preload.use_huge_pages()
     while True:
         name, fds, _, _ = socket.recv_fds(control, 64, 1)
         if not name:
             break
+        connection = socket.socket(fileno=fds[0])
+        if refusal:
+            send(connection, {"error": refusal})
+            connection.close()
+            continue
         try:
             pid = os.fork()
         except OSError as exc:  # the request sees its socket close and answers SandboxError
@@ -65,47 +103,63 @@ def main(control: socket.socket, root: str, max_output_bytes: int) -> None:
         if pid == 0:
             try:
                 control.close()
-                Worker(socket.socket(fileno=fds[0]), os.path.join(root, name.decode()), max_output_bytes).serve()
+                start_worker(connection, name.decode(), layers, options["max_output_bytes"], address_space)
             finally:
                 os._exit(0)
-        os.close(fds[0])
+        connection.close()
     try:
         os.waitpid(-1, 0)  # returns, with an error, once all workers have seen that the server is gone
     except ChildProcessError:
         pass
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    remove_tree(root)
+    if refusal or not layers.remove_root():
+        folders.remove_tree(options["root"])
+
+
+def start_worker(connection: socket.socket, name: str, layers: Any, *for_worker: int) -> None:
+    """Be a worker until its socket closes; first send its process id and the layers it is under, or {"error": why}."""
+    try:
+        pid = layers.enter_worker(name)
+        worker = Worker(connection, layers, *for_worker)
+    except OSError as exc:
+        send(connection, {"error": f"a worker could not be set up: {exc}"})
+        return
+    send(connection, {"pid": pid, "layers": layers.names(), "off": layers.off})
+    worker.serve()
+
+
+def send(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Send LENGTH and JSON; raises OSError when the server has gone."""
+    text = json.dumps(message).encode()
+    connection.sendall(LENGTH.pack(len(text)) + text)
 
 
 class Worker:
     """Serves requests from one socket, one at a time, until it closes or something goes wrong.
 
-    First it sends its process id, as a LENGTH.
     Request: LENGTH, marshal of {run_timeout, memory_limit_MB, fetch_files}; with the first byte comes a memory file
     that holds marshal of {code, stdin, files}, for the program. Answer: LENGTH, JSON of `run`'s result or of
     {"error": why}, then the bytes whose counts the JSON gives: stdout, stderr, fetched files in order.
     """
 
-    def __init__(self, connection: socket.socket, folder: str, max_output_bytes: int) -> None:
-        self.connection, self.folder = connection, folder
+    def __init__(self, connection: socket.socket, layers: Any, max_output_bytes: int, address_space: int) -> None:
+        self.connection, self.layers, self.folder = connection, layers, layers.folder
+        self.address_space = address_space  # bytes that a program has before its first line
         self.buffers = [Buffer(max_output_bytes), Buffer(max_output_bytes)]  # stdout, stderr
         self.setup_r, self.setup_w = os.pipe()
         os.set_blocking(self.setup_r, False)
         # All that follows is for the programs, which inherit it.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 of a namespace ignores what it does not handle
         if prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):  # a program's orphans become ours, so that we can kill them
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
         limit(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
         limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
         limit(resource.RLIMIT_CORE, 0)  # no RLIMIT_NPROC: it counts the user's processes on the whole machine
-        with open("/proc/self/oom_score_adj", "w") as file:
-            file.write(OOM_SCORE_ADJ)
-        os.environ["HOME"] = os.environ["TMPDIR"] = folder
+        os.environ["HOME"] = os.environ["TMPDIR"] = self.folder
         sys.argv[:] = [SCRIPT]
-        sys.path.insert(0, folder)
         gc.freeze()
-        self.module = make_main_module(folder)  # after the freeze: its cycles are collected when the program ends
-        connection.sendall(LENGTH.pack(os.getpid()))
+        self.module = make_main_module(self.folder)  # after the freeze: its cycles are collected when the program ends
 
     def serve(self) -> None:
         """Answer requests until the socket closes; an error is answered and ends the worker."""
@@ -117,14 +171,14 @@ class Worker:
                 while len(message) < LENGTH.size + LENGTH.unpack_from(message)[0]:
                     message += self.connection.recv(CHUNK)
                 request = marshal.loads(message[LENGTH.size :])
-                os.mkdir(self.folder, 0o700)
+                self.layers.make_folder()
                 try:
                     answer = self.run(request, fds[0])
-                    files, answer["not_fetched"] = open_files(self.folder, request["fetch_files"])
+                    files, answer["not_fetched"] = folders.open_files(self.folder, request["fetch_files"])
                 finally:
-                    remove_folder(self.folder)
+                    self.layers.remove_folder()
             except Exception as exc:
-                self.send({"error": f"{type(exc).__name__}: {exc}"})
+                send(self.connection, {"error": f"{type(exc).__name__}: {exc}"})
                 return
             answer["files"] = {path: os.fstat(fd).st_size for path, fd in files.items()}
             self.send(answer, [buffer.kept() for buffer in self.buffers], list(files.values()))
@@ -158,12 +212,20 @@ class Worker:
             os.set_blocking(fd, False)
             poller.register(fd, select.POLLIN)
         status = "Finished"
+        # RLIMIT_AS bounds a process. Where there may be several, they are also counted together, and then killed.
+        memory_limit = request["memory_limit_MB"] << 20
+        counts_memory = memory_limit > 0 and self.layers.allow_subprocess and "proc" in self.layers.layers
+        next_check = started + MEMORY_CHECK_S if counts_memory else math.inf
         while True:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            now = time.monotonic()
+            if now >= deadline:
                 status = "TimeLimitExceeded"
                 break
-            ready = [fd for fd, _ in poller.poll(math.ceil(left_s * 1000))]
+            if now >= next_check:
+                if memory_of_others() > memory_limit:
+                    break
+                next_check = time.monotonic() + MEMORY_CHECK_S
+            ready = [fd for fd, _ in poller.poll(math.ceil((min(deadline, next_check) - now) * 1000))]
             for fd in ready:
                 if fd in streams and not streams[fd].read_from(fd):
                     poller.unregister(fd)
@@ -195,8 +257,7 @@ class Worker:
 
     def send(self, answer: dict[str, Any], blobs: list[memoryview] = (), files: list[int] = ()) -> None:
         """Send one answer; raises OSError when the server has gone, which ends the worker."""
-        header = json.dumps(answer).encode()
-        self.connection.sendall(LENGTH.pack(len(header)) + header)
+        send(self.connection, answer)
         for blob in blobs:
             self.connection.sendall(blob)
         for fd in files:
@@ -249,7 +310,7 @@ def program(worker: Worker, request: dict[str, Any], body: int, stdout: int, std
         os.closerange(3, CHUNK)
         try:
             if request["memory_limit_MB"] > 0:
-                limit(resource.RLIMIT_AS, request["memory_limit_MB"] << 20)
+                limit(resource.RLIMIT_AS, worker.address_space + (request["memory_limit_MB"] << 20))
             execute(source)
             code = 0
         except SystemExit as exc:
@@ -269,6 +330,7 @@ def program(worker: Worker, request: dict[str, Any], body: int, stdout: int, std
 def enter(worker: Worker, run_timeout: float, body: int, stdout: int, stderr: int) -> bytes:
     """Session, folder, files, streams and CPU limit of the program; returns its source."""
     os.setsid()
+    worker.layers.become_user()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     request = marshal.loads(os.pread(body, os.fstat(body).st_size, 0))
     source = request["code"].encode("utf-8", "surrogatepass")
@@ -276,8 +338,8 @@ def enter(worker: Worker, run_timeout: float, body: int, stdout: int, stderr: in
     for path, content in request["files"].items():  # the server has checked the paths
         if content is not None:
             os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-            write_file(path, content)
-    write_file(SCRIPT, source)
+            folders.write_file(path, content)
+    folders.write_file(SCRIPT, source)
     if request["stdin"]:  # else /dev/null, as the zygote's
         stdin = os.memfd_create("stdin")
         os.write(stdin, request["stdin"].encode("utf-8", "surrogatepass"))
@@ -287,6 +349,10 @@ def enter(worker: Worker, run_timeout: float, body: int, stdout: int, stderr: in
     os.dup2(stderr, 2)
     cpu_s = math.ceil(run_timeout) + 1
     limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU at the first, SIGKILL at the second
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    worker.layers.confine()
+    preload.renew()
+    sys.path.insert(0, worker.folder)  # never in the worker, which would import, unconfined, what a program wrote there
     return source
 
 
@@ -338,15 +404,26 @@ def flush(*streams: Any) -> bool:
     return flushed
 
 
-def limit(kind: int, soft: int, hard: int | None = None) -> None:
-    """Set a resource limit, never above the hard limit already in force."""
-    ceiling = resource.getrlimit(kind)[1]
-    soft, hard = (value if ceiling == resource.RLIM_INFINITY else min(value, ceiling) for value in (soft, hard or soft))
-    resource.setrlimit(kind, (soft, hard))
+def memory_of_others() -> int:
+    """Bytes that all other processes of this process namespace have, what they share counted once."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and name != "1":
+            try:
+                with open(f"/proc/{name}/smaps_rollup") as file:
+                    total += sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+            except OSError:  # it has ended
+                pass
+    return total << 10
 
 
 def kill_all(pid: int) -> int:
     """Kill the program's session and every process that descends from it; returns the program's wait status."""
+    if os.getpid() == 1:  # of a process namespace, where all others are the program's; all at once, so that none forks
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
     for kill in (os.killpg, os.kill):  # the group does not exist yet when the time was over before setsid()
         try:
             kill(pid, signal.SIGKILL)
@@ -358,81 +435,14 @@ def kill_all(pid: int) -> int:
             reaped, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return status
-        if not reaped:
+        if not reaped and os.getpid() == 1:
+            os.waitpid(-1, 0)
+        elif not reaped:
             with open(f"/proc/self/task/{os.getpid()}/children") as file:
                 for child in file.read().split():
                     os.kill(int(child), signal.SIGKILL)
             os.waitpid(-1, 0)
 
 
-def write_file(path: str, content: bytes) -> None:
-    """Write a new file; with fewer steps, and so fewer pages touched, than open()."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    while content:
-        content = content[os.write(fd, content) :]
-    os.close(fd)
-
-
-def open_files(folder: str, paths: list[str]) -> tuple[dict[str, int], dict[str, str]]:
-    """Open regular files below `folder`, no symbolic link on the way: ({path: fd}, {path: why it was left out})."""
-    opened, left_out, budget = {}, {}, MAX_FETCH_BYTES
-    for path in paths:
-        try:
-            fd = open_inside(folder, path)
-        except OSError as exc:
-            left_out[path] = os.strerror(exc.errno)
-            continue
-        status = os.fstat(fd)
-        if stat.S_ISREG(status.st_mode) and status.st_size <= budget:
-            budget -= status.st_size
-            opened[path] = fd
-        else:
-            os.close(fd)
-            left_out[path] = (
-                f"over the limit of {MAX_FETCH_BYTES} bytes for all fetched files"
-                if stat.S_ISREG(status.st_mode)
-                else "not a regular file"
-            )
-    return opened, left_out
-
-
-def open_inside(folder: str, path: str) -> int:
-    """Open a file below `folder` for reading; raises OSError (ELOOP, ENOTDIR) for a link or what is below one."""
-    *parents, name = [part for part in path.split("/") if part not in ("", ".")]
-    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for parent in parents:
-            below = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-            os.close(directory)
-            directory = below
-        # O_NONBLOCK: opening a FIFO must not wait for a writer
-        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
-    finally:
-        os.close(directory)
-
-
-def remove_folder(folder: str) -> None:
-    """Remove a request's folder; quick when it holds nothing but the program."""
-    try:
-        os.unlink(f"{folder}/{SCRIPT}")
-        os.rmdir(folder)
-    except OSError:
-        remove_tree(folder)
-
-
-def remove_tree(path: str) -> None:
-    """`rm -rf`, which takes any depth and is cheaper here than importing shutil; unlocks folders if it has to.
-
-    Raises:
-        OSError: something could not be removed.
-    """
-    quiet = [(os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]
-    for command in (["rm", "-rf", path], ["chmod", "-R", "u+rwX", path], ["rm", "-rf", path]):
-        os.waitpid(os.posix_spawnp(command[0], command, os.environ, file_actions=quiet), 0)
-        if not os.path.lexists(path):
-            return
-    raise OSError(errno.ENOTEMPTY, "could not be removed", path)
-
-
 if __name__ == "__main__":
-    main(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], int(sys.argv[3]))
+    main(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2]))

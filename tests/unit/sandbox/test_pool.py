@@ -15,7 +15,7 @@ from verl_ext.sandbox.pool import Pool, QueueTimeoutError, SandboxError
 
 @pytest.fixture
 async def pool() -> AsyncIterator[Pool]:
-    pool = Pool(workers=2, max_output_bytes=1 << 20)
+    pool = Pool(workers=2, max_output_bytes=1 << 20, preload=())
     yield pool
     await pool.close()
 
@@ -56,8 +56,9 @@ async def assert_sandbox_error(call: Awaitable[dict], match: str, within_s: floa
 
 async def test_worker_that_hangs_is_replaced(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "ANSWER_GRACE_S", 0.3)
-    code = "import os, signal, time; os.kill(os.getppid(), signal.SIGSTOP); time.sleep(30)"
-    await assert_sandbox_error(pool.execute(request(code, run_timeout=0.2)), "did not answer", within_s=3)
+    assert await stdout(pool, "print(1)") == "1\n"
+    os.kill(pool._idle[0].pid, signal.SIGSTOP)
+    await assert_sandbox_error(pool.execute(request("print(1)", run_timeout=0.2)), "did not answer", within_s=3)
     await wait_until(lambda: len(my_processes()) == 1)  # the zygote
     assert await stdout(pool, "print(1)") == "1\n"
 
@@ -125,7 +126,7 @@ async def test_many_requests_leave_no_process_file_or_descriptor(pool):
 
 
 async def test_close_removes_all_files_and_processes():
-    pool = Pool(workers=1, max_output_bytes=100)
+    pool = Pool(workers=1, max_output_bytes=100, preload=())
     assert await stdout(pool, "print(1)") == "1\n"
     assert pool._root.is_dir()
     await pool.close()

@@ -80,7 +80,15 @@ def server() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def narrow() -> Iterator[Server]:
     """One worker, little output."""
-    server = Server("--max-output-bytes", "1000", workers=1)
+    server = Server("--max-output-bytes", "1000", "--preload", "", workers=1)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def bare() -> Iterator[Server]:
+    """Programs may do what only isolation forbids: fork, see the host's files and processes."""
+    server = Server("--isolation", "none", "--preload", "")
     yield server
     server.stop()
 
@@ -101,6 +109,12 @@ def is_running(pid: int) -> bool:
 
 def running(processes: list[psutil.Process]) -> list[int]:
     return [process.pid for process in processes if is_running(process.pid)]
+
+
+def root_of(processes: list[psutil.Process]) -> Path:
+    """The folder that the server made for its programs, from the zygote's command line."""
+    commands = " ".join(argument for process in processes for argument in process.cmdline())
+    return Path(re.search(r"/[^\s\"]*verl-sandbox-\w+", commands)[0])
 
 
 # --- the contract
@@ -154,8 +168,8 @@ def test_unknown_fields_are_ignored(server):
     assert server.result("print(1)", args=["-v"], colour="red")["stdout"] == "1\n"
 
 
-def test_ping_executes_code_and_names_what_bounds_a_program(server):
-    with urllib.request.urlopen(f"{server.url}/v1/ping", timeout=10) as response:
+def test_ping_executes_code_and_names_what_bounds_a_program(bare):
+    with urllib.request.urlopen(f"{bare.url}/v1/ping", timeout=10) as response:
         assert json.load(response) == {"status": "ok", "message": "", "layers": ["rlimits"]}
 
 
@@ -204,13 +218,21 @@ def test_return_code_is_that_of_cpython(server, code, return_code):
         "print('é', file=__import__('sys').stderr)\nprint('\\ud800')",
         "import sys\nprint(sys.argv, sys.stdin.read() == '', sys.stdout.encoding, __import__('signal').getsignal(2))",
         "# coding: latin-1\nprint(ascii('é'))",
-        "import os\nif os.fork() == 0:\n    print('child')\n    raise SystemExit(4)\nprint(os.wait()[1] >> 8)",
         "import pickle\nclass P:\n    x = 1\nprint(pickle.loads(pickle.dumps(P())).x, P.__module__)",
         "print('no newline', end='')",
         "import os, sys\nos.write(1, b'a\\xffb\\0')\nsys.stdout.write('unflushed')",
     ],
 )
 def test_output_is_that_of_python_main_py(server, tmp_path, code):
+    check_against_python(server, tmp_path, code)
+
+
+def test_output_of_a_fork_is_that_of_python_main_py(bare, tmp_path):
+    code = "import os\nif os.fork() == 0:\n    print('child')\n    raise SystemExit(4)\nprint(os.wait()[1] >> 8)"
+    check_against_python(bare, tmp_path, code)
+
+
+def check_against_python(server: Server, tmp_path: Path, code: str) -> None:
     (tmp_path / "main.py").write_bytes(code.encode("utf-8", "surrogatepass"))
     expected = subprocess.run(
         [sys.executable, "main.py"],
@@ -398,7 +420,7 @@ def test_only_the_standard_streams_are_open(server):
 
 
 @pytest.mark.parametrize("how", ["", "time.sleep(60)"])
-def test_processes_that_left_the_session_are_dead_when_answered(server, how):
+def test_processes_that_left_the_session_are_dead_when_answered(bare, how):
     code = f"""
 import os, time
 def detach(depth):
@@ -413,18 +435,18 @@ for _ in range(3):
 time.sleep(0.3)
 {how}
 """
-    pids = server.result(code, run_timeout=0.6)["stdout"].split()
+    pids = bare.result(code, run_timeout=0.6)["stdout"].split()
     assert len(pids) == 9
     assert not [pid for pid in pids if is_running(int(pid))]
 
 
-def test_written_files_are_gone_when_answered(server):
+def test_written_files_are_gone_when_answered(bare):
     code = (
         "import os, tempfile\nopen(tempfile.mkdtemp() + '/a', 'w').close()\nos.makedirs('locked/b')\n"
         "os.chmod('locked', 0)\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')\n"
         "print(os.environ['HOME'], tempfile.gettempdir())"
     )
-    folder, temporary = server.result(code)["stdout"].split()
+    folder, temporary = bare.result(code)["stdout"].split()
     assert folder == temporary
     assert not Path(folder).exists()
     assert Path(folder).parent.exists()
@@ -460,31 +482,33 @@ def test_killing_all_its_processes_answers_sandbox_error_and_the_next_request_wo
     with ThreadPoolExecutor(1) as executor:
         future = executor.submit(server.run, "import time; time.sleep(30)", run_timeout=30)
         wait_until(lambda: any(process.num_fds() == 3 for process in server.descendants()[1:]))
-        for process in server.descendants():
+        processes = server.descendants()
+        for process in processes:
             process.kill()
         answer = future.result(timeout=5)
     assert (answer["status"], answer["run_result"]) == ("SandboxError", None)
     assert "died" in answer["message"]
+    wait_until(lambda: not running(processes))
     assert server.result("print(1)")["stdout"] == "1\n"
 
 
-def test_program_that_kills_its_worker_gets_sandbox_error_and_leaves_nothing(server, tmp_path):
+def test_program_that_kills_its_worker_gets_sandbox_error_and_leaves_nothing(bare, tmp_path):
     file = tmp_path / "pid"
     code = (
         f"import os, time\nwith open({str(file)!r}, 'w') as file: print(os.getpid(), os.getcwd(), file=file)\n"
         "os.kill(os.getppid(), 9)\ntime.sleep(30)"
     )
-    assert server.run(code)["status"] == "SandboxError"
+    assert bare.run(code)["status"] == "SandboxError"
     pid, folder = file.read_text().split()
     wait_until(lambda: not is_running(int(pid)))
     assert not Path(folder).exists()
-    assert server.result("print(1)")["stdout"] == "1\n"
+    assert bare.result("print(1)")["stdout"] == "1\n"
 
 
-def test_client_that_hangs_up_ends_its_program(server, tmp_path):
+def test_client_that_hangs_up_ends_its_program(bare, tmp_path):
     code = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(f'{{os.getpid()}}\\n'); time.sleep(30)"
     body = json.dumps({"code": code, "language": "python", "run_timeout": 30}).encode()
-    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":")[-1]))) as connection:
+    with socket.create_connection(("127.0.0.1", int(bare.url.rsplit(":")[-1]))) as connection:
         head = f"POST /run_code HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body)
         wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"))
@@ -507,11 +531,13 @@ def test_busy_port_is_one_clear_line_and_exit_code_1(server):
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stop_signal_kills_programs_and_leaves_no_file(tmp_path, number):
-    server = Server("--port-file", str(tmp_path / "port"))
+@pytest.mark.parametrize(
+    ("number", "isolation"), [(signal.SIGTERM, "auto"), (signal.SIGINT, "auto"), (signal.SIGTERM, "none")]
+)
+def test_stop_signal_kills_programs_and_leaves_no_file(tmp_path, number, isolation):
+    server = Server("--port-file", str(tmp_path / "port"), "--isolation", isolation, "--preload", "")
     assert f"http://127.0.0.1:{(tmp_path / 'port').read_text().strip()}" == server.url
-    root = Path(server.result("import os; print(os.getcwd())")["stdout"].strip()).parent
+    root = root_of(server.descendants())
     assert root.is_dir()
     thread = threading.Thread(target=lambda: pytest.raises(OSError, server.run, "import time; time.sleep(30)"))
     thread.start()
@@ -535,18 +561,20 @@ def test_server_and_programs_end_with_the_parent_also_when_it_is_killed(tmp_path
     parent.stdout.readline()
     processes = psutil.Process(parent.pid).children(recursive=True)
     assert len(processes) >= 3  # server, zygote, worker
-    roots = [Path(argument) for process in processes for argument in process.cmdline() if "verl-sandbox-" in argument]
-    assert roots[0].is_dir()
+    root = root_of(processes)
+    assert root.is_dir()
     parent.kill()
     parent.communicate()
     wait_until(lambda: not running(processes))
-    assert not roots[0].exists()
+    assert not root.exists()
 
 
-def test_zygote_cleans_up_when_the_server_itself_is_killed():
-    server = Server()
-    root = Path(server.result("import os; print(os.getcwd())")["stdout"].strip()).parent
+@pytest.mark.parametrize("isolation", ["auto", "none"])
+def test_zygote_cleans_up_when_the_server_itself_is_killed(isolation):
+    server = Server("--isolation", isolation, "--preload", "")
     processes = server.descendants()
+    root = root_of(processes)
+    assert root.is_dir()
     server.process.kill()
     server.process.communicate()
     wait_until(lambda: not running(processes))

@@ -1,0 +1,98 @@
+"""CPU time of a sandbox request beside that of a new `python -c` per request, on one machine in one run.
+
+    python scripts/bench_sandbox.py [--requests 100] [--isolation none]
+
+CPU-ms per request, unlike wall time, hardly depend on what else the machine does. Counted are user and system time of
+all processes that serve a request: of ours the server with its HTTP, the zygote, workers and programs, but not the
+client's side; of `python -c` the child, and this process while it starts and waits for it. It is run with -S, since the
+start-up hooks of installed packages (.pth files) may cost more than Python itself: a lower bound for the baseline.
+"""
+
+import argparse
+import http.client
+import json
+import os
+import resource
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from urllib.parse import urlsplit
+
+import psutil
+
+from verl_ext.sandbox import running_server
+
+# (name, program, target): ours / baseline at most
+PROGRAMS = [
+    ("print", "print(6 * 7)", 1.3),
+    ("sympy", "import sympy\nx = sympy.symbols('x')\nprint(sympy.factor(x**4 - 1))", 1 / 12),
+    ("numpy", "import numpy as np\nprint(np.linalg.inv(2 * np.eye(50)).sum())", 1 / 6),
+]
+
+
+def main() -> None:
+    """Print a table with one line a program; exit code 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--requests", type=int, default=100, help="to the sandbox, for each program")
+    parser.add_argument("--baseline-requests", type=int, default=20, help="by python -c, for each program")
+    parser.add_argument("--isolation", default="auto", help="as the server's")
+    args = parser.parse_args()
+    missed = False
+    with running_server(workers=1, options=("--isolation", args.isolation)) as url:
+        connection = http.client.HTTPConnection(urlsplit(url).netloc)
+        print(f"layers: {', '.join(get_layers(connection))}")
+        print(f"{'CPU-ms per request':<20}{'python -c':>12}{'sandbox':>12}{'ratio':>10}{'target':>10}")
+        for name, code, target in PROGRAMS:
+            assert run_in_sandbox(connection, code) == run_in_python(code), name
+            ours = cpu_ms(server_cpu_s, lambda code=code: run_in_sandbox(connection, code), args.requests)
+            baseline = cpu_ms(own_cpu_s, lambda code=code: run_in_python(code), args.baseline_requests)
+            missed |= ours > target * baseline
+            mark = "" if ours <= target * baseline else "  missed"
+            print(f"{name:<20}{baseline:>12.1f}{ours:>12.1f}{ours / baseline:>10.3f}{target:>10.3f}{mark}", flush=True)
+    sys.exit(missed)
+
+
+def cpu_ms(cpu_s: Callable[[], float], request: Callable[[], object], count: int) -> float:
+    """Mean over `count` requests, after one that is not counted."""
+    request()
+    before = cpu_s()
+    for _ in range(count):
+        request()
+    return (cpu_s() - before) / count * 1000
+
+
+def server_cpu_s() -> float:
+    """Of the server and all below it; a program's time is its worker's as soon as it has ended."""
+    processes = [
+        process for child in psutil.Process().children() for process in (child, *child.children(recursive=True))
+    ]
+    return sum(sum(process.cpu_times()[:4]) for process in processes)
+
+
+def own_cpu_s() -> float:
+    """Of this process and the children it has waited for."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def get_layers(connection: http.client.HTTPConnection) -> list[str]:
+    connection.request("GET", "/v1/ping")
+    return json.loads(connection.getresponse().read())["layers"]
+
+
+def run_in_sandbox(connection: http.client.HTTPConnection, code: str) -> str:
+    body = json.dumps({"code": code, "language": "python", "memory_limit_MB": 1024})
+    connection.request("POST", "/run_code", body)
+    return json.loads(connection.getresponse().read())["run_result"]["stdout"]
+
+
+def run_in_python(code: str) -> str:
+    # One BLAS thread, as in the sandbox.
+    environment = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib"), "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-S", "-c", code]
+    return subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment).stdout
+
+
+if __name__ == "__main__":
+    main()

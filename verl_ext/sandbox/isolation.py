@@ -1,0 +1,283 @@
+"""Layers that keep a program from the rest of the machine: which of them work here, and entering them.
+
+  zygote   probes each layer in a throw-away child, then moves to a read-only root (`enter_zygote`)
+  worker   takes a user id and namespaces of its own (`enter_worker`), and gives each program an empty folder
+  program  gives up all privileges and is put under landlock and seccomp (`set_uid`, `confine`)
+
+Namespaces are a worker's, not a request's, which costs a request less and leaks nothing to the next one: all processes
+of a request are killed with its process namespace before it is answered, its files are in a tmpfs that is unmounted,
+and all else that a namespace keeps takes a capability to change, which a program has not, or a system call that seccomp
+denies (IPC objects). Where there is no seccomp, each program gets an IPC namespace of its own.
+"""
+
+import ctypes
+import os
+import resource
+import struct
+from collections.abc import Callable
+
+from . import landlock, namespaces, seccomp
+from .folders import make_folder, remove_folder
+
+# In the order of /v1/ping. `namespaces`: users, processes, network, IPC, host name. `root`: of the machine's files only
+# libraries, read-only, and a folder in memory. `proc`: a /proc of its own (else it is empty). `uid`: for a server that
+# runs as root, a user that owns nothing.
+OPTIONAL = ("namespaces", "root", "proc", "landlock", "seccomp", "uid")
+STRONG = ("namespaces", "landlock", "seccomp")  # with none of these, `auto` refuses
+MAX_TASKS = 128  # processes and threads of one worker, its own included
+MAX_PENDING_SIGNALS = 256
+MAX_LOCKED_BYTES = 1 << 20
+# The ids that systemd lends to services while they run (systemd.io/UIDS-GIDS): no file is theirs.
+FIRST_UID, NUM_UIDS = 61184, 4336
+CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
+PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 4, 38, 47, 4  # linux/prctl.h
+CAPSET = {"x86_64": 126, "aarch64": 91}  # system call
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class IsolationError(Exception):
+    """Layers that were asked for do not work here; the message names them and says what to do."""
+
+
+class Isolation:
+    """The layers in force; made once in the zygote, inherited by what it forks.
+
+    Args:
+        mode: "auto": all that work here; "full": all; "none": none.
+        allow_subprocess: programs may start other programs.
+        root: an empty folder; where the `root` layer is off, those of the programs will be in it.
+    Raises:
+        IsolationError: `full` and one layer does not work; `auto` and none of the strong ones does.
+    """
+
+    def __init__(self, mode: str, *, allow_subprocess: bool, root: str) -> None:
+        self.allow_subprocess, self.root = allow_subprocess, root
+        self.layers: set[str] = set()
+        self.off: dict[str, str] = {}  # layer: why it is off
+        self.folder = namespaces.HOME  # of the program
+        self._uid = os.geteuid()
+        self._outside = self._ruleset = -1  # file descriptors
+        self._filter = b""
+        if mode == "none":
+            return
+        self._probe()
+        why = "; ".join(f"{layer}: {reason}" for layer, reason in self.off.items())
+        if mode == "full" and self.off:
+            raise IsolationError(f"--isolation full, but on this machine some layers do not work ({why})")
+        if not self.layers.intersection(STRONG):
+            raise IsolationError(
+                f"no isolation works on this machine ({why}). Where all code is trusted, start with --isolation none"
+            )
+
+    def names(self) -> list[str]:
+        """The layers in force, as /v1/ping tells them."""
+        return ["rlimits", *(name for name in OPTIONAL if name in self.layers)]
+
+    # --- in the zygote
+
+    def _probe(self) -> None:
+        """Fill `layers` and `off` by trying."""
+        for proc in (True, False):
+            why = failure_in_child(lambda proc=proc: self._try_namespaces(proc))
+            if not why:
+                self.layers.update(("namespaces", "root", "proc") if proc else ("namespaces", "root"))
+                break
+            self.off["proc" if proc else "namespaces and root"] = why
+        attempts = {"landlock": self._try_landlock, "seccomp": self._try_seccomp}
+        if self._uid == 0:
+            attempts["uid"] = self._try_uid
+        for layer, attempt in attempts.items():
+            why = failure_in_child(attempt)
+            if why:
+                self.off[layer] = why
+            else:
+                self.layers.add(layer)
+
+    def _try_namespaces(self, proc: bool) -> None:
+        namespaces.enter_root(self.root)
+        namespaces.enter_namespaces()
+        pid = os.fork()
+        if pid:
+            os.waitpid(pid, 0)
+            os._exit(0)
+        namespaces.mount_proc() if proc else namespaces.hide_proc()
+        namespaces.mount_home(execute=False)
+        namespaces.unmount_home()
+
+    def _try_landlock(self) -> None:
+        ruleset = landlock.make_ruleset(readable=[], writable=[], devices=[], execute=False)
+        set_no_new_privs()
+        landlock.restrict_self(ruleset)
+
+    def _try_seccomp(self) -> None:
+        set_no_new_privs()
+        seccomp.install(seccomp.assemble(allow_subprocess=False))
+
+    def _try_uid(self) -> None:
+        """Without a root of our own, the interpreter may be below a folder that only root can enter."""
+        if "root" in self.layers:
+            namespaces.enter_root(self.root)
+        set_uid(FIRST_UID)
+        os.listdir(os.path.dirname(os.__file__))
+
+    def enter_zygote(self) -> None:
+        """Move to the root of our own, if that layer is on."""
+        if "root" in self.layers:
+            self._outside = os.open(os.path.dirname(self.root), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            namespaces.enter_root(self.root)
+        elif "uid" in self.layers:
+            os.chmod(self.root, 0o711)  # each program's own folder is below it
+        if "seccomp" in self.layers:
+            self._filter = seccomp.assemble(allow_subprocess=self.allow_subprocess)
+
+    def remove_root(self) -> bool:
+        """Remove the folder outside from within the root of our own; False when the layer is off."""
+        if self._outside < 0:
+            return False
+        os.rmdir(os.path.basename(self.root), dir_fd=self._outside)
+        return True
+
+    # --- in a worker
+
+    def enter_worker(self, name: str) -> int:
+        """Turn a fork of the zygote into a worker; may return in a child, whose parent has ended.
+
+        Args:
+            name: decimal, another for each worker.
+        Returns:
+            its process id as the server sees it.
+        """
+        if self._outside >= 0:
+            os.close(self._outside)  # from there a path leads to all files
+        if "uid" in self.layers:
+            self._uid = FIRST_UID + int(name) % NUM_UIDS
+        if "root" not in self.layers:
+            self.folder = os.path.join(self.root, name)
+        pid = os.getpid()
+        if "namespaces" in self.layers:
+            if "uid" in self.layers:
+                set_uid(self._uid)
+            namespaces.enter_namespaces()
+            pid_r, pid_w = os.pipe()
+            pid = os.fork()
+            if pid:
+                os.write(pid_w, struct.pack("i", pid))
+                os._exit(0)
+            (pid,) = struct.unpack("i", os.read(pid_r, 4))
+            os.close(pid_r)
+            os.close(pid_w)
+            namespaces.mount_proc() if "proc" in self.layers else namespaces.hide_proc()
+            if "landlock" in self.layers:
+                # Good for all requests: a mount hides rules for what it covers, so the one for HOME is on its parent.
+                self._ruleset = self._make_ruleset(os.path.dirname(self.folder))
+        if self.layers:
+            libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no program with our uid can trace us or read our memory
+        return pid
+
+    def _make_ruleset(self, writable: str) -> int:
+        readable = namespaces.readable_paths()
+        if "root" in self.layers:
+            readable += namespaces.FILES
+        if "proc" in self.layers:
+            readable.append("/proc")
+        return landlock.make_ruleset(
+            readable=readable, writable=[writable], devices=namespaces.DEVICES, execute=self.allow_subprocess
+        )
+
+    def make_folder(self) -> None:
+        if "root" in self.layers:
+            namespaces.mount_home(execute=self.allow_subprocess)
+        else:
+            make_folder(self.folder, self._uid)
+
+    def remove_folder(self) -> None:
+        if "root" in self.layers:
+            namespaces.unmount_home()
+        else:
+            remove_folder(self.folder)
+
+    # --- in a program
+
+    def become_user(self) -> None:
+        """Take the program's user id, if a worker has not taken it already; before it makes files."""
+        if "uid" in self.layers and "namespaces" not in self.layers:
+            set_uid(self._uid)
+
+    def confine(self) -> None:
+        """Give up all privileges for good. What follows can use no file descriptor for more than a program may."""
+        if not self.layers:
+            return
+        for kind, most in (
+            (resource.RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS),
+            (resource.RLIMIT_MEMLOCK, MAX_LOCKED_BYTES),
+            (resource.RLIMIT_MSGQUEUE, 0),
+        ):
+            limit(kind, most)
+        if self.layers & {"namespaces", "uid"}:  # else it would count processes that are not ours
+            limit(resource.RLIMIT_NPROC, MAX_TASKS)
+        if "namespaces" in self.layers and "seccomp" not in self.layers:
+            namespaces.new_ipc()
+        set_no_new_privs()
+        drop_capabilities()
+        libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that it can read its own /proc/self
+        if "landlock" in self.layers:
+            if "root" not in self.layers:
+                self._ruleset = self._make_ruleset(self.folder)
+            landlock.restrict_self(self._ruleset)
+        if "seccomp" in self.layers:
+            if "namespaces" not in self.layers and not self.allow_subprocess:
+                self._filter = seccomp.assemble(allow_subprocess=False, only_pid=os.getpid())
+            seccomp.install(self._filter)
+
+
+def failure_in_child(function: Callable[[], None]) -> str:
+    """Call `function` in a child, or in what it forks there; "" when it returns, else the OSError that it raised."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        outcome = "died"
+        try:
+            function()
+            outcome = "returned"
+        except OSError as exc:
+            outcome = exc.strerror or str(exc)
+        finally:
+            os.write(writer, outcome.encode())
+            os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        outcome = file.read().decode()
+    os.waitpid(pid, 0)
+    return "" if outcome == "returned" else outcome or "died"
+
+
+def set_uid(uid: int) -> None:
+    """Become another user and group, alone in no other; raises OSError."""
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # the change cleared it; /proc/self/uid_map is then root's
+
+
+def set_no_new_privs() -> None:
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
+
+
+def drop_capabilities() -> None:
+    """All sets that can give any; the bounding set needs none, since with no_new_privs an exec gives nothing."""
+    header, none = struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)
+    if libc.syscall(CAPSET[os.uname().machine], header, none):
+        raise OSError(ctypes.get_errno(), "capset")
+    libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+
+
+def limit(kind: int, soft: int, hard: int | None = None) -> None:
+    """Set a resource limit, never above the hard limit already in force."""
+    ceiling = resource.getrlimit(kind)[1]
+    soft, hard = (
+        value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)
+        for value in (soft, soft if hard is None else hard)
+    )
+    resource.setrlimit(kind, (soft, hard))

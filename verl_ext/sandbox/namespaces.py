@@ -1,0 +1,179 @@
+"""Namespaces and mounts: a root of its own, read-only, and per worker its own users, processes, network and IPC.
+
+Raises OSError wherever the kernel or the container refuses; isolation.py then does without.
+"""
+
+import contextlib
+import ctypes
+import os
+import struct
+import sys
+
+# linux/sched.h, linux/mount.h, linux/fcntl.h
+CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
+CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 8, 1 << 12, 1 << 14, 1 << 18
+MNT_DETACH = 2
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV = 1, 2, 4
+AT_FDCWD, AT_RECURSIVE = -100, 0x8000
+MOUNT_SETATTR = 442  # system call, the same on every architecture; Linux 5.12
+PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+
+USER = 1000  # the id that a program sees as its own
+# The program's folder in the root built here; /tmp and /dev/shm lead there. Below /run, where no interpreter is, which
+# what is mounted there would hide.
+HOME = "/run/sandbox"
+HOME_BYTES = 128 << 20  # all files of a program; they are in memory, and beside its own limit
+HOME_INODES = 4096
+# What programs may read of the machine: code and fonts, no configuration but what libc needs, no home, no /var, /run.
+SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"]
+SYSTEM += [f"/etc/{name}" for name in ("ld.so.cache", "localtime", "alternatives", "mime.types", "fonts")]
+DEVICES = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+LINKS = {
+    **{"/tmp": HOME, "/dev/shm": HOME, "/dev/fd": "/proc/self/fd"},
+    **{f"/dev/{name}": f"/proc/self/fd/{fd}" for fd, name in enumerate(("stdin", "stdout", "stderr"))},
+}
+FILES = {
+    "/etc/passwd": f"root:x:0:0:root:/root:/bin/sh\nsandbox:x:{USER}:{USER}:sandbox:{HOME}:/bin/sh\n",
+    "/etc/group": f"root:x:0:\nsandbox:x:{USER}:\n",
+    "/etc/hosts": "127.0.0.1 localhost\n",
+}
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def readable_paths() -> list[str]:
+    """Files and folders of the machine that a program may read: the system's libraries and this interpreter's."""
+    prefixes = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
+    prefixes |= {sys.prefix, sys.base_prefix}  # sys.path has them as they are written
+    # Not the whole prefix: a pip.conf there may hold the token of a package index.
+    parts = ("bin", "lib", "lib64", "pyvenv.cfg")
+    python = [f"{prefix}/{part}" for prefix in sorted(prefixes) if prefix != "/usr" for part in parts]
+    return [path for path in SYSTEM + python if os.path.exists(path)]
+
+
+def enter_root(root: str) -> None:
+    """Move this process to a mount namespace whose root holds only what a program may see, read-only.
+
+    For root the new namespace has the old users, so that workers can have user ids of their own; anyone else becomes
+    the only user of a new user namespace.
+
+    Args:
+        root: an empty folder, which stays empty outside.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        _unshare(CLONE_NEWNS)
+    except PermissionError:
+        _unshare(CLONE_NEWUSER | CLONE_NEWNS)
+        _map_ids({uid: uid}, {gid: gid})
+    _mount(None, "/", None, MS_REC | MS_PRIVATE)
+    _mount("tmpfs", root, "tmpfs", MS_NOSUID, "size=1m,nr_inodes=4096,mode=755")
+    for path in readable_paths():
+        inside = root + path
+        os.makedirs(os.path.dirname(inside), 0o755, exist_ok=True)
+        if os.path.islink(path):
+            if not os.path.lexists(inside):
+                os.symlink(os.readlink(path), inside)
+        elif not os.path.ismount(inside):
+            _bind(path, inside)
+    for path in DEVICES:
+        os.makedirs(os.path.dirname(root + path), 0o755, exist_ok=True)
+        _bind(path, root + path)
+    for path in (HOME, "/proc", "/etc"):
+        os.makedirs(root + path, 0o755, exist_ok=True)
+    for path, content in FILES.items():
+        with open(root + path, "w") as file:
+            file.write(content)
+    for path, target in LINKS.items():
+        os.symlink(target, root + path)
+    # The kernel lets a user namespace mount /proc only where all of one is visible already; workers mount theirs on it.
+    _mount("/proc", f"{root}/proc", None, MS_BIND | MS_REC)
+    for path in readable_paths():
+        if not os.path.islink(path):
+            _restrict(root + path, MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, AT_RECURSIVE)
+    os.chdir(root)
+    number = PIVOT_ROOT[os.uname().machine]
+    _check(libc.syscall(number, b".", b"."), "pivot_root")
+    _check(libc.umount2(b".", MNT_DETACH), "umount2")  # the old root, which is on top of the new one
+    os.chdir("/")
+    _restrict("/", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, 0)
+
+
+def enter_namespaces() -> None:
+    """New namespaces for this process, whose next child is process 1 of a new process namespace.
+
+    The network namespace has no interface that is up. This process has all capabilities in the user namespace, which
+    counts processes and threads by itself: RLIMIT_NPROC means those of one worker.
+    """
+    uid, gid = os.geteuid(), os.getegid()
+    _unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)
+    _map_ids({USER: uid}, {USER: gid})
+    _check(libc.sethostname(b"sandbox", 7), "sethostname")
+
+
+def new_ipc() -> None:
+    """An IPC namespace for this process alone."""
+    _unshare(CLONE_NEWIPC)
+
+
+def mount_proc() -> None:
+    """A /proc with only the processes of this process namespace, and nothing of the machine."""
+    _mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid,hidepid=2")
+
+
+def hide_proc() -> None:
+    """An empty /proc, for where a fresh one is refused."""
+    _mount("tmpfs", "/proc", "tmpfs", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=4k,nr_inodes=2")
+
+
+def mount_home(*, execute: bool) -> None:
+    """An empty HOME."""
+    flags = MS_NOSUID | MS_NODEV | (0 if execute else MS_NOEXEC)
+    _mount("tmpfs", HOME, "tmpfs", flags, f"size={HOME_BYTES},nr_inodes={HOME_INODES},mode=700")
+
+
+def unmount_home() -> None:
+    """Drop HOME with all that is in it; what is open stays readable until it is closed."""
+    _check(libc.umount2(HOME.encode(), MNT_DETACH), "umount2")
+
+
+def _unshare(flags: int) -> None:
+    _check(libc.unshare(flags), "unshare")
+
+
+def _map_ids(uids: dict[int, int], gids: dict[int, int]) -> None:
+    """{inside: outside}; setgroups has to be given up first."""
+    for name, content in (("setgroups", "deny"), ("uid_map", uids), ("gid_map", gids)):
+        if not isinstance(content, str):
+            content = "\n".join(f"{inside} {outside} 1" for inside, outside in content.items())
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(content)
+
+
+def _bind(source: str, target: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        if os.path.isdir(source):
+            os.makedirs(target, 0o755)
+        else:
+            os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    _mount(source, target, None, MS_BIND | MS_REC)
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    result = libc.mount(
+        source and source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), options.encode()
+    )
+    _check(result, f"mount {target}")
+
+
+def _restrict(path: str, attributes: int, flags: int) -> None:
+    """Add mount attributes; unlike a remount, it need not repeat those that the mount has and must keep."""
+    change = struct.pack("=4Q", attributes, 0, 0, 0)
+    _check(libc.syscall(MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, change, len(change)), f"mount_setattr {path}")
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")

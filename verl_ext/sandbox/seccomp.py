@@ -1,0 +1,148 @@
+"""System calls that a program may not make: a deny list, assembled here into a filter for the kernel (x86_64 only).
+
+A denied call fails with EPERM, so that Python raises PermissionError; one that libc is known to replace when it is
+missing, or that is newer than this list, fails with ENOSYS. Everything else is allowed: the kernel answers those calls
+from a bitmap, without running the filter.
+"""
+
+import ctypes
+import errno
+import platform
+import struct
+from collections.abc import Iterable
+from typing import NamedTuple
+
+# Numbers: arch/x86/entry/syscalls/syscall_64.tbl of Linux 6.18.
+DENIED = {
+    # other processes
+    **{"ptrace": 101, "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "pidfd_getfd": 438},
+    **{"pidfd_send_signal": 424, "process_madvise": 440, "process_mrelease": 448, "move_pages": 279},
+    **{"migrate_pages": 256, "ioprio_set": 251},
+    # namespaces, mounts, file handles (which pass by the path and so by every check of it)
+    **{"unshare": 272, "setns": 308, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "fsopen": 430},
+    **{"fsconfig": 431, "fsmount": 432, "fspick": 433, "move_mount": 429, "open_tree": 428, "mount_setattr": 442},
+    **{"statmount": 457, "listmount": 458, "open_by_handle_at": 304, "name_to_handle_at": 303, "swapon": 167},
+    **{"swapoff": 168, "quotactl": 179, "quotactl_fd": 443, "fanotify_init": 300},
+    # large parts of the kernel that no program here needs; most local exploits of recent years begin with one
+    **{"bpf": 321, "perf_event_open": 298, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427},
+    **{"userfaultfd": 323, "keyctl": 250, "add_key": 248, "request_key": 249, "init_module": 175},
+    **{"finit_module": 313, "delete_module": 176, "kexec_load": 246, "kexec_file_load": 320, "iopl": 172},
+    **{"ioperm": 173, "modify_ldt": 154, "personality": 135, "lookup_dcookie": 212, "uselib": 134, "nfsservctl": 180},
+    # the whole machine: its clock, log, name, and writing all of its dirty pages
+    **{"reboot": 169, "syslog": 103, "acct": 163, "settimeofday": 164, "clock_settime": 227, "adjtimex": 159},
+    **{"clock_adjtime": 305, "sethostname": 170, "setdomainname": 171, "vhangup": 153, "sync": 162},
+    # network, and sockets of services on this machine; a socketpair has its peer already
+    **{"socket": 41, "connect": 42, "bind": 49, "listen": 50, "accept": 43, "accept4": 288},
+    # memory that no limit counts or that outlives the program
+    **{"memfd_create": 319, "memfd_secret": 447, "shmget": 29, "shmat": 30, "shmctl": 31, "shmdt": 67, "semget": 64},
+    **{"semop": 65, "semctl": 66, "semtimedop": 220, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71},
+    **{"mq_open": 240, "mq_unlink": 241, "io_setup": 206},
+}
+DENIED_WITHOUT_SUBPROCESS = {"fork": 57, "vfork": 58, "execve": 59, "execveat": 322}
+CLONE3 = 435  # its flags are in memory, which a filter cannot read; libc falls back to clone()
+NEWEST = 466  # removexattrat (Linux 6.13): what comes after it has not been looked at; the x32 calls are above, too
+
+CLONE_THREAD = 0x00010000
+CLONE_NEW = 0x7E020000  # user, pid, net, ipc, uts, cgroup, mount (linux/sched.h)
+SOCK_TYPE_MASK, AF_UNIX, SOCK_STREAM = 0xF, 1, 1
+F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15  # have the kernel signal another process
+FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX = 0x8901, 0x8902, 0x5412, 0x541C  # the same; type into a terminal
+ALL_BITS = 0xFFFFFFFF
+
+# linux/bpf_common.h, linux/seccomp.h, linux/audit.h
+LOAD, AND, JUMP_EQUAL, JUMP_GREATER, RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
+ALLOW, ERRNO, KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
+AUDIT_ARCH_X86_64 = 0xC000003E
+OFFSET_NUMBER, OFFSET_ARCH, OFFSET_ARGUMENTS = 0, 4, 16  # in struct seccomp_data; an argument has 8 bytes
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+
+INSTRUCTION = struct.Struct("<HBBI")  # code, jump if true, jump if false (instructions to skip), operand
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Test(NamedTuple):
+    """A condition on the low 32 bits of one argument: `(argument & mask) in values` is as `wanted`."""
+
+    argument: int
+    values: tuple[int, ...]
+    wanted: bool = True
+    mask: int = ALL_BITS
+
+
+class FilterProgram(ctypes.Structure):
+    """struct sock_fprog."""
+
+    _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
+
+
+def install(program: bytes) -> None:
+    """Put the calling thread, and all it starts, under a filter for good; needs no_new_privs. Raises OSError."""
+
+    filter_program = FilterProgram(len(program) // INSTRUCTION.size, program)
+    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(filter_program), 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")
+
+
+def assemble(*, allow_subprocess: bool, only_pid: int | None = None) -> bytes:
+    """The filter for a program.
+
+    Args:
+        allow_subprocess: fork and exec are allowed; namespaces and sockets still are not.
+        only_pid: the one process that may be signalled; None: any that the program can see.
+    Raises:
+        OSError: this machine is not an x86_64.
+    """
+    if platform.machine() != "x86_64":
+        raise OSError(errno.ENOSYS, f"the seccomp filter is written for x86_64, not for {platform.machine()}")
+    denied = set(DENIED.values()) | (set() if allow_subprocess else set(DENIED_WITHOUT_SUBPROCESS.values()))
+    deny, missing = ERRNO | errno.EPERM, ERRNO | errno.ENOSYS
+    code = [
+        (LOAD, 0, 0, OFFSET_ARCH),
+        (JUMP_EQUAL, 1, 0, AUDIT_ARCH_X86_64),
+        (RETURN, 0, 0, KILL_PROCESS),  # 32-bit calls have other numbers
+        (LOAD, 0, 0, OFFSET_NUMBER),
+        (JUMP_GREATER, 0, 1, NEWEST),
+        (RETURN, 0, 0, missing),
+        (JUMP_EQUAL, 0, 1, CLONE3),
+        (RETURN, 0, 0, missing),
+    ]
+    for number, tests in _conditions(allow_subprocess, only_pid).items():
+        block = [instruction for test in tests for instruction in _test(test, deny)] + [(RETURN, 0, 0, ALLOW)]
+        code += [(JUMP_EQUAL, 0, len(block), number), *block]
+    numbers = sorted(denied)
+    code += [(JUMP_EQUAL, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
+    code += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, deny)]
+    return b"".join(INSTRUCTION.pack(*instruction) for instruction in code)
+
+
+def _conditions(allow_subprocess: bool, only_pid: int | None) -> dict[int, list[Test]]:
+    """Calls that are allowed when every test holds, by number."""
+    itself = [Test(0, (0,))]  # 0: the calling process; another one with our uid is the worker
+    no_namespace = Test(0, (0,), mask=CLONE_NEW)
+    conditions = {
+        56: [no_namespace] if allow_subprocess else [no_namespace, Test(0, (CLONE_THREAD,), mask=CLONE_THREAD)],
+        # A stream has one peer for good; from a datagram socket, sendmsg() reaches any address.
+        53: [Test(0, (AF_UNIX,)), Test(1, (SOCK_STREAM,), mask=SOCK_TYPE_MASK)],  # socketpair
+        302: itself,  # prlimit64
+        141: [*itself, Test(1, (0,))],  # setpriority: a process (not a user's all), itself
+        **dict.fromkeys((203, 144, 142, 314), itself),  # sched_setaffinity, _setscheduler, _setparam, _setattr
+        72: [Test(1, (F_SETOWN, F_SETSIG, F_SETOWN_EX), wanted=False)],  # fcntl
+        16: [Test(1, (FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX), wanted=False)],  # ioctl
+    }
+    if only_pid is not None:
+        # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo; tkill then reaches the first thread only
+        conditions |= dict.fromkeys((62, 200, 234, 129, 297), [Test(0, (only_pid,))])
+    return conditions
+
+
+def _test(test: Test, deny: int) -> Iterable[tuple[int, int, int, int]]:
+    """Instructions that go on after the last one when the test holds, and else return `deny`."""
+    yield LOAD, 0, 0, OFFSET_ARGUMENTS + 8 * test.argument
+    if test.mask != ALL_BITS:
+        yield AND, 0, 0, test.mask
+    left = len(test.values)
+    for value in test.values:
+        left -= 1
+        # wanted: an equal value jumps over the rest and the return; unwanted: it jumps to the return
+        yield JUMP_EQUAL, left + (1 if test.wanted else 0), (0 if left or test.wanted else 1), value
+    yield RETURN, 0, 0, deny
