@@ -29,6 +29,7 @@ say() { printf '[test] %s\n' "$*"; }
 # Temporary files of the tests, pytest's own included, go with this folder. The path is short because Ray puts Unix
 # sockets below it, whose paths end at 107 characters.
 TMPDIR=$(mktemp -d /tmp/retool.XXXXXX)
+chmod 711 "$TMPDIR" # the sandbox, run as root, has programs below it run as another user
 export TMPDIR
 # Inherited by every process a test starts, so that one that outlives the tests is found and ended as ours.
 export RETOOL_TEST_RUN=$TMPDIR

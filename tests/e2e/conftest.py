@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,9 +12,6 @@ import psutil
 import pytest
 
 REPO = Path(__file__).resolve().parents[2]
-# A shell's background jobs ignore Ctrl-C, and so would all that the tests start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 MARK = "RETOOL_E2E"  # in the environment of every process that these tests start
 os.environ.setdefault(MARK, uuid4().hex)  # pytest may import this file under two names
 SMALL_DATA = ["--data=--sft=2000", "--data=--rl=256", "--data=--test=16", "--data=--ood=8"]

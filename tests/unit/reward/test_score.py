@@ -231,7 +231,7 @@ def test_hostile_answer_is_refused_at_once_and_runs_nothing(answer, monkeypatch,
     monkeypatch.setattr(symbolic, "is_equal", lambda *_: pytest.fail("computer algebra was asked"))
     start = time.process_time()
     score = score_answer(rf"\boxed{{{answer}}}", "43")
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < 2.0  # s
     assert score.acc == 0.0
     assert not list(tmp_path.iterdir())
 
