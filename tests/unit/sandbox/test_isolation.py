@@ -44,8 +44,11 @@ import os, sys, tempfile
 from verl_ext.sandbox import isolation, namespaces as n
 n._unshare(n.CLONE_NEWNS)
 n._mount(None, "/", None, n.MS_REC | n.MS_PRIVATE)
-home, prefix = os.path.expanduser("~"), os.path.realpath(sys.base_prefix)
-if prefix.startswith(home + "/"):
+prefix = os.path.realpath(sys.base_prefix)
+parts = prefix.split("/")
+above = ["/".join(parts[:i]) for i in range(2, len(parts))]
+home = next((folder for folder in above if not os.stat(folder).st_mode & 0o001), None)
+if home:
     with tempfile.TemporaryDirectory() as aside:
         n._mount(prefix, aside, None, n.MS_BIND | n.MS_REC)
         n._mount("tmpfs", home, "tmpfs", 0, "mode=755")
