@@ -275,9 +275,8 @@ def main() -> None:
         with lock_folder(out):
             delete_run(out)
     out.mkdir(parents=True, exist_ok=True)
-    lock = lock_folder(out)  # noqa: F841  held until this process ends
     seeds = [f"data.seed={args.seed}", f"actor_rollout_ref.rollout.seed={args.seed}"]
-    with Supervisor() as supervisor:
+    with lock_folder(out), Supervisor() as supervisor:
         run = Run(out, args.seed, args.data, args.sft, seeds + args.rl, supervisor)
         try:
             run_pipeline(run, args.stage or list(STAGES))

@@ -6,7 +6,7 @@ the rollout itself when it is short.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -224,13 +224,16 @@ class InServerAgentLoopManager(AgentLoopManagerTQ):
 def _start_agent_loops(server: Any, config: DictConfig, reward_loop_worker_handles: list | None) -> None:
     """In the server's process: an agent-loop worker whose client calls the server directly."""
 
+    handle = SimpleNamespace(generate=SimpleNamespace(remote=server.generate))
+
+    async def acquire(request_id: str, **extra: Any) -> tuple[str, Any]:
+        return "this", handle
+
     async def start() -> None:
-        handle = SimpleNamespace(generate=SimpleNamespace(remote=server.generate))
         # It reads its settings anew for every turn, which is slow from a DictConfig.
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
         client = LLMServerClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)))
-        client._acquire_server = _always(("this", handle))
-        client._release_server = lambda server_id, request_id=None: None
+        client._acquire_server = acquire  # the worker asks once, and never releases: see `skip_load_balancer`
         server.agent_loop_worker = LeanAgentLoopWorker(config, client, None, reward_loop_worker_handles)
 
     _run_in_event_loop(server, start())
@@ -244,13 +247,6 @@ def _generate_sequences(server: Any, batch: TensorDict) -> None:
 def _run_in_event_loop(server: Any, coroutine: Coroutine) -> None:
     """Ray runs `__ray_call__` in a thread beside the loop of the actor, which is that of its HTTP server and engine."""
     asyncio.run_coroutine_threadsafe(coroutine, server._server_task.get_loop()).result()
-
-
-def _always(server: tuple[str, Any]) -> Callable[..., Coroutine]:
-    async def acquire(request_id: str, **extra: Any) -> tuple[str, Any]:
-        return server
-
-    return acquire
 
 
 def number_of_replicas(config: DictConfig) -> int:
