@@ -6,9 +6,12 @@ CPU-ms per request, unlike wall time, hardly depend on what else the machine doe
 all processes that serve a request: of ours the server with its HTTP, the zygote, workers and programs, but not the
 client's side; of `python -c` the child, and this process while it starts and waits for it. It is run with -S, since the
 start-up hooks of installed packages (.pth files) may cost more than Python itself: a lower bound for the baseline.
+
+The last line is the client's side, with 64 calls in flight: our client beside httpx, which is why ours is not on httpx.
 """
 
 import argparse
+import asyncio
 import http.client
 import json
 import os
@@ -16,12 +19,14 @@ import resource
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable
 from urllib.parse import urlsplit
 
+import httpx
 import psutil
 
-from verl_ext.sandbox import running_server
+from verl_ext.sandbox import SandboxClient, running_server
 
 # (name, program, target): ours / baseline at most
 PROGRAMS = [
@@ -50,7 +55,28 @@ def main() -> None:
             missed |= ours > target * baseline
             mark = "" if ours <= target * baseline else "  missed"
             print(f"{name:<20}{baseline:>12.1f}{ours:>12.1f}{ours / baseline:>10.3f}{target:>10.3f}{mark}", flush=True)
+        with_httpx, with_ours = asyncio.run(client_cpu_ms(url, args.requests * 10))
+        print(f"client: httpx {with_httpx:.2f}, ours {with_ours:.2f} CPU-ms per call")
     sys.exit(missed)
+
+
+async def client_cpu_ms(url: str, count: int) -> tuple[float, float]:
+    """CPU-ms of this process per call, by httpx and by SandboxClient."""
+    body = {"code": "print(6 * 7)", "language": "python", "queue_timeout": 60}
+    client = SandboxClient([url], max_concurrency=64)
+    async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=64)) as http:
+        by_httpx = await cpu_ms_of_many(lambda: http.post(f"{url}/run_code", json=body), count)
+    ours = await cpu_ms_of_many(lambda: client.run(body["code"]), count)
+    await client.aclose()
+    return by_httpx, ours
+
+
+async def cpu_ms_of_many(call: Callable[[], Awaitable], count: int) -> float:
+    await asyncio.gather(*(call() for _ in range(64)))
+    before = time.process_time()
+    for _ in range(count // 64):
+        await asyncio.gather(*(call() for _ in range(64)))
+    return (time.process_time() - before) / (count // 64 * 64) * 1000
 
 
 def cpu_ms(cpu_s: Callable[[], float], request: Callable[[], object], count: int) -> float:

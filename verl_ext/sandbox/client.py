@@ -1,23 +1,28 @@
 """Async client of one or more sandbox servers. Knows HTTP, so that the agent loop and the tools need not.
 
-aiohttp rather than httpx, whose calls cost much more CPU when many are in flight.
+aiohttp rather than httpx, whose calls cost many times the CPU when there are many in flight (scripts/bench_sandbox.py).
 """
 
 import asyncio
+import contextlib
 import json
+import os
 import random
+import signal
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
-from urllib.parse import urlsplit
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+from urllib.parse import quote, urlsplit
 
 import aiohttp
 
+SERVER_NAME = "verl-retool-sandbox"  # as api.SERVER_NAME: what goes beyond SandboxFusion's contract, only ours can do
 # Beyond queueing and running, before an attempt counts as lost. Above the server's own grace (pool.ANSWER_GRACE_S),
 # so that it is the server that reports a lost program.
 ANSWER_GRACE_S = 8.0
 MAX_BACKOFF_S = 10.0
+END_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,20 @@ class RunResult:
     run_s: float  # the program ran
     attempts: int  # requests sent
     message: str  # empty unless sandbox_failure
+    session_ended: bool = False  # the program died, or was killed: the next call of its session begins a new one
+
+    def error_text(self, timeout_s: float) -> str:
+        """`stderr`, and what a program that was killed could not say itself; for the model.
+
+        Args:
+            timeout_s: the time limit that the program had.
+        """
+        if self.status == "timeout":
+            return f"{self.stderr}\nTimeoutError: stopped after {timeout_s:g} s"
+        if self.return_code is not None and self.return_code < 0:
+            name = signal.strsignal(-self.return_code)
+            return f"{self.stderr}\nKilled by signal {-self.return_code} ({name})"
+        return self.stderr
 
 
 class SandboxClient:
@@ -50,6 +69,8 @@ class SandboxClient:
             SandboxError, an answer that cannot be read).
         backoff_s: pause before the second attempt; doubles each time, with jitter, up to 10 s.
         queue_timeout_s: what a call may take on top of the program's own time limit, for waiting and trying again.
+        token: sent as `Authorization: Bearer`; default: $SANDBOX_TOKEN, if set.
+        acquire: awaited before every request, such as `RateLimit.acquire`; waiting there counts as queueing.
     """
 
     def __init__(
@@ -60,6 +81,8 @@ class SandboxClient:
         max_attempts: int = 4,
         backoff_s: float = 0.25,
         queue_timeout_s: float = 60.0,
+        token: str | None = None,
+        acquire: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         if isinstance(urls, str) or not urls or not all(map(_is_http_url, urls)):
             raise ValueError(f"urls: expected a list of URLs such as ['http://127.0.0.1:8080'], got {urls!r}")
@@ -71,27 +94,67 @@ class SandboxClient:
         self._max_attempts = max_attempts
         self._backoff_s = backoff_s
         self._queue_timeout_s = queue_timeout_s
-        self._session: aiohttp.ClientSession | None = None
+        self._acquire = acquire
+        token = token or os.environ.get("SANDBOX_TOKEN")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http: aiohttp.ClientSession | None = None
+        self._sessions: dict[str, _Session] = {}
 
     async def run(
-        self, code: str, *, timeout_s: float = 30, memory_limit_mb: int = 1024, stdin: str | None = None
+        self,
+        code: str,
+        *,
+        timeout_s: float = 30,
+        memory_limit_mb: int = 1024,
+        stdin: str | None = None,
+        echo_last_expression: bool = False,
+        session_id: str | None = None,
     ) -> RunResult:
         """Execute `code` as `python main.py` would. Returns within timeout_s + queue_timeout_s, whatever happens.
 
         Args:
             timeout_s: wall-clock limit of the program, > 0.
             memory_limit_mb: address space of the program; <= 0: no limit.
+            echo_last_expression: print what a last bare expression gives, as a Python prompt does.
+            session_id: unique name, such as a UUID, of a session whose earlier calls `code` is to see. Its state is on
+                one server, so that a call that may have run is not sent again: that, and a session that the server no
+                longer has, is a `sandbox_failure`, and the session's end.
         Raises:
-            ValueError: a server rejects the request as such (HTTP 4xx): wrong URL or argument, no use in retrying.
+            ValueError: a server rejects the request as such (HTTP 4xx): wrong URL or argument, no use in retrying; or
+                it is not ours, and so cannot echo or keep sessions.
         """
         deadline = time.monotonic() + timeout_s + self._queue_timeout_s
-        body = {
+        body: dict[str, Any] = {
             "code": code,
             "language": "python",
             "run_timeout": timeout_s,
             "memory_limit_MB": memory_limit_mb,
             "stdin": stdin,
         }
+        if echo_last_expression:
+            body["echo_last_expression"] = True
+        if session_id is None:
+            return await self._run(body, deadline, None)
+        body["session_id"] = session_id
+        session = self._sessions.setdefault(session_id, _Session())
+        try:
+            async with asyncio.timeout(self._queue_timeout_s):
+                await session.lock.acquire()
+        except TimeoutError:
+            return _failure(f"an earlier call of the session still runs after {self._queue_timeout_s:g} s")
+        try:
+            if self._sessions.get(session_id) is not session:
+                return _failure("an earlier call ended the session")
+            result = await self._run(body, deadline, session)
+            if result.status == "sandbox_failure":
+                await self.end_session(session_id, timeout_s=deadline - time.monotonic())
+            return result
+        finally:
+            session.lock.release()
+
+    async def _run(self, body: dict[str, Any], deadline: float, session: "_Session | None") -> RunResult:
+        """All attempts of one call; `deadline` is by time.monotonic()."""
+        timeout_s = body["run_timeout"]
         failure = _WorldError("no attempt was made")
         failed_servers: set[int] = set()  # by this call; tried again only when every other has failed, too
         attempts = 0
@@ -111,19 +174,49 @@ class SandboxClient:
                 failure = _WorldError(f"no free slot of this client for {time.monotonic() - waited_from:.1f} s")
                 break
             try:
+                if self._acquire:
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        await self._acquire()
                 waited_s = time.monotonic() - waited_from
                 attempts += 1
                 server = self._least_busy(failed_servers)
-                return await self._attempt(server, body, deadline, waited_s, attempts)
+                if session:
+                    session.server = server = server if session.server is None else session.server
+                return await self._attempt(server, body, deadline, waited_s, attempts, session)
+            except TimeoutError:
+                failure = _WorldError(f"the rate limit let no request through for {self._queue_timeout_s:g} s")
+                break
             except _WorldError as exc:
                 failure = exc
                 failed_servers.add(server)
+                if session and exc.may_have_run:
+                    break
+                if session and not session.calls:  # no server has it yet: another may take it
+                    session.server = None
             finally:
                 self._slots.release()
-        message = f"sandbox failed after {attempts} attempt(s): {failure}"
-        return RunResult("sandbox_failure", "", "", None, 0.0, 0.0, attempts, message)
+        return _failure(f"sandbox failed after {attempts} attempt(s): {failure}", attempts)
 
-    async def _attempt(self, server: int, body: dict, deadline: float, waited_s: float, attempt: int) -> RunResult:
+    async def end_session(self, session_id: str, *, timeout_s: float = END_TIMEOUT_S) -> None:
+        """Have the server end a session, which it would do after a while by itself; quiet if that fails."""
+        session = self._sessions.pop(session_id, None)
+        if session is None or session.server is None:
+            return
+        url = f"{self._urls[session.server]}/v1/sessions/{quote(session_id, safe='')}"
+        timeout = aiohttp.ClientTimeout(total=min(max(timeout_s, 0.01), END_TIMEOUT_S))
+        with contextlib.suppress(aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            async with self._open_http().delete(url, timeout=timeout):
+                pass
+
+    async def _attempt(
+        self,
+        server: int,
+        body: dict[str, Any],
+        deadline: float,
+        waited_s: float,
+        attempt: int,
+        session: "_Session | None",
+    ) -> RunResult:
         """One request to one server; raises _WorldError when that is worth another attempt."""
         url = f"{self._urls[server]}/run_code"
         # An equal share of the waiting time that is left for this attempt and each possible later one.
@@ -132,12 +225,14 @@ class SandboxClient:
         timeout_s = min(queue_s + body["run_timeout"] + ANSWER_GRACE_S, deadline - time.monotonic())
         self._in_flight[server] += 1
         try:
-            async with self._open_session().post(
+            async with self._open_http().post(
                 url,
                 json=body | {"queue_timeout": queue_s},
                 timeout=aiohttp.ClientTimeout(total=max(timeout_s, 0.01)),
             ) as response:
                 status, headers, content = response.status, response.headers, await response.read()
+        except aiohttp.ClientConnectorError as exc:
+            raise _WorldError(f"{url}: {exc}", may_have_run=False) from exc
         except TimeoutError as exc:
             raise _WorldError(f"{url} did not answer within {timeout_s:.1f} s") from exc
         except (aiohttp.ClientError, OSError) as exc:
@@ -148,8 +243,25 @@ class SandboxClient:
             text = content.decode(errors="replace")[:500]
             if 400 <= status < 500 and status not in (408, 429):
                 raise ValueError(f"{url} rejected the request with HTTP {status}: {text}")
-            raise _WorldError(f"{url}: HTTP {status}: {text}", _retry_after_s(headers))
-        return _parse(url, content, waited_s, attempt)
+            refused = status in (429, 503, 504)
+            raise _WorldError(f"{url}: HTTP {status}: {text}", _retry_after_s(headers), may_have_run=not refused)
+        if ("session_id" in body or "echo_last_expression" in body) and headers.get("Server") != SERVER_NAME:
+            raise ValueError(
+                f"{url} is answered by {headers.get('Server')!r}, but only {SERVER_NAME} (verl_ext.sandbox.server) has "
+                "sessions and echoes a last expression. Use it, or neither."
+            )
+        result = _parse(url, content, waited_s, attempt)
+        if session:
+            there = json.loads(content)["session"]
+            session.calls += 1
+            if there["call"] != session.calls:
+                raise _WorldError(
+                    f"{url} has lost the session: its call {session.calls} was call {there['call']} there"
+                )
+            if not there["alive"]:
+                session.calls = 0
+                result = replace(result, session_ended=True)
+        return result
 
     def _least_busy(self, failed: set[int]) -> int:
         """A server with the fewest calls in flight, at random among equals; a failed one only if all have failed."""
@@ -157,25 +269,36 @@ class SandboxClient:
         fewest = min(self._in_flight[server] for server in candidates)
         return random.choice([server for server in candidates if self._in_flight[server] == fewest])
 
-    def _open_session(self) -> aiohttp.ClientSession:
+    def _open_http(self) -> aiohttp.ClientSession:
         """Created on the first call, since it belongs to the event loop that is running then."""
-        if self._session is None:
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
-        return self._session
+        if self._http is None:
+            self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), headers=self._headers)
+        return self._http
 
     async def aclose(self) -> None:
         """Close the connections; later calls open new ones."""
-        if self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        if self._http is not None:
+            http, self._http = self._http, None
+            await http.close()
+
+
+@dataclass
+class _Session:
+    server: int | None = None  # which one has it
+    calls: int = 0  # answered
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one call after the other, so that they can be counted
 
 
 class _WorldError(Exception):
     """The sandbox or the way to it failed; `retry_after_s` is what the server asked to wait."""
 
-    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+    def __init__(self, message: str, retry_after_s: float = 0.0, *, may_have_run: bool = True) -> None:
         super().__init__(message)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.may_have_run = retry_after_s, may_have_run
+
+
+def _failure(message: str, attempts: int = 0) -> RunResult:
+    return RunResult("sandbox_failure", "", "", None, 0.0, 0.0, attempts, message)
 
 
 def _is_http_url(url: str) -> bool:

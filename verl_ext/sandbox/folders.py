@@ -16,10 +16,18 @@ def write_file(path: str, content: bytes) -> None:
     os.close(fd)
 
 
+def open_unlinked(path: str, content: bytes) -> int:
+    """A file that holds `content`, open for reading from its start, and has no name any more."""
+    write_file(path, content)
+    fd = os.open(path, os.O_RDONLY)
+    os.unlink(path)
+    return fd
+
+
 def open_files(folder: str, paths: list[str]) -> tuple[dict[str, int], dict[str, str]]:
     """Open regular files below `folder`, no symbolic link on the way: ({path: fd}, {path: why it was left out})."""
     opened, left_out, budget = {}, {}, MAX_FETCH_BYTES
-    for path in paths:
+    for path in dict.fromkeys(paths):
         try:
             fd = open_inside(folder, path)
         except OSError as exc:

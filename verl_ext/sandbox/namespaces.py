@@ -86,7 +86,8 @@ def enter_root(root: str) -> None:
         with open(root + path, "w") as file:
             file.write(content)
     for path, target in LINKS.items():
-        os.symlink(target, root + path)
+        if not os.path.lexists(root + path):  # else this interpreter is below /tmp; programs have $TMPDIR
+            os.symlink(target, root + path)
     # The kernel lets a user namespace mount /proc only where all of one is visible already; workers mount theirs on it.
     _mount("/proc", f"{root}/proc", None, MS_BIND | MS_REC)
     for path in readable_paths():

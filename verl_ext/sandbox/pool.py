@@ -1,6 +1,6 @@
 """The server's side of execution: a zygote process, its workers, and the queue for them.
 
-Nothing here knows of HTTP; what runs the code, and what goes over a worker's socket, is in `zygote.py`.
+Nothing here knows of HTTP; what runs the code is in `zygote.py`, and what goes over a worker's socket in `worker.py`.
 """
 
 import asyncio
@@ -19,17 +19,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 ZYGOTE = Path(__file__).with_name("zygote.py")
-LENGTH = struct.Struct("<I")  # as zygote.LENGTH
+LENGTH = struct.Struct("<I")  # as worker.LENGTH
 ANSWER_GRACE_S = 5.0  # a worker that says nothing for this long after the program's time limit is lost
 START_GRACE_S = 60.0  # a zygote first imports packages: 2 s, but more on a cold disk; after that it forks in 10 ms
 STOP_GRACE_S = 5.0
+FOR_WORKER = ("run_timeout", "memory_limit_MB", "fetch_files", "session")  # the keys of a request
+FOR_PROGRAM = ("code", "stdin", "files", "echo_last_expression")
 PRELOAD = ("numpy", "sympy", "scipy")
 # All that a program sees. One BLAS thread and two malloc arenas: both reserve address space per thread and per core,
 # so that on a large machine `import numpy` alone would be over a limit of 1024 MB.
@@ -73,11 +76,11 @@ class Worker:
 
     async def call(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Send a request; returns the answer's header and the bytes after it. Raises OSError or EOFError."""
-        header = marshal.dumps({key: request[key] for key in ("run_timeout", "memory_limit_MB", "fetch_files")})
+        header = marshal.dumps({key: request[key] for key in FOR_WORKER})
         body = os.memfd_create("request")  # not through the socket: the program is to read it, not the worker
         try:
             with open(body, "wb", closefd=False) as file:
-                file.write(marshal.dumps({key: request[key] for key in ("code", "stdin", "files")}))
+                file.write(marshal.dumps({key: request[key] for key in FOR_PROGRAM}))
             socket.send_fds(self.connection, [LENGTH.pack(len(header))], [body])
         finally:
             os.close(body)
@@ -151,6 +154,8 @@ class Pool:
     ) -> None:
         self._slots = asyncio.Semaphore(workers)
         self._max_idle = workers
+        self.waiting = self.running = 0  # requests
+        self.restarts = {"zygote": 0, "worker": 0}  # of those that died or were killed
         self._root = Path(tempfile.mkdtemp(prefix="verl-sandbox-"))  # of the workers' folders
         self._options = {
             "root": str(self._root),
@@ -167,24 +172,34 @@ class Pool:
         self._control: socket.socket | None = None
 
     async def run(self, request: dict[str, Any], *, queue_timeout_s: float) -> tuple[dict[str, Any], float]:
-        """Wait for a free worker, then execute.
+        """Wait for a free slot, then execute.
 
         Returns:
-            (what `execute` returns, seconds waited for a worker).
+            (what `execute` returns, seconds waited).
         Raises:
-            QueueTimeoutError: no worker became free within queue_timeout_s.
+            QueueTimeoutError: there was no free slot within queue_timeout_s.
             SandboxError: see `execute`.
         """
+        async with self.slot(queue_timeout_s) as queue_time:
+            return await self.execute(request), queue_time
+
+    @asynccontextmanager
+    async def slot(self, queue_timeout_s: float) -> AsyncIterator[float]:
+        """Wait for the right to execute, in order of arrival; gives the seconds waited. Raises QueueTimeoutError."""
         arrived = time.monotonic()
+        self.waiting += 1
         try:
             async with asyncio.timeout(queue_timeout_s):
                 await self._slots.acquire()
         except TimeoutError:
             raise QueueTimeoutError(f"no worker became free within {queue_timeout_s:g} s") from None
-        try:
-            queue_time = time.monotonic() - arrived
-            return await self.execute(request), queue_time
         finally:
+            self.waiting -= 1
+        self.running += 1
+        try:
+            yield time.monotonic() - arrived
+        finally:
+            self.running -= 1
             self._slots.release()
 
     async def execute(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -192,29 +207,40 @@ class Pool:
 
         Args:
             request: code, stdin (str or None), run_timeout (s), memory_limit_MB (<= 0: none),
-                files {path: bytes}, fetch_files [path].
+                files {path: bytes}, fetch_files [path], echo_last_expression.
         Returns:
             status ("Finished" or "TimeLimitExceeded"), return_code, execution_time (s), stdout, stderr,
             files {path: base64}, not_fetched {path: why}.
         Raises:
             SandboxError: the zygote or the worker died or did not answer, or the program could not be set up.
         """
+        worker = await self.take_worker()
         healthy = False
-        worker = self._idle_worker() or await self._start_worker()
         try:
-            async with asyncio.timeout(request["run_timeout"] + ANSWER_GRACE_S):
-                header, blobs = await worker.call(request)
-            healthy = "error" not in header
-        except (OSError, EOFError) as exc:  # TimeoutError is an OSError
-            await worker.destroy()
-            why = "did not answer" if isinstance(exc, TimeoutError) else f"died ({exc})"
-            raise SandboxError(f"the worker that ran the program {why}") from exc
+            result = await self.call(worker, request | {"session": False})
+            healthy = True
         finally:  # also when the client hangs up and this is cancelled
             if healthy and len(self._idle) < self._max_idle:
                 self._idle.append(worker)
             else:
                 worker.close()
-        if not healthy:
+        return result
+
+    async def take_worker(self) -> Worker:
+        """A worker that nobody else uses; the caller closes it. Raises SandboxError."""
+        return self._idle_worker() or await self._start_worker()
+
+    async def call(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
+        """`execute` in a given worker; with `session`, its program stays for the next call if the result is `alive`."""
+        try:
+            async with asyncio.timeout(request["run_timeout"] + ANSWER_GRACE_S):
+                header, blobs = await worker.call(request)
+        except (OSError, EOFError) as exc:  # TimeoutError is an OSError
+            self.restarts["worker"] += 1
+            await worker.destroy()
+            why = "did not answer" if isinstance(exc, TimeoutError) else f"died ({exc})"
+            raise SandboxError(f"the worker that ran the program {why}") from exc
+        if "error" in header:
             raise SandboxError(header["error"])
         return _with_blobs(header, blobs)
 
@@ -238,12 +264,14 @@ class Pool:
                 return worker
             logger.error("an idle sandbox worker died; starting another when one is needed")
             worker.close()
+            self.restarts["worker"] += 1
         return None
 
     async def _start_worker(self) -> Worker:
         """Have the zygote fork a worker; starts a zygote if there is none. Raises SandboxError."""
         if self._zygote is None or self._zygote.poll() is not None:
             if self._zygote is not None:
+                self.restarts["zygote"] += 1
                 logger.error("the sandbox zygote died (exit code %d); starting another", self._zygote.returncode)
             self._start_zygote()
         name = str(next(self._names))

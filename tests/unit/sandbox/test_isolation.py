@@ -10,6 +10,8 @@ import re
 import signal
 import subprocess
 import sys
+import sysconfig
+import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.sandbox.server_process import IS_BELOW_TMP
 from verl_ext.sandbox import seccomp
 
 REPOSITORY = Path(__file__).parents[3]
@@ -235,7 +238,8 @@ def test_ordinary_user_has_all_layers(layers, tmp_path):
         assert set(client.layers) == layers - {"uid"}
         assert client.stdout("import os; print(os.getuid(), os.getppid(), os.listdir())") == "1000 1 ['main.py']\n"
         for _ in range(2):
-            assert client.stdout("print(open('/tmp/x', 'x').name, input())", stdin="in") == "/tmp/x in\n"
+            path = "x" if IS_BELOW_TMP else "/tmp/x"
+            assert client.stdout(f"print(open({path!r}, 'x').name, input())", stdin="in") == f"{path} in\n"
         for attack in ("import os; os.fork()", "import socket; socket.socket()", "open('/etc/hostname')"):
             assert re.search("PermissionError|FileNotFoundError", client.stdout(attack))
 
@@ -354,3 +358,27 @@ def test_every_call_of_the_list_is_denied():
     program = seccomp.assemble(allow_subprocess=False)
     for name, number in (seccomp.DENIED | seccomp.DENIED_WITHOUT_SUBPROCESS).items():
         assert evaluate(program, number) == EPERM, name
+
+
+def test_interpreter_below_tmp_costs_no_layer(layers: set[str]) -> None:
+    """There /tmp of the programs holds it, and cannot be a link to their own folder, which is $TMPDIR all the same."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=50)
+        paths = os.pathsep.join([str(REPOSITORY), sysconfig.get_path("purelib")])
+        command = [f"{folder}/bin/python", "-m", "verl_ext.sandbox.server", "--port", "0", "--preload", ""]
+        process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=os.environ | {"PYTHONPATH": paths},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            client = Client(process)
+            code = "import sys, tempfile; print(sys.prefix); tempfile.TemporaryFile().write(b'x')"
+            assert (set(client.layers), client.stdout(code)) == (layers, f"{folder}\n")
+        finally:
+            process.terminate()
+            process.communicate(timeout=10)

@@ -21,7 +21,7 @@ async def pool() -> AsyncIterator[Pool]:
 
 
 def request(code: str, run_timeout: float = 10) -> dict:
-    fields = {"stdin": None, "memory_limit_MB": -1, "files": {}, "fetch_files": []}
+    fields = {"stdin": None, "memory_limit_MB": -1, "files": {}, "fetch_files": [], "echo_last_expression": False}
     return {"code": code, "run_timeout": run_timeout} | fields
 
 

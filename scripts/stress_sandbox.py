@@ -1,0 +1,162 @@
+"""Many clients at once, and many requests after another, against a sandbox server of its own.
+
+    python scripts/stress_sandbox.py load [--clients 64] [--seconds 120]
+    python scripts/stress_sandbox.py soak [--requests 20000]
+
+load: every client sends `print` programs, each with its own nonce, one after the other: no answer may be lost, doubled
+or another's, and the 99th percentile of the latency is to be within 5 times the median. soak: programs of every kind
+(output, errors, time-outs, memory, files, signals, numpy); afterwards the server must have no more memory, files and
+processes than after the first tenth. Exit code 1 when something of this does not hold.
+"""
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from verl_ext.sandbox import RunResult, SandboxClient, running_server
+
+MAX_RATIO = 5.0  # p99 / p50 of `print`
+MAX_GROWTH_MB = 20.0  # unique memory of all processes; without a leak it varies by 15 with what ran last
+PROGRAMS = {  # name: (code with its nonce, status, end of the output)
+    "print": ("print({nonce})", "ok", "{nonce}\n"),
+    "error": ("print({nonce})\n1 / 0", "code_error", "{nonce}\n"),
+    "exit": ("import os\nprint({nonce}, flush=True)\nos.kill(os.getpid(), 9)", "code_error", "{nonce}\n"),
+    "timeout": ("print({nonce}, flush=True)\nwhile True: pass", "timeout", "{nonce}\n"),
+    "memory": ("print({nonce})\nbytearray(1 << 40)", "code_error", "{nonce}\n"),
+    "output": ("print('x' * 3000000)\nprint({nonce})", "ok", " bytes]\n"),
+    "file": ("open('f', 'w').write('{nonce}' * 1000)\nprint(open('f').read()[:len('{nonce}')])", "ok", "{nonce}\n"),
+    "threads": (
+        "import threading\nfor _ in range(5): threading.Thread(target=lambda: None).start()\nprint({nonce})",
+        "ok",
+        "{nonce}\n",
+    ),
+    "numpy": ("import numpy\nprint(numpy.full(3, {nonce}).max())", "ok", "{nonce}\n"),
+}
+WEIGHTS = [10, 3, 1, 0.1, 1, 0.3, 3, 1, 3]
+
+
+@dataclass
+class State:
+    """What a server holds."""
+
+    memory_mb: float  # unique to each process, summed
+    files: int  # open, in the server itself
+    processes: int
+    temporary: int  # entries of its temporary folder
+
+    @classmethod
+    def of(cls, server: psutil.Process) -> "State":
+        processes = [server, *server.children(recursive=True)]
+        roots = list(Path(tempfile.gettempdir()).glob("verl-sandbox-*/*"))
+        memory = sum(process.memory_full_info().uss for process in processes)
+        return cls(memory / 2**20, server.num_fds(), len(processes), len(roots))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("mode", choices=("load", "soak"))
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=120, help="of load")
+    parser.add_argument("--requests", type=int, default=20000, help="of soak")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--isolation", default="auto", help="as the server's")
+    args = parser.parse_args()
+    before = set(psutil.Process().children())
+    with running_server(workers=args.workers, options=("--isolation", args.isolation)) as url:
+        (server,) = set(psutil.Process().children()) - before
+        work = load(url, args) if args.mode == "load" else soak(url, args, server)
+        faults = asyncio.run(work)
+    for fault in faults:
+        print(f"FAULT: {fault}")
+    sys.exit(bool(faults))
+
+
+async def load(url: str, args: argparse.Namespace) -> list[str]:
+    client = SandboxClient([url], max_concurrency=args.clients)
+    latencies: list[float] = []
+    faults: list[str] = []
+    started = time.monotonic()
+    deadline = started + args.seconds
+
+    async def send(number: int) -> None:
+        for i in range(sys.maxsize):
+            if time.monotonic() >= deadline:
+                return
+            sent = time.monotonic()
+            fault = await check(client, "print", number * 10**9 + i)
+            latencies.append(time.monotonic() - sent)
+            faults.extend([fault] if fault else [])
+
+    async def show() -> None:
+        while True:
+            await asyncio.sleep(min(10, args.seconds / 4))
+            rate = len(latencies) / (time.monotonic() - started)
+            print(f"{time.monotonic() - started:5.0f} s  {len(latencies)} answers, {rate:.0f} a second", flush=True)
+
+    shown = asyncio.create_task(show())
+    await asyncio.gather(*(send(number) for number in range(args.clients)))
+    shown.cancel()
+    await client.aclose()
+    p50, p99 = statistics.median(latencies), statistics.quantiles(latencies, n=100)[98]
+    print(
+        f"{args.clients} clients, {len(latencies)} answers in {args.seconds:g} s: p50 {p50 * 1e3:.0f} ms, "
+        f"p99 {p99 * 1e3:.0f} ms ({p99 / p50:.1f}x), longest {max(latencies) * 1e3:.0f} ms, {len(faults)} wrong"
+    )
+    if p99 > MAX_RATIO * p50:
+        faults.append(f"p99 is {p99 / p50:.1f} times p50, expected at most {MAX_RATIO:g}")
+    return faults
+
+
+async def soak(url: str, args: argparse.Namespace, server: psutil.Process) -> list[str]:
+    client = SandboxClient([url], max_concurrency=args.clients)
+    draw = random.Random(0)
+    faults: list[str] = []
+    counts: Counter[str] = Counter()
+    states: list[State] = []
+    numbers = iter(range(args.requests))
+
+    async def send() -> None:
+        for number in numbers:
+            name = draw.choices(list(PROGRAMS), WEIGHTS)[0]
+            counts[name] += 1
+            fault = await check(client, name, number)
+            faults.extend([fault] if fault else [])
+
+    tenth = args.requests // 10
+    for end in range(tenth, args.requests + 1, tenth):
+        numbers = iter(range(end - tenth, end))
+        await asyncio.gather(*(send() for _ in range(args.clients)))
+        states.append(State.of(server))
+        print(f"{end} requests: {states[-1]}", flush=True)
+    await client.aclose()
+    print(f"{dict(counts)}, {len(faults)} wrong")
+    first, last = states[0], states[-1]
+    if last.memory_mb > first.memory_mb + MAX_GROWTH_MB:
+        faults.append(f"memory grew from {first.memory_mb:.1f} to {last.memory_mb:.1f} MB")
+    for name in ("files", "processes", "temporary"):
+        if getattr(last, name) > getattr(first, name):
+            faults.append(f"{name} grew from {getattr(first, name)} to {getattr(last, name)}")
+    return faults
+
+
+async def check(client: SandboxClient, name: str, nonce: int) -> str | None:
+    """Run a program; None when its answer is its own, else what was wrong."""
+    code, status, end = PROGRAMS[name]
+    timeout_s = 0.5 if name == "timeout" else 30.0
+    result: RunResult = await client.run(code.format(nonce=nonce), timeout_s=timeout_s)
+    if result.status == status and result.stdout.endswith(end.format(nonce=nonce)):
+        return None
+    return f"{name} {nonce}: {result.status} {result.stdout[-100:]!r} {result.stderr[-100:]!r} {result.message}"
+
+
+if __name__ == "__main__":
+    main()

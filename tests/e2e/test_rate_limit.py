@@ -1,0 +1,40 @@
+"""The rate limit holds over processes."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from verl_ext.sandbox.rate_limit import RateLimit
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def cluster() -> Iterator[None]:
+    ray.init(num_cpus=2, include_dashboard=False)
+    yield
+    ray.shutdown()
+
+
+class Worker:
+    """Stands for an agent-loop worker."""
+
+    def __init__(self) -> None:
+        self.limit = RateLimit(per_s=5)
+
+    async def acquire(self, count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            await self.limit.acquire()
+            times.append(time.time())
+        return times
+
+
+def test_processes_share_the_limit(cluster: None) -> None:
+    workers = [ray.remote(Worker).options(num_cpus=0.5).remote() for _ in range(2)]
+    times = sorted(sum(ray.get([worker.acquire.remote(10) for worker in workers]), []))
+    # 20 requests at 5 a second, after a burst of 5: the 6th waits 0.2 s, the last 15 x 0.2 s.
+    assert 2.5 < times[-1] - times[0] < 6
+    assert times[14] - times[0] > 1.5

@@ -1,0 +1,105 @@
+"""A sandbox server in a process of its own, as the tests of this folder start it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).parents[3]
+SECRET = "sk-not-for-programs"  # in the server's environment
+# Programs then see the interpreter there, read-only, and have only $TMPDIR to write to (docs/sandbox.md).
+IS_BELOW_TMP = any(prefix.startswith("/tmp/") for prefix in (sys.prefix, sys.base_prefix))
+
+
+class Server:
+    """A server process; `run` posts to /run_code."""
+
+    def __init__(self, *options: str, workers: int = 2) -> None:
+        command = [sys.executable, "-m", "verl_ext.sandbox.server", "--port", "0", "--workers", str(workers), *options]
+        self.process = subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env=os.environ | {"MY_SECRET": SECRET},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        line = self.process.stdout.readline()
+        ready = re.fullmatch(r"sandbox ready on (http://127\.0\.0\.1:\d+)\n", line)
+        assert ready, (line, self.process.stderr.read())
+        self.url = ready[1]
+        self.second_line = self.process.stdout.readline()
+        self.root = root_of(self.descendants())
+
+    def request(
+        self, path: str, body: bytes | None = None, method: str | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        """HTTP status, headers and body of the answer."""
+        headers = {"Content-Type": "application/json"} | headers
+        request = urllib.request.Request(self.url + path, body, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=30) as response:
+                return response.status, dict(response.headers), response.read()
+        except urllib.error.HTTPError as error:
+            return error.code, dict(error.headers), error.read()
+
+    def post(self, body: bytes, **headers: str) -> tuple[int, dict[str, str], dict]:
+        """HTTP status, headers and JSON of the answer to a /run_code."""
+        status, headers, content = self.request("/run_code", body, **headers)
+        return status, headers, json.loads(content)
+
+    def ping(self) -> dict:
+        status, _, content = self.request("/v1/ping")
+        assert status == 200, content
+        return json.loads(content)
+
+    def run(self, code: str, **fields: object) -> dict:
+        status, _, answer = self.post(json.dumps({"code": code, "language": "python"} | fields).encode())
+        assert status == 200, answer
+        return answer
+
+    def result(self, code: str, **fields: object) -> dict:
+        """`run_result` of a program that the sandbox itself ran well."""
+        answer = self.run(code, **fields)
+        assert answer["status"] != "SandboxError", answer
+        return answer["run_result"]
+
+    def descendants(self) -> list[psutil.Process]:
+        """The zygote first, then its workers and their programs."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def stop(self) -> None:
+        self.process.terminate()
+        self.process.communicate(timeout=10)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not become true in time"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def running(processes: list[psutil.Process]) -> list[int]:
+    return [process.pid for process in processes if is_running(process.pid)]
+
+
+def root_of(processes: list[psutil.Process]) -> Path:
+    """The folder that the server made for its programs, from the zygote's command line."""
+    commands = " ".join(argument for process in processes for argument in process.cmdline())
+    return Path(re.search(r"/[^\s\"]*verl-sandbox-\w+", commands)[0])

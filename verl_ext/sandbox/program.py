@@ -1,0 +1,211 @@
+"""The program: a fork of the worker that confines itself, runs the submitted code as `python main.py` does, and ends.
+
+See zygote.py. In a session it then waits for the next call instead.
+"""
+
+import _ast
+import atexit
+import ctypes
+import gc
+import marshal
+import math
+import os
+import resource
+import signal
+import socket
+import struct
+import sys
+import types
+from typing import Any, NoReturn
+
+from . import folders, preload
+from .isolation import limit
+
+SCRIPT = folders.SCRIPT
+CONTROL_FD = 3  # in a session: here it says that a call is done, and gets the next one
+CHUNK = 1 << 16  # bytes, as large as a pipe
+RETURN_CODE = struct.Struct("<i")  # what it says there after a call
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+def become_program(
+    worker: Any, request: dict[str, Any], body: int, stdout: int, stderr: int, control: socket.socket | None
+) -> NoReturn:
+    """Turn a fresh fork of the worker into the program and run it; leaves with the exit code CPython would give."""
+    code = 1
+    try:
+        try:
+            call = enter(worker, request["run_timeout"], body, stdout, stderr, bounded=control is None)
+        except BaseException as exc:
+            os.write(worker.setup_w, f"{type(exc).__name__}: {exc}".encode())
+            os._exit(code)
+        sys.modules["__main__"], worker.module = worker.module, None
+        if control:
+            os.dup2(control.detach(), CONTROL_FD)
+        os.closerange(CONTROL_FD + 1 if control else CONTROL_FD, CHUNK)
+        if request["memory_limit_MB"] > 0:
+            limit(resource.RLIMIT_AS, worker.address_space + (request["memory_limit_MB"] << 20))
+        pid, calls = os.getpid(), 1
+        code = run(call, SCRIPT)
+        while control and os.getpid() == pid:  # what it forked itself, and did not leave, ends as any program does
+            calls += 1
+            script = f"main{calls}.py"  # of its own, so that tracebacks through earlier calls show their lines
+            call = next_call(code, worker.folder, script)
+            code = run(call, script)
+        if not shut_down() and code == 0:
+            code = 120  # CPython's code for a standard stream that could not be flushed
+        if code == -signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        os._exit(code & 0xFF)
+
+
+def enter(worker: Any, run_timeout: float, body: int, stdout: int, stderr: int, bounded: bool) -> dict[str, Any]:
+    """Session, folder, files, streams and, if `bounded`, CPU limit of the program; returns what it is to run."""
+    os.setsid()
+    worker.layers.become_user()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    os.chdir(worker.folder)
+    call = read_call(body, worker.folder, SCRIPT)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    if bounded:  # the wall clock alone bounds each call of a session, which is stopped in between
+        cpu_s = math.ceil(run_timeout) + 1
+        limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU at the first, SIGKILL at the second
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    worker.layers.confine()
+    preload.renew()
+    sys.path.insert(0, worker.folder)  # never in the worker, which would import, unconfined, what a program wrote there
+    return call
+
+
+def read_call(body: int, folder: str, script: str) -> dict[str, Any]:
+    """Read what to run from the memory file `body`; writes its files and the code, which becomes `source` (bytes)."""
+    call = marshal.loads(os.pread(body, os.fstat(body).st_size, 0))
+    call["source"] = call["code"].encode("utf-8", "surrogatepass")
+    for path, content in call["files"].items():  # the server has checked the paths
+        if content is not None:
+            path = os.path.join(folder, path)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            folders.write_file(path, content)
+    folders.write_file(os.path.join(folder, script), call["source"])
+    if call["stdin"]:  # else /dev/null, as the zygote's
+        stdin = folders.open_unlinked(os.path.join(folder, ".stdin"), call["stdin"].encode("utf-8", "surrogatepass"))
+        os.dup2(stdin, 0)
+        os.close(stdin)
+    return call
+
+
+def next_call(return_code: int, folder: str, script: str) -> dict[str, Any]:
+    """Tell the worker that a call of the session is done; returns the next one. Exits when there is none.
+
+    A program that has made it impossible (no space or file descriptors left, a timer that raises) ends with exit code 1
+    and the reason on stderr: the code of the call has not run, which must not look like success.
+    """
+    try:
+        flush(sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+        control = socket.socket(fileno=CONTROL_FD)
+        control.send(RETURN_CODE.pack(return_code))
+        message, fds, _, _ = socket.recv_fds(control, 1, 1)
+        control.detach()
+        if not message:
+            os._exit(0)
+        devnull = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(devnull, 0)
+        os.close(devnull)
+        call = read_call(fds[0], folder, script)
+        os.close(fds[0])
+        sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
+        return call
+    except BaseException as exc:
+        try:
+            os.write(2, f"the session cannot take another call: {type(exc).__name__}: {exc}\n".encode())
+        finally:
+            os._exit(1)
+
+
+def run(call: dict[str, Any], script: str) -> int:
+    """Execute code in `__main__`, print the exception that ends it; returns the exit code (-SIGINT: interrupted)."""
+    try:
+        execute(call["source"], script, call["echo_last_expression"])
+    except SystemExit as exc:
+        return exit_code(exc)
+    except BaseException as exc:
+        print_exception(exc)
+        return -signal.SIGINT if isinstance(exc, KeyboardInterrupt) else 1
+    return 0
+
+
+def execute(source: bytes, script: str, echo: bool) -> None:
+    """Execute `source` in `__main__`; its frames come right after those of this module.
+
+    Args:
+        echo: print the value of a last statement that is an expression, unless it is None, as a Python prompt does.
+    """
+    namespace = vars(sys.modules["__main__"])
+    last = None
+    if echo:
+        tree = compile(source, script, "exec", _ast.PyCF_ONLY_AST, dont_inherit=True)
+        if tree.body and isinstance(tree.body[-1], _ast.Expr):
+            last = _ast.Interactive([tree.body.pop()])
+        source = tree
+    exec(compile(source, script, "exec", dont_inherit=True), namespace)
+    if last:
+        exec(compile(last, script, "single", dont_inherit=True), namespace)
+
+
+def exit_code(exc: SystemExit) -> int:
+    """As Py_HandleSystemExit: None is 0, an int its last byte, anything else is printed to stderr and 1."""
+    if exc.code is None or isinstance(exc.code, int):
+        code = exc.code or 0
+        return code & 0xFF if -(1 << 63) <= code < 1 << 63 else 0xFF
+    print(exc.code, file=sys.stderr)
+    return 1
+
+
+def print_exception(exc: BaseException) -> None:
+    """Print the traceback from the program's own frames on; a SyntaxError of the program itself has none."""
+    frames = exc.__traceback__
+    while frames and frames.tb_frame.f_globals is globals():
+        frames = frames.tb_next
+    exc.__traceback__ = frames
+    try:
+        sys.excepthook(type(exc), exc, frames)
+    except BaseException:  # a broken hook of the program's: the default one reports what it was called for
+        sys.__excepthook__(type(exc), exc, frames)
+
+
+def shut_down() -> bool:
+    """What Py_FinalizeEx does for a program: join threads, atexit, destructors, flush. False: a flush failed."""
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
+    atexit._run_exitfuncs()
+    flushed = flush(sys.stdout, sys.stderr)
+    sys.modules.pop("__main__", None)  # with the last reference go its objects: open files get flushed, __del__ runs
+    gc.collect()
+    return flush(sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__) and flushed
+
+
+def flush(*streams: Any) -> bool:
+    """Flush what is not closed; False when one could not be."""
+    flushed = True
+    for stream in streams:
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except Exception:
+            flushed = False
+    return flushed
+
+
+def make_main_module(folder: str) -> types.ModuleType:
+    """`__main__` as it is before the first line of `python main.py`."""
+    module = types.ModuleType("__main__")
+    path = os.path.join(folder, SCRIPT)
+    loader = sys.modules["_frozen_importlib_external"].SourceFileLoader("__main__", path)
+    vars(module).update(__file__=path, __cached__=None, __loader__=loader, __annotations__={})
+    vars(module).update(__builtins__=sys.modules["builtins"])
+    return module

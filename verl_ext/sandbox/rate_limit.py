@@ -1,0 +1,57 @@
+"""A rate limit that all agent-loop workers of a Ray cluster share, for a sandbox service that has one."""
+
+import asyncio
+import time
+
+import ray
+
+ACTOR_NAME = "sandbox_rate_limit"
+
+
+class Schedule:
+    """Times at which requests may go: evenly spaced, with a burst of up to `burst` after a quiet time.
+
+    This is the generic cell rate algorithm (ATM Forum, Traffic Management 4.0, section 4.4.2).
+
+    Args:
+        per_s: requests per second, > 0.
+        burst: requests that may go at once, >= 1.
+    """
+
+    def __init__(self, per_s: float, burst: int) -> None:
+        if per_s <= 0 or burst < 1:
+            raise ValueError(f"expected per_s > 0 and burst >= 1, got {per_s=}, {burst=}")
+        self._interval_s, self._burst = 1 / per_s, burst
+        self._next_s = 0.0  # when the next request would go if there were no bursts
+
+    def reserve(self, now_s: float | None = None) -> float:
+        """Seconds from now (default: this process's clock) until one more request may go."""
+        now_s = time.monotonic() if now_s is None else now_s
+        self._next_s = max(self._next_s, now_s) + self._interval_s
+        return max(self._next_s - self._burst * self._interval_s - now_s, 0.0)
+
+    def give_back(self) -> None:
+        """One request that was to wait does not go: without this, those that gave up would keep out all later ones."""
+        self._next_s -= self._interval_s
+
+
+class RateLimit:
+    """The limit as one process sees it; the schedule is in a Ray actor that the first process makes.
+
+    Args:
+        per_s: requests per second of all processes together.
+    """
+
+    def __init__(self, per_s: float) -> None:
+        # num_cpus=0: it only adds numbers, and must not wait for a CPU that the trainer has taken
+        options = {"name": ACTOR_NAME, "get_if_exists": True, "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
+        self._schedule = ray.remote(Schedule).options(**options).remote(per_s, burst=max(int(per_s), 1))
+
+    async def acquire(self) -> None:
+        """Return when a request may go."""
+        wait_s = await self._schedule.reserve.remote()
+        try:
+            await asyncio.sleep(wait_s)
+        except asyncio.CancelledError:
+            self._schedule.give_back.remote()
+            raise

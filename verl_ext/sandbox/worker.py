@@ -1,0 +1,363 @@
+"""The worker: forks a program per request, reads what it prints, holds its deadline, and cleans up after it.
+
+See zygote.py. What the fork itself does is in program.py.
+"""
+
+import ctypes
+import gc
+import json
+import marshal
+import math
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from typing import Any, NamedTuple
+
+from . import folders
+from .isolation import limit
+from .program import CHUNK, RETURN_CODE, become_program, make_main_module
+
+MAX_FILE_BYTES = 64 << 20  # RLIMIT_FSIZE of a program; writing beyond it raises OSError(EFBIG)
+MAX_OPEN_FILES = 256
+MEMORY_CHECK_S = 0.1  # between two sums over the processes of a request; one takes 0.1 ms a process
+STOP_S = 1.0  # for the program of a session to stop after a call, or else it is killed
+WATCH_S, STOPPED_CPU_S = 1, 0.05  # how often a stopped program is looked at, and the CPU time that it may have used
+CPUCLOCK_SCHED = 2  # linux/posix-timers.h: the clock of all threads of a process
+LENGTH = struct.Struct("<I")  # goes before every message between server and worker
+PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+
+prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+
+def start(connection: socket.socket, name: str, layers: Any, *for_worker: int) -> None:
+    """Be a worker until its socket closes; first send its process id and the layers it is under, or {"error": why}."""
+    try:
+        pid = layers.enter_worker(name)
+        worker = Worker(connection, layers, *for_worker)
+    except OSError as exc:
+        send(connection, {"error": f"a worker could not be set up: {exc}"})
+        return
+    send(connection, {"pid": pid, "layers": layers.names(), "off": layers.off})
+    worker.serve()
+
+
+def send(connection: socket.socket, message: dict[str, Any]) -> None:
+    """Send LENGTH and JSON; raises OSError when the server has gone."""
+    text = json.dumps(message).encode()
+    connection.sendall(LENGTH.pack(len(text)) + text)
+
+
+class Worker:
+    """Serves requests from one socket, one at a time, until it closes or something goes wrong.
+
+    Request: LENGTH, marshal of {run_timeout, memory_limit_MB, fetch_files, session}; with the first byte comes a memory
+    file that holds marshal of {code, stdin, files, echo_last_expression}, for the program. Answer: LENGTH, JSON of
+    `run`'s result or of {"error": why}, then the bytes whose counts the JSON gives: stdout, stderr, fetched files in
+    order.
+    """
+
+    def __init__(self, connection: socket.socket, layers: Any, max_output_bytes: int, address_space: int) -> None:
+        self.connection, self.layers, self.folder = connection, layers, layers.folder
+        self.address_space = address_space  # bytes that a program has before its first line
+        self.buffers = [Buffer(max_output_bytes), Buffer(max_output_bytes)]  # stdout, stderr
+        self.program: Program | None = None  # what runs, and between the calls of a session what waits
+        self.setup_r, self.setup_w = os.pipe()
+        os.set_blocking(self.setup_r, False)
+        # All that follows is for the programs, which inherit it.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 of a namespace ignores what it does not handle
+        if prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):  # a program's orphans become ours, so that we can kill them
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+        limit(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
+        limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
+        limit(resource.RLIMIT_CORE, 0)  # no RLIMIT_NPROC: it counts the user's processes on the whole machine
+        os.environ["HOME"] = os.environ["TMPDIR"] = self.folder
+        sys.argv[:] = [folders.SCRIPT]
+        gc.freeze()
+        self.module = make_main_module(self.folder)  # after the freeze: its cycles are collected when the program ends
+
+    def serve(self) -> None:
+        """Answer requests until the socket closes, then end the session that there may be."""
+        try:
+            self.answer_requests()
+        finally:
+            if self.program:
+                kill_all(self.program.pid)
+                self.layers.remove_folder()
+
+    def answer_requests(self) -> None:
+        """Until the socket closes; an error is answered and ends the worker."""
+        while True:
+            if self.program:
+                self.watch(self.program)
+            message, fds, _, _ = socket.recv_fds(self.connection, CHUNK, 1)
+            if not message:
+                return
+            try:
+                while len(message) < LENGTH.size + LENGTH.unpack_from(message)[0]:
+                    message += self.connection.recv(CHUNK)
+                request = marshal.loads(message[LENGTH.size :])
+                if self.program is None:
+                    self.layers.make_folder()
+                try:
+                    answer = self.run(request, fds[0])
+                    files, answer["not_fetched"] = folders.open_files(self.folder, request["fetch_files"])
+                finally:
+                    if self.program is None:
+                        self.layers.remove_folder()
+            except Exception as exc:
+                send(self.connection, {"error": f"{type(exc).__name__}: {exc}"})
+                return
+            answer["files"] = {path: os.fstat(fd).st_size for path, fd in files.items()}
+            self.send(answer, [buffer.kept() for buffer in self.buffers], files)
+            os.close(fds[0])
+
+    def watch(self, program: "Program") -> None:
+        """Wait for the next call; kill a program that goes on meanwhile, which a SIGCONT of its own timers can do."""
+        poller = select.poll()
+        poller.register(self.connection, select.POLLIN)
+        used_s = program.cpu_s()
+        while not poller.poll(WATCH_S * 1000):
+            if program.cpu_s() - used_s > STOPPED_CPU_S:
+                program.signal(signal.SIGKILL)  # the next call sees it
+
+    def run(self, request: dict[str, Any], body: int) -> dict[str, Any]:
+        """Run the program until it exits, its time is over, or, in a session, its call is done; read what it prints.
+
+        All that it started is dead after it; in a session, stopped.
+
+        Returns:
+            status ("Finished" or "TimeLimitExceeded"), return_code (None after a timeout, -N after signal N),
+            execution_time (s), stdout and stderr (number of bytes kept, of bytes written), alive (the session goes on).
+        Raises:
+            RuntimeError: the program could not be set up; none of the submitted code ran.
+        """
+        started = time.monotonic()
+        deadline = started + request["run_timeout"]
+        if self.program is None:
+            self.program = self.start_program(request, body)
+        else:
+            self.program.call(body)
+        program = self.program
+        poller = select.poll()
+        poller.register(program.pidfd, select.POLLIN)
+        poller.register(self.connection, 0)  # POLLHUP alone: the server closed its end, nobody waits for the answer
+        if program.control:
+            poller.register(program.control, select.POLLIN)
+        streams = dict(zip(program.pipes, self.buffers, strict=True))
+        for fd, buffer in streams.items():
+            buffer.reset()
+            poller.register(fd, select.POLLIN)
+        status = "Finished"
+        return_code = None  # of a call that is done in a session that goes on
+        # RLIMIT_AS bounds a process. Where there may be several, they are also counted together, and then killed.
+        memory_limit = request["memory_limit_MB"] << 20
+        counts_memory = memory_limit > 0 and self.layers.allow_subprocess and "proc" in self.layers.layers
+        next_check = started + MEMORY_CHECK_S if counts_memory else math.inf
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                status = "TimeLimitExceeded"
+                break
+            if now >= next_check:
+                if memory_of_others() > memory_limit:
+                    break
+                next_check = time.monotonic() + MEMORY_CHECK_S
+            ready = [fd for fd, _ in poller.poll(math.ceil((min(deadline, next_check) - now) * 1000))]
+            for fd in ready:
+                if fd in streams and not streams[fd].read_from(fd):
+                    poller.unregister(fd)
+            if program.pidfd in ready or self.connection.fileno() in ready:
+                break
+            if program.control and program.control.fileno() in ready:
+                return_code = program.receive_return_code()
+                break
+        execution_time = time.monotonic() - started
+        alive = return_code is not None and program.stop()
+        if not alive:
+            return_code = os.waitstatus_to_exitcode(kill_all(program.pid))
+        for fd, buffer in streams.items():  # what the dead left in the pipes
+            try:
+                while buffer.read_from(fd):
+                    pass
+            except BlockingIOError:  # a process that is not ours to kill holds the other end; in a session, its program
+                pass
+        if not alive:
+            program.close()
+            self.program = None
+        try:
+            raise RuntimeError(f"the program could not be set up: {os.read(self.setup_r, CHUNK).decode()}")
+        except BlockingIOError:  # no complaint
+            pass
+        if return_code == -signal.SIGXCPU:  # several threads used up the CPU time before the wall clock ran out
+            status = "TimeLimitExceeded"
+        return {
+            "status": status,
+            "return_code": None if status == "TimeLimitExceeded" else return_code,
+            "execution_time": execution_time,
+            "stdout": [len(self.buffers[0].kept()), self.buffers[0].total],
+            "stderr": [len(self.buffers[1].kept()), self.buffers[1].total],
+            "alive": alive,
+        }
+
+    def start_program(self, request: dict[str, Any], body: int) -> "Program":
+        out_r, out_w = os.pipe()
+        err_r, err_w = os.pipe()
+        ours = theirs = None
+        if request["session"]:
+            ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+            ours.setblocking(False)  # a program that reads nothing must not hang its worker
+        pid = os.fork()
+        if pid == 0:
+            become_program(self, request, body, out_w, err_w, theirs)
+        os.close(out_w)
+        os.close(err_w)
+        if theirs:
+            theirs.close()
+        for fd in (out_r, err_r):
+            os.set_blocking(fd, False)
+        return Program(pid, os.pidfd_open(pid), (out_r, err_r), ours)
+
+    def send(self, answer: dict[str, Any], blobs: list[memoryview], files: dict[str, int]) -> None:
+        """Send one answer; raises OSError when the server has gone, which ends the worker."""
+        send(self.connection, answer)
+        for blob in blobs:
+            self.connection.sendall(blob)
+        for path, fd in files.items():
+            size = answer["files"][path]
+            with open(fd, "rb") as file:
+                if size and self.connection.sendfile(file, count=size) != size:
+                    raise OSError("a fetched file shrank: a process of the session was not stopped")
+
+
+class Program(NamedTuple):
+    """The worker's view of the program that it forked."""
+
+    pid: int
+    pidfd: int
+    pipes: tuple[int, int]  # stdout, stderr
+    control: socket.socket | None  # of a session
+
+    def call(self, body: int) -> None:
+        """Have the program of a session go on with the next request; that it is dead is seen by who waits for it."""
+        self.signal(signal.SIGCONT)
+        try:
+            socket.send_fds(self.control, [b"\0"], [body])
+        except OSError:
+            pass
+
+    def receive_return_code(self) -> int | None:
+        """None when the program sent something else than a return code: it is not to be trusted to go on."""
+        try:
+            message = self.control.recv(CHUNK)
+        except OSError:  # closed with a message unread
+            return None
+        return RETURN_CODE.unpack(message)[0] if len(message) == RETURN_CODE.size else None
+
+    def stop(self) -> bool:
+        """Neither CPU time nor output until the next call; False when it did not stop, which it can do on purpose."""
+        self.signal(signal.SIGSTOP)
+        deadline = time.monotonic() + STOP_S
+        while not os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG):  # a write that has begun is ended first
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0001)
+        return True
+
+    def cpu_s(self) -> float:
+        """CPU time that its processes have used, as far as they can be seen."""
+        pids = {self.pid}
+        if os.getpid() == 1:
+            pids.update(int(name) for name in os.listdir("/proc") if name.isdecimal() and name != "1")
+        total = 0.0
+        for pid in pids:
+            try:
+                total += time.clock_gettime(~pid << 3 | CPUCLOCK_SCHED)
+            except OSError:  # it has ended
+                pass
+        return total
+
+    def signal(self, number: int) -> None:
+        """To all of the program's processes; without a process namespace, to those that have not left its session."""
+        try:
+            if os.getpid() == 1:
+                os.kill(-1, number)
+            else:
+                os.killpg(self.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def close(self) -> None:
+        for fd in (self.pidfd, *self.pipes):
+            os.close(fd)
+        if self.control:
+            self.control.close()
+
+
+class Buffer:
+    """The first `max_bytes` bytes of a stream and the count of all, in memory that forks do not inherit."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.total = max_bytes, 0
+        memory = mmap.mmap(-1, max_bytes + CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)
+        self.memory = memoryview(memory)
+
+    def reset(self) -> None:
+        self.total = 0
+
+    def read_from(self, fd: int) -> int:
+        """Read once what `fd` has, beyond `max_bytes` over what came before; 0 at the end of the stream."""
+        start = min(self.total, self.max_bytes)
+        count = os.readv(fd, [self.memory[start : start + CHUNK]])
+        self.total += count
+        return count
+
+    def kept(self) -> memoryview:
+        return self.memory[: min(self.total, self.max_bytes)]
+
+
+def memory_of_others() -> int:
+    """Bytes that all other processes of this process namespace have, what they share counted once."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and name != "1":
+            try:
+                with open(f"/proc/{name}/smaps_rollup") as file:
+                    total += sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+            except OSError:  # it has ended
+                pass
+    return total << 10
+
+
+def kill_all(pid: int) -> int:
+    """Kill the program's session and every process that descends from it; returns the program's wait status."""
+    if os.getpid() == 1:  # of a process namespace, where all others are the program's; all at once, so that none forks
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    for kill in (os.killpg, os.kill):  # the group does not exist yet when the time was over before setsid()
+        try:
+            kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    _, status = os.waitpid(pid, 0)
+    while True:  # what left the session is now our child, or becomes it when its parent is killed
+        try:
+            reaped, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status
+        if not reaped and os.getpid() == 1:
+            os.waitpid(-1, 0)
+        elif not reaped:
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                for child in file.read().split():
+                    os.kill(int(child), signal.SIGKILL)
+            os.waitpid(-1, 0)
