@@ -5,17 +5,31 @@ after its last `</think>`, outside the code it wrote and outside what tools prin
 """
 
 import re
+from bisect import bisect_left as bisect
 
-_TAGS = ("code", "interpreter", "tool_call", "tool_response", "output")
-_PRINTED_BY_A_TOOL = {"interpreter", "tool_response", "output"}
+_CODE_TAGS = ("code", "tool_call", "python", "execute")
+_PRINTED_TAGS = tuple("interpreter tool_response output tool_output tool_result execution_result observation".split())
 _PROSE_FENCES = {"latex", "tex", "math", "markdown", "md", "text", "plaintext"}
-# A fence without a language is prose too: models frame final answers that way.
-_BLOCK_OPEN = re.compile(rf"<(?P<tag>{'|'.join(_TAGS)})>|```[ \t]*(?!(?:{'|'.join(_PROSE_FENCES)})\b)\w[^\n`]*\n")
+# A fence without a language is prose too, since models frame final answers that way, unless it follows code.
+# Each branch begins with a character that has no case: by those the search skips over prose.
+_BLOCK_OPEN = re.compile(
+    rf"<(?i:(?P<tag>{'|'.join(_CODE_TAGS + _PRINTED_TAGS)})\s*>|(?P<role>\|im_start\|>(?:tool|user|system)\b))"
+    rf"|(?P<fence>```|~~~)[ \t]*(?!(?i:{'|'.join(_PROSE_FENCES)})\b)\w[^\n`]*\n"
+)
+_BLOCK_CLOSE = re.compile(r"<(?:/(?P<tag>\w+)\s*>|(?P<role>\|im_end\|>))|(?P<fence>```|~~~)")
+_PRINTED_FENCE = re.compile(
+    r"\s*(?:[^\n`]{0,40}(?:output|result|print)[^\n`]{0,20}\n\s*)?```[ \t]*\n(?:(?!```).)*```",
+    re.DOTALL | re.IGNORECASE,
+)
+_STRAY_CLOSE = re.compile(rf"</(?i:{'|'.join(_PRINTED_TAGS)})\s*>")
 _BOX_OPEN = re.compile(r"\\+(?:boxed|fbox)\s*\{")
 _BOX_TOKEN = re.compile(rf"(?P<box>{_BOX_OPEN.pattern})|\\.|(?P<open>\{{)|(?P<close>\}})", re.DOTALL)
 _LAYOUT = r"(?:\s|\$|\\[()\[\], ]|\\q?quad)*"
 _AND = rf"(?:\\text\s*\{{\s*)?(?:and|or)(?:\s*\}})?{_LAYOUT}"
-_JOINT = re.compile(rf"{_LAYOUT}(?:[,;]{_LAYOUT}(?:{_AND})?|{_AND})")
+_LABEL = r"(?:[a-zA-Z](?:_\{?\w\}?)?\s*=\s*)?"
+_MINUS = re.compile(r"[=$]\s*-\s*$")
+_POWER = re.compile(r"\s*\^\s*(?:\d+|\{\s*-?\d+\s*\})")
+_JOINT = re.compile(rf"{_LAYOUT}(?:[,;]{_LAYOUT}(?:{_AND})?|{_AND}){_LABEL}")
 MAX_JOINT_CHARS = 40
 
 
@@ -36,33 +50,42 @@ def extract_answer(response_text: str) -> str | None:
 def strip_tool_blocks(response_text: str) -> str:
     """What the model says after its last `</think>`, without its code, its tool calls and the tools' output.
 
-    Blocks are `<code>`, `<interpreter>`, `<tool_call>`, `<tool_response>`, `<output>` and fences with a language name.
-    A block that is never closed reaches to the end: a response cut off inside its code has not answered yet.
+    Blocks are `<code>`, `<interpreter>`, `<tool_call>`, `<tool_response>` and their likes, fences with a language name
+    and the fence of output after one, and other roles' turns of a chat. A block that is never closed reaches to the
+    end: a response cut off inside its code has not answered yet. One never opened begins at the start.
     """
     outside = _drop_closed_blocks(response_text).rpartition("</think>")[2]
     unclosed = _BLOCK_OPEN.search(outside)
-    return outside[: unclosed.start()] if unclosed else outside
+    outside = outside[: unclosed.start()] if unclosed else outside
+    return _STRAY_CLOSE.split(outside)[-1]
+
+
+def _kind(match: re.Match[str]) -> str:
+    return (match["tag"] or match["role"] and "role" or match["fence"]).lower()
 
 
 def _drop_closed_blocks(text: str) -> str:
-    kept, position, never_closed = [], 0, set()
-    for match in _BLOCK_OPEN.finditer(text):
-        tag = match["tag"]
-        closing = f"</{tag}>" if tag else "```"
-        if match.start() < position or closing in never_closed:
+    closings: dict[str, list[tuple[int, int]]] = {}
+    for match in _BLOCK_CLOSE.finditer(text):
+        closings.setdefault(_kind(match), []).append(match.span())
+    openings = list(_BLOCK_OPEN.finditer(text))
+    kept, position = [], 0
+    for number, match in enumerate(openings):
+        if match.start() < position:
             continue
-        end = -1
-        if tag in _PRINTED_BY_A_TOOL:
+        kind = _kind(match)
+        candidates = closings.get(kind, [])
+        first = last = bisect(candidates, (match.end(), 0))
+        if kind in _PRINTED_TAGS:
             # What a tool prints may hold its own closing tag: the block ends at the last one before the next block.
-            following = _BLOCK_OPEN.search(text, match.end())
-            end = text.rfind(closing, match.end(), following.start() if following else len(text))
-        if end < 0:
-            end = text.find(closing, match.end())
-        if end < 0:
-            never_closed.add(closing)
+            following = openings[number + 1].start() if number + 1 < len(openings) else len(text)
+            last = max(first, bisect(candidates, (following, 0)) - 1)
+        if last == len(candidates):
             continue
         kept.append(text[position : match.start()])
-        position = end + len(closing)
+        position = candidates[last][1]
+        if kind == "```" and (printed := _PRINTED_FENCE.match(text, position)):
+            position = printed.end()
     kept.append(text[position:])
     return "".join(kept)
 
@@ -90,9 +113,13 @@ def _last_box(text: str) -> str | None:
                 boxes.append((start, token.end(), text[content_start : token.start()]))
     if not boxes:
         return None
-    values = [boxes[-1][2]]
+    start, end, content = boxes[-1]
+    minus, power = _MINUS.search(text, max(0, start - 8), start), _POWER.match(text, end)
+    if minus or power:  # x = -\boxed{42}, \boxed{42}^2
+        return f"{'-' if minus else ''}({content}){power[0] if power else ''}"
+    values = [content]
     for (_, end, content), (start, _, _) in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
         if start - end > MAX_JOINT_CHARS or not _JOINT.fullmatch(text, end, start):
             break
         values.append(content)
-    return ", ".join(reversed(values))
+    return ", ".join(reversed(values)) if len(set(values)) > 1 else values[0]

@@ -7,8 +7,9 @@ here still runs under the limits of symbolic.py.
 import re
 
 MAX_CHARS = 600
-MAX_DEPTH = 20
+MAX_DEPTH = 10
 MAX_CELLS = 40
+MAX_BARS = 8
 
 _REFUSALS = [
     (reason, re.compile(pattern))
@@ -23,6 +24,13 @@ _REFUSALS = [
 ]
 # What a question asks one to work out. Allowed where the gold has it too.
 _OPERATIONS = re.compile(r"\\(sum|prod|int|iint|oint|lim|bmod|pmod|mod|gcd|lcm|max|min|det|diff|partial)(?![a-zA-Z])")
+# What the parser would overlook or misread, and so take 42... for 42. Allowed where the gold has it as often.
+_OVERLOOKED = [
+    ("derivative", re.compile("'")),
+    ("dots", re.compile(r"\\[cl]?dots|\.\.")),
+    ("ratio", re.compile(":")),
+    ("base", re.compile(r"[\d})]\s*_")),
+]
 
 
 def refusal(pred: str, gold: str) -> str | None:
@@ -32,16 +40,27 @@ def refusal(pred: str, gold: str) -> str | None:
     """
     if len(pred) > max(MAX_CHARS, 2 * len(gold)):
         return "length"
-    depth = deepest = 0
-    for char in pred:
-        depth += (char in "([{") - (char in ")]}")
-        deepest = max(deepest, depth)
-    if deepest > MAX_DEPTH:
-        return "nesting"
+    if _depth(pred) > max(MAX_DEPTH, 2 * _depth(gold)):
+        return "nesting"  # which costs the parser exponential time
+    if pred.count("|") > max(MAX_BARS, 2 * gold.count("|")):
+        return "bars"
     if pred.count("&") > max(MAX_CELLS, 2 * gold.count("&")):
         return "cells"
     for reason, pattern in _REFUSALS:
         if pattern.search(pred):
             return reason
+    if pred.count("=") > max(1, gold.count("=")):
+        return "chain"  # x = 7 x = 42
+    for reason, pattern in _OVERLOOKED:
+        if len(pattern.findall(pred)) != len(pattern.findall(gold)):
+            return reason
     unasked = set(_OPERATIONS.findall(pred)) - set(_OPERATIONS.findall(gold))
     return f"unevaluated {min(unasked)}" if unasked else None
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for char in text:
+        depth += (char in "([{") - (char in ")]}")
+        deepest = max(deepest, depth)
+    return deepest

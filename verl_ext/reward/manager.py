@@ -1,4 +1,4 @@
-"""The verl reward manager: turns `score_answer` into the reward of one rollout, and says what it did.
+"""The verl reward manager: turns a verifier's verdict into the reward of one rollout, and says what it did.
 
 In a YAML (the settings under `reward_kwargs` are those of `RewardOptions`):
 
@@ -21,39 +21,50 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager import register
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
-from verl_ext.reward.overlong import overlong_penalty
-from verl_ext.reward.score import Score, score_answer
+from verl_ext.reward.score import Score
+from verl_ext.reward.shaping import overlong_penalty, piecewise_length_penalty, tool_bonus
+from verl_ext.reward.unverified import UnverifiedLog
+from verl_ext.reward.verifiers import Verifiers
 
 logger = logging.getLogger(__name__)
 
-COPIED_COUNTS = ("tool_calls", "tool_errors", "tool_timeouts", "truncated")
+COPIED_COUNTS = ("tool_calls", "tool_errors", "tool_timeouts", "model_turns", "truncated")
 
 
 @dataclass(frozen=True)
 class RewardOptions:
     """What is configured under `reward.reward_kwargs`; the first three names are verl's DAPO manager's.
 
-    The plain reward is +1 for a right answer and -1 otherwise. DAPO adds the overlong penalty to it, so that the sum
-    lies in [-2, 1]: a wrong answer that is too long is worse than a wrong one.
+    The plain reward is +1 for a right answer and -1 otherwise (2 acc - 1, where a verifier gives a share). DAPO adds
+    the overlong penalty to it, so that the sum lies in [-2, 1]: a wrong answer that is too long is worse than another.
 
     Attributes:
         max_resp_len: tokens, L_max of DAPO's Eq. 13; None takes `data.max_response_length`.
         overlong_buffer: tokens, L_cache of Eq. 13 (`overlong_buffer_cfg.len`); None without the penalty.
         overlong_factor: weight of the penalty (`overlong_buffer_cfg.penalty_factor`).
-        overlong_counts: "response" counts all response tokens, as DAPO does; "model" leaves tool output out.
+        overlong_counts: "response" counts all response tokens, as DAPO does; "model" leaves tool output out. For both
+            length penalties.
+        length_penalty: "piecewise" adds `shaping.piecewise_length_penalty`; None adds none.
+        tool_bonus: the published run's, not the paper's: a wrong answer gets 0.1 per tool call, up to -0.6 in all.
         reward_floor: the reward is never below this; None (DAPO) sets no floor.
         random_reward_p: control experiment. The trained reward is +1 with this probability whatever the response,
             drawn by a hash of the sample; `acc` stays the truth. A policy must not improve on it.
         random_reward_seed: another seed draws other random rewards.
+        unverified_dir: folder for responses that could not be verified, to be graded again; None keeps none.
+        verifiers: pattern of `data_source` or `ability` -> verifier; see verifiers/__init__.py.
     """
 
     max_resp_len: int
     overlong_buffer: int | None = None
     overlong_factor: float = 1.0
     overlong_counts: str = "response"
+    length_penalty: str | None = None
+    tool_bonus: bool = False
     reward_floor: float | None = None
     random_reward_p: float | None = None
     random_reward_seed: int = 0
+    unverified_dir: str | None = None
+    verifiers: Mapping[str, Any] | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "RewardOptions":
@@ -83,6 +94,8 @@ class RewardOptions:
         options = cls(**settings)
         if options.overlong_counts not in ("response", "model"):
             raise ValueError(f"overlong_counts is {options.overlong_counts!r}: expected 'response' or 'model'.")
+        if options.length_penalty not in (None, "piecewise"):
+            raise ValueError(f"length_penalty is {options.length_penalty!r}: expected 'piecewise', or null for none.")
         if options.random_reward_p is not None and not 0.0 <= options.random_reward_p <= 1.0:
             raise ValueError(f"random_reward_p is {options.random_reward_p}: expected a probability, or null.")
         if buffer_cfg.get("enable", False):  # raises here, at start-up, if the lengths do not fit
@@ -92,11 +105,12 @@ class RewardOptions:
 
 @register("retool")
 class RetoolRewardManager(RewardManagerBase):
-    """+1/-1 on the answer in the model's own tokens, with DAPO's overlong penalty and a control as options.
+    """+1/-1 on the answer in the model's own tokens, with length penalties, a tool bonus and a control as options.
 
     A sample that the world failed (`extra_fields.finish_reason == "sandbox_failure"`, or an answer that could not be
     verified in time) is not scored as wrong: it gets the reward 0.0, halfway between right and wrong, and the flag
-    `sandbox_failure` or `unverified`, by which the sampler leaves its group out (verl_ext/replay_buffer.py).
+    `sandbox_failure` or `unverified`, by which the sampler keeps it out of training (verl_ext/replay_buffer.py). A row
+    that is broken, such as one without a ground truth, raises: it has no score.
     """
 
     def __init__(
@@ -118,9 +132,12 @@ class RetoolRewardManager(RewardManagerBase):
         if custom:
             raise ValueError(
                 f"reward.custom_reward_function.path is {custom!r}, but RetoolRewardManager scores with "
-                "verl_ext.reward.score_answer only. Remove the path, or set reward.reward_manager.name=naive."
+                "the verifiers of verl_ext.reward only. Remove the path and name your verifier under "
+                "reward.reward_kwargs.verifiers, or set reward.reward_manager.name=naive."
             )
         self.options = RewardOptions.from_config(config)
+        self.verifiers = Verifiers(config, self.options.verifiers)
+        self.unverified_log = UnverifiedLog(self.options.unverified_dir) if self.options.unverified_dir else None
         self.num_scored = 0
         self.num_unverified = 0
 
@@ -133,37 +150,47 @@ class RetoolRewardManager(RewardManagerBase):
         return await self.score_rollout(responses[:num_tokens].tolist(), item.non_tensor_batch)
 
     async def score_rollout(self, token_ids: list[int], sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Score one rollout, in a thread: a verifier may take seconds.
+        """Score one rollout. A verifier may take seconds; the event loop goes on meanwhile.
 
         Args:
             token_ids: the response, tool output included.
             sample: `reward_model.ground_truth`, `data_source`, and the loop's extra fields as `tool_extra_fields`.
         Returns:
-            `reward_score`, and `reward_extra_info` with the same keys for every sample: `acc` (the truth, 0 or 1; 0
-            when unverified), `train_acc` (what the reward was made of), `reward_base`, `reward_overlong`, `unverified`,
-            `sandbox_failure`, `response_tokens` and the loop's counts as floats; `pred`, `verdict`, `method`,
-            `data_source`, `finish_reason` as strings, "" for nothing.
+            `reward_score`, and `reward_extra_info` with the same keys for every sample: `acc` (the truth, in [0, 1]; 0
+            when unverified), `train_acc` (what the reward was made of), the parts of the reward `reward_base`,
+            `reward_overlong`, `reward_length` and `reward_tool_bonus`, `unverified`, `sandbox_failure`,
+            `response_tokens` and the loop's counts as floats; `pred`, `verdict`, `method`, `data_source`,
+            `finish_reason` as strings, "" for nothing.
+        Raises:
+            ValueError: the row is broken; the message names it.
+            RuntimeError: the verifier has an error of its own.
         """
         num_tokens = len(token_ids)
         extra_fields = sample.get("tool_extra_fields") or {}
         spans = extra_fields.get("model_spans", [(0, num_tokens)])
-        ground_truth = sample["reward_model"]["ground_truth"]
-
-        score = await asyncio.to_thread(self._score, token_ids, spans, str(ground_truth))
-        self._count(score)
-        num_model_tokens = sum(end - start for start, end in spans)
         sandbox_failed = extra_fields.get("finish_reason") == "sandbox_failure"
+
+        response = await asyncio.to_thread(self._decode, token_ids, spans)
+        score = await self._verify(response, sample)
         unverified = score.verdict == "unknown"
+        self._count(score, response, sample)
+        num_model_tokens = sum(end - start for start, end in spans)
 
         train_acc = score.acc
         if self.options.random_reward_p is not None:
             train_acc = float(self._draw(sample, token_ids) < self.options.random_reward_p)
         if sandbox_failed or unverified:
             train_acc = 0.5
-        base = 2.0 * train_acc - 1.0
-        counted = num_model_tokens if self.options.overlong_counts == "model" else num_tokens
-        overlong = 0.0 if sandbox_failed or unverified else self._overlong(counted)
-        reward = base + overlong
+        parts = {"reward_base": 2.0 * train_acc - 1.0, "reward_overlong": 0.0, "reward_length": 0.0}
+        parts["reward_tool_bonus"] = 0.0
+        if not (sandbox_failed or unverified):
+            counted = num_model_tokens if self.options.overlong_counts == "model" else num_tokens
+            parts["reward_overlong"] = self._overlong(counted)
+            if self.options.length_penalty == "piecewise":
+                parts["reward_length"] = piecewise_length_penalty(torch.tensor([counted])).item()
+            if self.options.tool_bonus and train_acc == 0.0:
+                parts["reward_tool_bonus"] = tool_bonus(torch.tensor([extra_fields.get("tool_calls", 0)])).item()
+        reward = sum(parts.values())
         if self.options.reward_floor is not None:
             reward = max(reward, self.options.reward_floor)
         return {
@@ -171,8 +198,7 @@ class RetoolRewardManager(RewardManagerBase):
             "reward_extra_info": {
                 "acc": score.acc or 0.0,
                 "train_acc": train_acc,
-                "reward_base": base,
-                "reward_overlong": overlong,
+                **parts,
                 "unverified": float(unverified),
                 "sandbox_failure": float(sandbox_failed),
                 "response_tokens": float(num_model_tokens),
@@ -185,28 +211,50 @@ class RetoolRewardManager(RewardManagerBase):
             },
         }
 
-    def _score(self, token_ids: list[int], spans: list[tuple[int, int]], ground_truth: str) -> Score:
-        """Score what the model itself sampled: what a tool printed cannot answer for it."""
+    def _decode(self, token_ids: list[int], spans: list[tuple[int, int]]) -> str:
+        """What the model itself sampled: what a tool printed cannot answer for it."""
         outside = [span for span in spans if not 0 <= span[0] <= span[1] <= len(token_ids)]
         if outside:
             raise ValueError(
                 f"model_spans has {outside[0]} in a response of {len(token_ids)} tokens: expected pairs "
                 "0 <= start <= end <= length. The agent loop must give indices into response_ids."
             )
-        texts = [self.tokenizer.decode(token_ids[start:end], skip_special_tokens=True) for start, end in spans]
-        return score_answer("\n".join(texts), ground_truth)
+        return "\n".join(self.tokenizer.decode(token_ids[start:end], skip_special_tokens=True) for start, end in spans)
 
-    def _count(self, score: Score) -> None:
-        self.num_scored += 1
-        if score.verdict == "unknown":
-            self.num_unverified += 1
-            logger.warning(
-                "answer %r could not be verified within its limits: reward 0, flagged `unverified` "
-                "(%d of %d samples of this worker so far)",
-                score.pred[:200],
-                self.num_unverified,
-                self.num_scored,
+    async def _verify(self, response: str, sample: Mapping[str, Any]) -> Score:
+        data_source = str(sample.get("data_source", ""))
+        row = f"row {sample.get('index')} of data_source {data_source!r}"
+        ground_truth = (sample.get("reward_model") or {}).get("ground_truth")
+        if ground_truth is None:
+            raise ValueError(
+                f"{row} has no reward_model.ground_truth: expected what its answer is compared with. "
+                "Correct the data file: an answer cannot be scored as wrong for want of a right one."
             )
+        verifier = self.verifiers.find(data_source, str(sample.get("ability", "")))
+        try:
+            return await verifier.verify(response, ground_truth, sample)
+        except ValueError as error:
+            raise ValueError(f"{row} cannot be scored: {error}") from error
+        except Exception as error:  # an error of ours: named, so that it is found in a log of many workers
+            raise RuntimeError(f"{type(verifier).__name__} failed on {row}: {error!r}") from error
+
+    def _count(self, score: Score, response: str, sample: Mapping[str, Any]) -> None:
+        self.num_scored += 1
+        if score.verdict != "unknown":
+            return
+        self.num_unverified += 1
+        logger.warning(
+            "answer %r could not be verified (%s): reward 0, flagged `unverified` "
+            "(%d of %d samples of this worker so far)",
+            score.pred[:200],
+            score.method,
+            self.num_unverified,
+            self.num_scored,
+        )
+        if self.unverified_log:
+            row = {"response": response, "ground_truth": sample["reward_model"]["ground_truth"]}
+            row |= {name: sample.get(name, "") for name in ("data_source", "ability", "index", "uid", "global_steps")}
+            self.unverified_log.append(row | {"pred": score.pred, "method": score.method})
 
     def _overlong(self, num_tokens: int) -> float:
         if self.options.overlong_buffer is None:

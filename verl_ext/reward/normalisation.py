@@ -25,21 +25,25 @@ _SYMBOLS = str.maketrans(
         "∠": r"\angle ",
         "θ": r"\theta ",
     }
-    | {"€": r"\$", "£": r"\$", "¥": r"\$", "。": ".", "、": ",", "′": "'", "’": "'", "ⁿ": "^n"}
+    | {"€": r"\$", "£": r"\$", "¥": r"\$", "₹": r"\$", "¢": r"\text{ cents}"}
+    | {"。": ".", "、": ",", "′": "'", "’": "'", "ⁿ": "^n"}
 )
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 
 # What changes how an answer looks, not what it says. Each line works on what the lines above it left.
 _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         # layout
-        (r"(?<=\d)(?:\{,\}|,?\\[,!]|\\ |~)+\s*(?=\d{3}(?!\d))", ""),  # 12\,000  1{,}234  32,\!349
+        (r"(?<=\d)(?:\{,\}|,?\\[,!]|\\ |~|')+\s*(?=\d{3}(?!\d))", ""),  # 12\,000  1{,}234  32,\!349  1'234
         (r"(?<!\\)\\[\[\]()]|(?<!\\)\$", ""),
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?", ""),
         (r"\\(?:display|text|script)style(?![a-zA-Z])|\\(?:no)?limits(?![a-zA-Z])|\\hspace\{[^{}]*\}", " "),
         (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~|&nbsp;", " "),
+        (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z])", ""),
+        (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|underline|boxed|fbox)\s*\{(\d+)\}", r"\1"),
         (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|underline|boxed|fbox)(?![a-zA-Z])", ""),
         (r"\\(?:mbox|text(?:rm|bf|it|normal|up)|emph|operatorname\*?|mathrm)(?![a-zA-Z])", r"\\text"),
         (
@@ -50,6 +54,7 @@ _REWRITES = [
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
+        (r"\\binom\s*(\d)\s*(\d)", r"\\binom{\1}{\2}"),
         (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}|(?<![a-zA-Z\\])C\((\d+),\s*(\d+)\)", r"\\binom{\1\3}{\2\4}"),
         (r"\\frac\s*(\d)", r"\\frac{\1}"),
         (r"\\frac\s*(\{(?:[^{}]|\{[^{}]*\})*\})\s*(\d)", r"\\frac\1{\2}"),
@@ -69,16 +74,29 @@ _REWRITES = [
         (r"\*\*", "^"),
         (r"\\(?:times|ast)(?![a-zA-Z])|\*", r"\\cdot "),
         (r"\\div(?![a-zA-Z])", "/"),
+        (
+            rf"_\s*\{{\s*\\text\s*\{{\s*({'|'.join(_BASES)})\s*\}}\s*\}}|_\s*\\text\s*\{{\s*({'|'.join(_BASES)})\s*\}}",
+            lambda m: f"_{_BASES[m[1] or m[2]]}",
+        ),
+        # ASCII notation
+        (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan)(?![a-zA-Z])", r"\\\1"),
+        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
         # units that never change the number; other units are read in rationals.py
+        (
+            r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\{\s*\}\s*)?(?:\\text\s*\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))",
+            r"\\text{deg\1\2}",
+        ),
         (r"\\%|\\text\{\s*(?:percent|pct)\.?\s*\}|(?<=\d)\s*(?:percent(?:age)?|per cent|pct)\b", "%"),
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![a-zA-Z])", ""),
-        (r"\\\$", ""),
+        (r"\\\$|^\s*(?:USD|EUR|GBP|Rs\.?)\s*(?=\d)", ""),
         # separators of several values
         (r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)or(?=\d)", ","),
         (r",(?:\s*,)+", ","),
         (r"\s+", " "),
     ]
 ]
+# "The final answer is", "Answer:", and an equals sign without a left side.
+_PREAMBLE = re.compile(r"^(?:(?:the )?(?:final )?answer(?: is(?! not)| ?:| ?=)[: ]*|= ?)(?=.)", re.IGNORECASE)
 
 
 @lru_cache(maxsize=4096)
@@ -92,7 +110,7 @@ def normalise(answer: str) -> str:
     text = unicodedata.normalize("NFKC", text.translate(_SYMBOLS)).translate(_SYMBOLS)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
-    text = re.sub(r"[\s.,;:\\]+$", "", text).lstrip(" ,:")
+    text = _PREAMBLE.sub("", re.sub(r"[\s.,;:\\]+$", "", text).lstrip(" ,:"))
     groups = split_top_level(text, ";")
     if len(groups) > 1 and "," in text:  # p=5,q=2; p=7,q=2
         text = ",".join(f"({group})" for group in groups)

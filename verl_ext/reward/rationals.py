@@ -21,13 +21,17 @@ km kilometer kilometers kilometre kilometres 千米 公里|in inch inches|ft foo
 s sec second seconds 秒|min minute minutes 分钟|h hr hrs hour hours 小时|day days 天|week weeks|month months
 year years 岁 年|g gram grams 克|kg kilogram kilograms 千克|lb lbs pound pounds|oz ounce ounces|ton tons 吨
 L l liter liters litre litres 升|mL ml milliliter milliliters|gal gallon gallons|degree degrees deg 度|rad radians
-unit units 单位|dollar dollars USD|cent cents|yuan RMB 元|euro euros|mph|km/h kmh kph|m/s mps|Hz|J|N|W|V|K|sq|cu
-人|分|种|次|个
+unit units 单位|degC|degF|dollar dollars USD|cent cents|yuan RMB 元|euro euros|mph|km/h kmh kph|m/s mps|Hz|J|N|W|V|K
+sq|cu|人|分|种|次|个
 """
 _UNIT_OF = {word: unit.split()[0] for unit in re.split(r"[|\n]", _UNITS) for word in unit.split()}
 _MAGNITUDES = {"hundred": 2, "thousand": 3, "万": 4, "million": 6, "亿": 8, "billion": 9, "trillion": 12}
 _NOT_UNITS = set(
-    "and or if not to mod more less than of over else with for plus minus times divided dozen half "
+    "and or nor if not no to mod modulo more less than of over else with for plus minus times divided by choose "
+    "tenths hundredths thousandths millionths billionths halves thirds quarters half dozen dozens score "
+    "squared cubed factorial root power base pi infinity negative positive zero except but either neither "
+    "is isn't was are be equals wrong incorrect false invalid maybe perhaps probably possibly otherwise "
+    "approximately approx about around roughly almost nearly least most greater smaller below above under between "
     "sin cos tan cot sec csc log ln exp sqrt arcsin arccos arctan sinh cosh tanh".split()
 )
 _TAIL = re.compile(
@@ -38,12 +42,13 @@ _TAIL = re.compile(
 )
 _TOKEN = re.compile(
     r"""\s*(?:
-    (?P<whole>\d+)(?: \s*\\frac\s*\{\s*(?P<top>\d+)\s*\}\s*\{\s*(?P<bottom>\d+)\s*\}
+    (?P<whole>\d++)(?: \s*\\frac\s*\{\s*(?P<top>\d+)\s*\}\s*\{\s*(?P<bottom>\d+)\s*\}
                     | \s+(?P<top2>\d+)\s*/\s*(?P<bottom2>\d+) )
-  | (?P<mantissa>\d+\.?\d*|\.\d+)(?: \s*\\cdot\s*10\s*\^\s*(?:\{\s*(?P<power>[+-]?\d+)\s*\}|(?P<power2>\d+))
+  | (?P<mantissa>\d++\.?\d*+|\.\d++)(?: \s*\\cdot\s*10\s*\^\s*(?:\{\s*(?P<power>[+-]?\d+)\s*\}|(?P<power2>\d+))
                                    | [eE](?P<power3>[+-]?\d+)(?![a-zA-Z]) )
-  | (?P<before>\d*)\.(?P<once>\d*)\\(?:overline|bar|dot)\s*(?:\{(?P<cycle>\d+)\}|(?P<cycle2>\d))
-  | (?P<decimal>\d+\.?\d*|\.\d+)
+  | (?P<before>\d*+)\.(?P<once>\d*+)(?:\\(?:overline|bar|dot)\s*(?:\{(?P<cycle>\d+)\}|(?P<cycle2>\d))
+                                    | \((?P<cycle3>\d+)\)$ )
+  | (?P<decimal>\d++\.?\d*+|\.\d++)
   | (?P<operator>\\frac|\\cdot|[-+/^!(){}])
     )""",
     re.VERBOSE,
@@ -241,7 +246,7 @@ def _read_token(match: re.Match[str]) -> Fraction | str:
         if abs(power) > MAX_CHARS:
             raise ValueError(f"an exponent of ten beyond {MAX_CHARS}")
         return Fraction(match["mantissa"]) * Fraction(10) ** power
-    if cycle := match["cycle"] or match["cycle2"]:  # 0.1\overline{6} is 1/10 + 6/90
+    if cycle := match["cycle"] or match["cycle2"] or match["cycle3"]:  # 0.1\overline{6} is 1/10 + 6/90
         once = match["once"]
         return Fraction(f"{match['before'] or 0}.{once or 0}") + Fraction(
             int(cycle), (10 ** len(cycle) - 1) * 10 ** len(once)

@@ -20,7 +20,14 @@ MAX_SYMBOLIC = 24  # comparisons by computer algebra for one answer; only long l
 
 _CHOICE = re.compile(r"\(?\s*([A-J])\s*(?:[).:]\s*[^,A-J]*)?")  # C, (C), C. and (C) 12, but not C or D
 _BASED = re.compile(r"([0-9A-Z]+)\s*_\s*\{?(\d+)\}?")
-_CLOCK = re.compile(r"\d+(?:\s*:\s*\d+)+")
+_CLOCK = re.compile(r"(\d+(?:\s*:\s*\d+)+)\s*([ap]\.?m\.?)?", re.IGNORECASE)
+_RATIO = re.compile(r"(\d+)\s*(?:/|\\text\s*\{\s*to\s*\}|to)\s*(\d+)|\\frac\{(\d+)\}\{(\d+)\}")
+_CONSTANT = re.compile(r"\+\s*[cCkK]$")  # of an integral
+# Units that normalise() drops, and others that they are not.
+_CLASHES = [
+    (re.compile(r"\\\$|[€£¥₹]|\bdollars?\b"), re.compile(r"¢|\bcents?\b")),
+    (re.compile(r"°|\\circ|\bdegrees?\b"), re.compile(r"\brad(?:ians?)?\b")),
+]
 _MATHS_WORDS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp"}
 
 
@@ -29,7 +36,8 @@ class Score:
     """What became of one response.
 
     Attributes:
-        acc: 1.0 right, 0.0 wrong or without an answer, None if it could not be decided.
+        acc: 1.0 right, 0.0 wrong or without an answer, None if it could not be decided. Other verifiers (verifiers/)
+            may give a share of 1.0, with the verdict "partial".
         pred: the answer as the response gave it; "" without one.
         verdict: "unknown" is neither right nor wrong: the comparison ran out of CPU time or memory.
         method: the rule that decided, for logs: "integer", "string", "number", "words", "count", "guard: tower", ...
@@ -37,7 +45,7 @@ class Score:
 
     acc: float | None
     pred: str
-    verdict: Literal["correct", "wrong", "no_answer", "unknown"]
+    verdict: Literal["correct", "partial", "wrong", "no_answer", "unknown"]
     method: str
 
 
@@ -70,9 +78,14 @@ def compare(pred: str, gold: str) -> Comparison:
         return Comparison(int(pred) == int(gold), "integer")
     if len(pred) > max(MAX_ANSWER_CHARS, 2 * len(gold)):
         return Comparison(False, "guard: length")
+    for first, second in _CLASHES:
+        if first.search(pred) and second.search(gold) or first.search(gold) and second.search(pred):
+            return Comparison(False, "unit")
     pred, gold = normalise(pred), normalise(gold)
     if not pred:
         return Comparison(False, "empty")
+    if gold.endswith("C") and _CONSTANT.search(gold):
+        pred = _CONSTANT.sub("+C", pred)
     if re.fullmatch(r"[A-J]", gold):
         choice = _CHOICE.fullmatch(pred)
         return Comparison(bool(choice) and choice[1] == gold, "choice")
@@ -92,6 +105,8 @@ class _ValueComparison:
         decided = _compare_quantities(pred, gold) or _compare_notations(pred, gold) or _compare_words(pred, gold)
         if decided:
             return decided
+        if re.fullmatch(r"[-+]?\s*\\infty", gold):
+            return Comparison(False, "infinity")  # another spelling of it: \infty+1 is no number
         reason = refusal(pred, gold)
         if reason:
             return Comparison(False, f"guard: {reason}")
@@ -124,12 +139,31 @@ def _quantity_or_none(text: str) -> Quantity | None:
 
 
 def _compare_notations(pred: str, gold: str) -> Comparison | None:
-    """Numbers in another base (204_5) and clock times or ratios (7:32): the same digits in the same places."""
-    for pattern in (_BASED, _CLOCK):
-        if pattern.fullmatch(pred) or pattern.fullmatch(gold):
-            same = re.findall(r"[0-9A-Z]+", pred) == re.findall(r"[0-9A-Z]+", gold)
-            return Comparison(same, "notation")
+    """Numbers in another base (204_5), clock times and ratios (7:32): the same digits in the same places.
+
+    The ratio 3:2 may be written as 3/2, and 3/2 as 3:2; two fractions are for others to compare.
+    """
+    for read in (_read_based, _read_clock):
+        places = read(pred), read(gold)
+        if any(places):
+            written = [found or _read_ratio(text) for found, text in zip(places, (pred, gold), strict=True)]
+            return Comparison(written[0] == written[1], "notation")
     return None
+
+
+def _read_based(text: str) -> tuple[list[str], str] | None:
+    match = _BASED.fullmatch(text.strip("() ").replace(")_", "_"))
+    return ([match[1]], f"base {match[2]}") if match else None
+
+
+def _read_clock(text: str) -> tuple[list[str], str] | None:
+    match = _CLOCK.fullmatch(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip())
+    return (re.findall(r"\d+", match[1]), (match[2] or "").replace(".", "").lower()) if match else None
+
+
+def _read_ratio(text: str) -> tuple[list[str], str] | None:
+    match = _RATIO.fullmatch(text)
+    return ([digits for digits in match.groups() if digits], "") if match else None
 
 
 def _compare_words(pred: str, gold: str) -> Comparison | None:
@@ -145,9 +179,18 @@ def _is_words(text: str) -> bool:
     if re.search(r"\\text\s*\{[^{}]*[^\W\d_]{2}", text):
         return True
     return bool(re.fullmatch(r"[^\W\d_][\w ,.'-]*", text)) and any(
-        len(word) > 2 and word.lower() not in _MATHS_WORDS for word in re.findall(r"\w+", text)
+        len(word) > 2 and word.lower() not in _MATHS_WORDS for word in re.findall(r"[^\W\d_]+", text)
     )
 
 
 def _fold(text: str) -> str:
-    return re.sub(r"[\s.,'!?{}]+", " ", re.sub(r"\\text(?![a-zA-Z])", " ", text)).strip().casefold()
+    text = re.sub(r"\.(?!\d)", "", re.sub(r"\\text(?![a-zA-Z])", " ", text))  # p.m. as pm
+    return re.sub(r"[\s,{}]+", " ", text).strip().casefold()
+
+
+if __name__ == "__main__":  # python -m verl_ext.reward.score grades files
+    import sys
+
+    from verl_ext.reward.grade import main
+
+    sys.exit(main())

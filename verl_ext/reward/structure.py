@@ -52,6 +52,8 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues) -> Comp
     if key(pred) == key(gold):
         return Comparison(True, "string")
     (pred_label, pred_value), (gold_label, gold_value) = split_label(pred), split_label(gold)
+    if pred_label and not _is_consistent(pred, pred_value, compare_values):
+        return Comparison(False, "chain")
     if pred_label and gold_label and key(pred_label) == key(gold_label):
         return compare_answers(pred_value, gold_value, compare_values)
     if pred_label and not gold_label and not split_top_level(gold, "=")[1:]:
@@ -59,12 +61,22 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues) -> Comp
     if gold_label and not pred_label and not split_top_level(pred, "=")[1:]:
         return compare_answers(pred, gold_value, compare_values)
 
+    if pred_label and not gold_label and pred_label[0] == "(":
+        pred = _label_each(pred_label, pred_value) or pred
+    elif gold_label and not pred_label and gold_label[0] == "(":
+        gold = _label_each(gold_label, gold_value) or gold
+    if r"\cup" in gold:
+        pred = _as_union(pred) or pred
+    elif r"\cup" in pred:
+        gold = _as_union(gold) or gold
     pred_parts, gold_parts = split_parts(pred), split_parts(gold)
     if pred_parts is None and gold_parts is None:
         return compare_values(pred, gold)
     if _mixes_notations(pred, gold):
         return compare_values(pred, gold)
     pred_parts, gold_parts = pred_parts or Parts("values", [pred]), gold_parts or Parts("values", [gold])
+    if not pred_parts.ordered and len(pred_parts.items) > len(gold_parts.items) > 1:
+        pred_parts = Parts(pred_parts.kind, list({key(item): item for item in pred_parts.items}.values()))
     if len(pred_parts.items) != len(gold_parts.items) or len(gold_parts.items) > MAX_PARTS:
         return Comparison(False, "count")
     if pred_parts.kind != gold_parts.kind and {pred_parts.kind, gold_parts.kind} != {"values", "()"}:
@@ -81,17 +93,36 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues) -> Comp
 def split_label(text: str) -> tuple[str, str]:
     r"""`x = 3` -> ("x", "3"), `f(x) = y = 3` -> ("f(x)", "3"), `x \in S` -> ("x", "S"); ("", text) for anything else.
 
-    A label names what is asked for: a letter in it, and nothing to work out (no sum, power or coefficient). The
-    equations `2x = 6` and `x^2 = 9` have none.
+    A label names what is asked for: a letter in it, and nothing to work out (no power or coefficient, no sum but of
+    letters: `m+n = 42`). The equations `2x = 6` and `x^2 = 9` have none. `3 = x` is read as `x = 3`.
     """
     label, *values = split_top_level(text, "=")
     if not values:
         label, *values = split_top_level(text, r"\in ")
+    if len(values) == 1 and re.fullmatch("[a-zA-Z]", values[0]) and not re.search("[a-zA-Z=]", label):
+        label, values = values[0], [label]
     several = len(values) > 1 and len(split_top_level(text)) > 1  # x=1, y=2
+    several = several or any(part.endswith(label) for part in values[:-1])  # x=1 x=2
     return (label, values[-1]) if values and values[-1] and _is_label(label) and not several else ("", text)
 
 
+def _is_consistent(chain: str, value: str, compare_values: CompareValues) -> bool:
+    """Whether the plain numbers in the middle of `x = 84/2 = 42` are its value: `x = 7 = 42` is no answer."""
+    numbers = [part for part in split_top_level(chain, "=")[1:-1] if re.fullmatch(r"-?\d+(?:\.\d+)?", part)]
+    return all(compare_values(number, value).equal for number in numbers)
+
+
+def _label_each(labels: str, values: str) -> str | None:
+    """`(x,y)`, `(1,2)` -> `x=1,y=2`."""
+    names, items = split_top_level(labels[1:-1]), split_top_level(values[1:-1])
+    if values[:1] != "(" or len(names) != len(items):
+        return None
+    return ",".join(f"{name}={item}" for name, item in zip(names, items, strict=True))
+
+
 def _is_label(text: str) -> bool:
+    if re.fullmatch(r"[a-zA-Z](?:\s*\+\s*[a-zA-Z])+", text):
+        return True
     return bool(re.search(r"[^\W\d_]", text)) and not re.search(r"^\s*\d|[-+^<>]|\\cdot|\\sqrt", text)
 
 
@@ -117,6 +148,26 @@ def split_parts(text: str) -> Parts | None:
         return None
     values = _write_out(split_top_level(text))
     return Parts("values", values) if len(values) > 1 else None
+
+
+def _as_union(text: str) -> str | None:
+    r"""`x < -1, x \ge 3` (by now without its "or") -> `(-\infty,-1)\cup[3,\infty)`; None for anything else."""
+    intervals, variables = [], set()
+    for part in split_top_level(text):
+        sides = [side.strip() for side in RELATION.split(part)]
+        signs = RELATION.findall(part)
+        if r"\ne" in signs or len({sign in ("<", r"\le") for sign in signs}) != 1:  # 1 < x > 3
+            return None
+        if signs[0] not in ("<", r"\le"):
+            sides, signs = sides[::-1], [{">": "<", r"\ge": r"\le"}[sign] for sign in signs[::-1]]
+        if len(sides) == 2:
+            first = bool(re.fullmatch("[a-zA-Z]", sides[0]))
+            sides, signs = ([r"-\infty", *sides], ["<", *signs]) if first else ([*sides, r"\infty"], [*signs, "<"])
+        if len(sides) != 3 or not re.fullmatch("[a-zA-Z]", sides[1]):
+            return None
+        variables.add(sides[1])
+        intervals.append(f"{'(' if signs[0] == '<' else '['}{sides[0]},{sides[2]}{')' if signs[1] == '<' else ']'}")
+    return r"\cup ".join(intervals) if len(intervals) > 1 and len(variables) == 1 else None
 
 
 def _write_out(values: list[str]) -> list[str]:

@@ -4,40 +4,39 @@ math-verify's own time-out is SIGALRM, which works only in a main thread, while 
 actors; and sympy can take for ever, or all memory, on a short answer. So each comparison runs in a child process
 (symbolic_worker.py) under a limit of CPU time, not wall time: a loaded machine does not change a verdict. Children
 start at the first comparison, are reused, and end with this process.
+
+Nearly all comparisons take a few milliseconds. What takes longer goes on in a lane of its own, at low priority, so that
+ordinary answers do not queue up behind hostile ones.
 """
 
 import atexit
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
 from multiprocessing import Pipe
 from pathlib import Path
 
-CPU_S = 2.0  # per comparison
+QUICK_CPU_S = 0.25  # per comparison, in the quick lane
+CPU_S = 2.0  # per comparison, in the slow lane: then it stays open
 WALL_S = 60.0  # per comparison: a backstop for a worker that neither works nor answers
 START_WALL_S = 120.0  # importing sympy, on a loaded machine
 MEMORY_BYTES = 1 << 30  # address space of one worker
 MAX_COMPARISONS = 2000  # per worker, as sympy's caches grow
+MAX_KNOWN = 20_000  # verdicts that are kept: the responses of a group often give the same answer
+SLOW_NICENESS = 10
 
 _WORKER = Path(__file__).with_name("symbolic_worker.py")
 
 
 class SymbolicPool:
-    """Up to `size` worker processes; safe to call from any thread. Callers beyond `size` wait for their turn."""
+    """Up to `size` quick workers and a slow one; safe to call from any thread. Further callers wait for their turn."""
 
     def __init__(self, size: int = 2, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES):
-        self._size = size
-        self._limits = {"cpu_s": cpu_s, "memory_bytes": memory_bytes}
-        self.forget()
-
-    def forget(self) -> None:
-        """Start empty, without touching the workers: for a forked child, which must not share its parent's."""
-        self._turns = threading.BoundedSemaphore(self._size)
-        self._lock = threading.Lock()
-        self._idle: list[_Worker] = []
+        self._quick = _Lane(size, min(QUICK_CPU_S, cpu_s), memory_bytes, niceness=0)
+        self._slow = _Lane(1, cpu_s, memory_bytes, SLOW_NICENESS)
+        self._known: dict[tuple[str, str], bool | None] = {}
 
     def is_equal(self, pred: str, gold: str) -> bool | None:
         """Whether two normalised LaTeX expressions are equal; None if that took too much time or memory.
@@ -45,6 +44,49 @@ class SymbolicPool:
         Raises:
             RuntimeError: no worker can be started, for instance because math-verify is not installed.
         """
+        if (pred, gold) in self._known:
+            return self._known[pred, gold]
+        answer = self._quick.ask(pred, gold)
+        if answer is None or answer["equal"] is None:
+            answer = self._slow.ask(pred, gold)
+        if answer is None:
+            return None  # the worker was lost, which says nothing of the answer
+        if len(self._known) >= MAX_KNOWN:
+            self._known.clear()
+        self._known[pred, gold] = answer["equal"]
+        return answer["equal"]
+
+    def forget(self) -> None:
+        """Start without workers, and without touching them: for a forked child, which must not share its parent's."""
+        self._quick.forget()
+        self._slow.forget()
+
+    def close(self) -> None:
+        """End the idle workers and forget all verdicts; a later comparison starts new ones."""
+        self._known = {}
+        self._quick.close()
+        self._slow.close()
+
+    def worker_pids(self) -> list[int]:
+        """Process ids of the idle workers."""
+        return self._quick.worker_pids() + self._slow.worker_pids()
+
+
+class _Lane:
+    """Workers with the same limits."""
+
+    def __init__(self, size: int, cpu_s: float, memory_bytes: int, niceness: int):
+        self._size = size
+        self._limits = {"cpu_s": cpu_s, "memory_bytes": memory_bytes, "niceness": niceness}
+        self.forget()
+
+    def forget(self) -> None:
+        self._turns = threading.BoundedSemaphore(self._size)
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+
+    def ask(self, pred: str, gold: str) -> dict | None:
+        """The worker's answer, its `equal` None at the limit of CPU time or memory; None if two workers were lost."""
         with self._turns:
             for _ in range(2):
                 worker = self._take()
@@ -53,27 +95,25 @@ class SymbolicPool:
                 except BaseException:
                     worker.kill()
                     raise
-                if answer is None or answer["equal"] is None or worker.comparisons >= MAX_COMPARISONS:
+                if answer is None or worker.comparisons >= MAX_COMPARISONS:
                     worker.kill()
                 else:
                     with self._lock:
                         self._idle.append(worker)
                 if answer is not None:
-                    return answer["equal"]
+                    return answer
                 if worker.out_of_time:
                     break
                 # Something else ended it, such as the system's out-of-memory killer: once more.
         return None
 
     def close(self) -> None:
-        """End the idle workers; a later comparison starts new ones."""
         with self._lock:
             workers, self._idle = self._idle, []
         for worker in workers:
             worker.kill()
 
     def worker_pids(self) -> list[int]:
-        """Process ids of the idle workers."""
         with self._lock:
             return [worker.process.pid for worker in self._idle]
 
@@ -85,7 +125,7 @@ class SymbolicPool:
 
 
 class _Worker:
-    """One child process and the connection to it."""
+    """One child process, which forks the one that works, and the connection to both."""
 
     def __init__(self, limits: dict[str, float]):
         self.comparisons = 0
@@ -118,7 +158,7 @@ class _Worker:
                 return json.loads(self._connection.recv_bytes())
             self.out_of_time = True
         except (EOFError, ConnectionError):
-            self.out_of_time = self.process.wait() == -signal.SIGPROF
+            pass
         return None
 
     def kill(self) -> None:

@@ -20,6 +20,12 @@ from verl_ext.reward.extraction import extract_answer, strip_tool_blocks
         (r"\boxed{1}, \boxed{2} and \boxed{3}", "1, 2, 3"),
         (r"$\boxed{(2,2)} \quad \text{and} \quad \boxed{(6,2)}$", "(2,2), (6,2)"),
         (r"\boxed{1} no \boxed{2}", "2"),
+        (r"\boxed{1}, that is \boxed{1}; or \boxed{1}", "1"),
+        (r"$y_1 = \boxed{1}$ and $y_2 = \boxed{2}$", "1, 2"),
+        (r"so $x = -\boxed{3}$", "-(3)"),
+        (r"as follows - \boxed{3}", "3"),
+        (r"\boxed{3}^2", "(3)^2"),
+        (r"\boxed{3}^\circ", "3"),
         (r"<answer>5</answer>", "5"),
         (r"<answer>\boxed{5}</answer>", "5"),
         (r"<answer>4</answer> or rather <answer>5</answer>", "5"),
@@ -44,6 +50,12 @@ def test_last_complete_box_is_the_answer(text, answer):
         r"<tool_response>\boxed{6}</tool_response>",
         "```python\n# \\boxed{6}\n```",
         "```output\n\\boxed{6}\n```",
+        "~~~python\n# \\boxed{6}\n~~~",
+        "```python\n6\n```\n```\n\\boxed{6}\n```",
+        "```python\n6\n```\n**Output:**\n```\n\\boxed{6}\n```",
+        "<CODE >print('\\boxed{6}')</CODE>",
+        "<|im_start|>tool\n\\boxed{6}<|im_end|>",
+        "<|im_start|>user\n<tool_response>\n\\boxed{6}\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
         r"<code>print('</think>')</code>",
     ],
 )
@@ -56,6 +68,11 @@ def test_code_and_tool_output_are_no_answer(block):
 @pytest.mark.parametrize("block", ["<code>", "<interpreter>", "<tool_call>", "<tool_response>", "```python\n"])
 def test_unclosed_block_reaches_to_the_end(block):
     assert extract_answer(rf"\boxed{{5}} {block} \boxed{{6}}") == "5"
+
+
+def test_block_that_was_never_opened_begins_at_the_start():
+    assert extract_answer(r"\boxed{6}</interpreter> done") is None
+    assert extract_answer(r"\boxed{6}</interpreter> so \boxed{7}") == "7"
 
 
 @pytest.mark.parametrize("fence", ["```\n{}\n```", "```latex\n{}\n```", "```math\n{}\n```"])

@@ -14,10 +14,16 @@ from verl_ext.reward.guards import refusal
         ("x+12345!", "large factorial"),
         (r"\binom{10^9}{5}", "large binomial"),
         ("x+" + "9" * 60, "long number"),
-        ("(" * 21 + "x" + ")" * 21, "nesting"),
+        ("(" * 11 + "x" + ")" * 11, "nesting"),
+        ("|" * 10 + "x" + "|" * 10, "bars"),
         ("x+" * 400, "length"),
         (r"\sum_{k=1}^n k", "unevaluated sum"),
         (r"\det A", "unevaluated det"),
+        ("f'(x)", "derivative"),
+        (r"0.333\ldots", "dots"),
+        ("42:1", "ratio"),
+        ("x+42_7", "base"),
+        ("x=7 x=42", "chain"),
     ],
 )
 def test_answer_is_refused(answer, reason):
@@ -29,7 +35,7 @@ def test_answer_is_refused(answer, reason):
     ["x^{y^2}", r"\frac{x+2}{7}", "f'(x)", "f''(x)", r"e^{-x^2}", r"\binom{n}{k}", "n!", r"\sqrt[3]{4}", "x^{2024}"],
 )
 def test_ordinary_answer_passes(answer):
-    assert refusal(answer, "x") is None
+    assert refusal(answer, answer) is None
 
 
 def test_what_the_gold_has_the_answer_may_have():

@@ -189,6 +189,104 @@ def test_floor_bounds_the_sum(make_manager):
     assert score(manager, "a" * 150 + r"\boxed{42}")[0] == 0.0
 
 
+def test_reward_parts_are_logged_each_by_itself(make_manager):
+    manager = make_manager(
+        max_response_length=20000,
+        overlong_buffer_cfg={"enable": True, "len": 10000},
+        length_penalty="piecewise",
+        tool_bonus=True,
+    )
+    # 14,000 tokens: 4,000 of 10,000 into the buffer, -0.4; piecewise -0.04 - 0.05 x 2; 3 calls, 0.3
+    reward, info = score(manager, "a" * 13990 + r"\boxed{41}", extra_fields={"tool_calls": 3})
+    parts = {key: round(value, 6) for key, value in info.items() if key.startswith("reward_")}
+    assert parts == {"reward_base": -1, "reward_overlong": -0.4, "reward_length": -0.14, "reward_tool_bonus": 0.3}
+    assert reward == pytest.approx(-1.24)
+    assert (info["acc"], info["train_acc"]) == (0.0, 0.0)
+
+
+def test_tool_bonus_is_for_wrong_answers_only_and_ends_at_its_ceiling(make_manager):
+    def reward(text, calls, **options):
+        return score(make_manager(**options), text, extra_fields={"tool_calls": calls})[0]
+
+    assert reward(r"\boxed{41}", 2, tool_bonus=True) == pytest.approx(-0.8)
+    assert reward("no box", 9, tool_bonus=True) == pytest.approx(-0.6)
+    assert reward(r"\boxed{42}", 9, tool_bonus=True) == 1.0
+    assert reward(r"\boxed{41}", 9) == -1.0
+
+
+def test_piecewise_penalty_counts_what_it_is_told_to(make_manager):
+    segments = ["<code>1</code>", ("tool", "b" * 9976), r"\boxed{42}"]  # 14 + 9976 + 10 = 10000 tokens
+    options = {"max_response_length": 20000, "length_penalty": "piecewise"}
+    assert score(make_manager(**options), *segments)[0] == pytest.approx(0.98)
+    assert score(make_manager(**options, overlong_counts="model"), *segments)[0] == 1.0
+
+
+def test_failed_sample_gets_no_part_of_any_penalty_or_bonus(make_manager):
+    manager = make_manager(max_response_length=20000, length_penalty="piecewise", tool_bonus=True)
+    failed = {"finish_reason": "sandbox_failure", "tool_calls": 3}
+    reward, info = score(manager, "a" * 12000, extra_fields=failed)
+    assert (reward, info["reward_length"], info["reward_tool_bonus"]) == (0.0, 0.0, 0.0)
+
+
+def test_unverified_response_is_kept_for_grading_again(make_manager, monkeypatch, tmp_path):
+    from verl_ext.reward import symbolic
+
+    monkeypatch.setattr(symbolic, "is_equal", lambda *_: None)
+    manager = make_manager(unverified_dir=str(tmp_path / "unverified"))
+    score(manager, r"\boxed{41}")
+    score(manager, "first", ("tool", "printed"), r"\boxed{x}", ground_truth=r"\sqrt{y}", uid="u1")
+    score(manager, r"\boxed{z}", ground_truth=r"\sqrt{y}")
+    (path,) = (tmp_path / "unverified").iterdir()
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [row["response"] for row in rows] == ["first\n\\boxed{x}", r"\boxed{z}"]
+    assert (rows[0]["ground_truth"], rows[0]["uid"], rows[0]["pred"]) == (r"\sqrt{y}", "u1", "x")
+
+
+def test_row_without_ground_truth_raises_and_is_named(make_manager):
+    for broken in ({"style": "rule"}, {"ground_truth": None}):
+        with pytest.raises(ValueError, match=r"row 7 of data_source 'tiny' has no reward_model.ground_truth"):
+            score(make_manager(), r"\boxed{42}", reward_model=broken)
+    with pytest.raises(ValueError, match=r"row 7 of data_source 'tiny' cannot be scored: The ground truth is empty"):
+        score(make_manager(), r"\boxed{42}", ground_truth=" ")
+
+
+class BrokenVerifier:
+    def __init__(self, config):
+        pass
+
+    async def verify(self, response_text, ground_truth, sample):
+        raise KeyError("missing")
+
+
+def test_error_of_a_verifier_raises_and_is_named(make_manager):
+    manager = make_manager(verifiers={"tin*": f"{__name__}.BrokenVerifier"})
+    with pytest.raises(RuntimeError, match=r"BrokenVerifier failed on row 7 of data_source 'tiny': KeyError"):
+        score(manager, r"\boxed{42}")
+
+
+def test_verifier_is_chosen_by_data_source_before_ability(make_manager):
+    manager = make_manager(verifiers={"Trivia/*": "verl_ext.reward.verifiers.exact.ExactVerifier"})
+    half = {"ground_truth": "1/2"}
+    assert score(manager, r"\boxed{0.5}", reward_model=half)[0] == 1.0  # mathematics
+    assert score(manager, r"\boxed{0.5}", reward_model=half, data_source="trivia/en")[0] == -1.0
+    assert score(manager, r"\boxed{0.5}", reward_model=half, ability="exact")[0] == -1.0
+    assert score(manager, r"\boxed{0.5}", reward_model=half, ability="MATH")[0] == 1.0
+
+
+def test_share_of_credit_becomes_a_reward_between(make_manager):
+    constraints = [{"id": "punctuation:no_comma"}, {"id": "startend:quotation"}]
+    manager = make_manager(
+        verifiers={"ifeval": {"path": "verl_ext.reward.verifiers.ifeval.IfevalVerifier", "all_or_nothing": False}}
+    )
+    reward, info = score(
+        manager,
+        "no comma",
+        reward_model={"ground_truth": json.dumps({"constraints": constraints})},
+        data_source="ifeval",
+    )
+    assert (reward, info["acc"], info["verdict"], info["method"]) == (0.0, 0.5, "partial", "broken: startend:quotation")
+
+
 def test_random_reward_keeps_the_rate_and_forgets_the_answer(make_manager):
     manager = make_manager(random_reward_p=0.3)
     drawn = {"42": [], "41": []}
@@ -220,6 +318,9 @@ def test_random_reward_is_repeatable_and_depends_on_the_seed(make_manager):
         ({"overlong_buffer_cfg": {"enable": True, "len": 161}}, "overlong buffer is 161 tokens"),
         ({"overlong_counts": "tokens"}, "overlong_counts is 'tokens'"),
         ({"random_reward_p": 1.5}, "random_reward_p is 1.5"),
+        ({"length_penalty": "linear"}, "length_penalty is 'linear'"),
+        ({"verifiers": {"code": "verl_ext.reward.Nothing"}}, "'verl_ext.reward.Nothing', which cannot be imported"),
+        ({"verifiers": {"code": {"url": "x"}}}, "verifier for 'code' is None"),
         ({"custom_path": "pkg://verl.utils.reward_score.math_dapo"}, "custom_reward_function.path is .pkg://verl"),
     ],
 )

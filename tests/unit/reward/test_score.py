@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ext.reward import Score, score_answer, symbolic
+from verl_ext.reward.score import compare
 
 # (what stands in the box, ground truth, is it right, why)
 EXACT = [
@@ -91,6 +92,38 @@ EXACT = [
     ("yes and no", r"\text{Yes}", False, "both"),
     ("parabola", r"\text{hyperbola}", False, "another word"),
     (r"x<3\text{ if odd}", r"x>3\text{ if odd}", False, "symbols among words count"),
+    (r"\textcolor{red}{42}", "42", True, "colour"),
+    (r"{\Large 42}", "42", True, "size"),
+    (r"\mathbf{4}2", "42", True, "a bold digit"),
+    ("The final answer is 42", "42", True, "a preamble"),
+    ("Answer: 42", "42", True, "a preamble"),
+    ("the answer is not 42", "42", False, "the opposite"),
+    ("= 42", "42", True, "an equals sign before"),
+    ("0.(3)", "1/3", True, "repeating decimal in brackets"),
+    (r"0.333\ldots", "1/3", False, "dots leave the rest open"),
+    ("1'234", "1234", True, "Swiss thousands separator"),
+    (r"1010_{\text{two}}", "1010_2", True, "base in words"),
+    ("42_7", "42", False, "a base that the gold has not"),
+    ("-204_5", "204_5", False, "the sign of a based number"),
+    ("3/2", "3:2", True, "ratio"),
+    ("3+2", "3:2", False, "the same digits, another sign between"),
+    ("42:1", "42", False, "a ratio"),
+    (r"7:32\text{ a.m.}", r"7:32\text{ AM}", True, "half of the day"),
+    ("7:32 AM", "7:32 PM", False, "the other half of the day"),
+    ("5 cents", r"\$5", False, "cents are not dollars"),
+    ("USD 5", "5", True, "currency in letters"),
+    (r"5^\circ\text{C}", "5", True, "degrees Celsius"),
+    ("5°F", "5°C", False, "another scale"),
+    ("5 rad", r"5^\circ", False, "radians are not degrees"),
+    ("42 squared", "42", False, "a power in words"),
+    ("42 thousandths", "42", False, "a fraction in words"),
+    (r"42\text{ is wrong}", "42", False, "a sentence is no unit"),
+    (r"42\text{ pi}", "42", False, "a constant is no unit"),
+    ("f'(x)", "f(x)", False, "the derivative"),
+    (r"\infty+1", r"\infty", False, "no calculation with infinity"),
+    ("a_n!", "a_n", False, "a factorial among letters"),
+    (r"\text{odd}?", r"\text{odd}", False, "a question"),
+    (r"x<35\text{ if odd}", r"x<3.5\text{ if odd}", False, "a point among digits counts"),
 ]  # fmt: skip
 STRUCTURE = [
     ("1,-2", "-2,1", True, "a list has no order"),
@@ -122,8 +155,30 @@ STRUCTURE = [
     (r"\begin{pmatrix}1&2\\3&5\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", False, "one entry differs"),
     (r"\begin{pmatrix}1&2&3&4\end{pmatrix}", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", False, "another shape"),
     (r"\emptyset", r"\{0\}", False, "the empty set"),
+    ("m+n=42", "42", True, "a sum of letters is what is asked for"),
+    ("x+1=42", "42", False, "an equation still to solve"),
+    ("42=x", "42", True, "label on the right"),
+    ("x=84/2=42", "42", True, "worked out in the label's line"),
+    ("x=7=42", "42", False, "two values"),
+    ("x=7 x=42", "42", False, "two values"),
+    ("(x,y)=(1,2)", "x=1,y=2", True, "labels together or each by itself"),
+    ("(x,y)=(1,2)", "x=2,y=1", False, "the other way round"),
+    ("1,2,2", "1,2", True, "a value said twice"),
+    (r"x<0\text{ or }x\ge1", r"(-\infty,0)\cup[1,\infty)", True, "inequalities for a union"),
+    (r"0<x<1, 3\le x", r"(0,1)\cup[3,\infty)", True, "from both sides"),
+    (r"x\le0,x>1", r"(-\infty,0)\cup(1,\infty)", False, "closed at one end"),
+    (r"x<0,y>1", r"(-\infty,0)\cup(1,\infty)", False, "two variables"),
 ]  # fmt: skip
 SYMBOLIC = [
+    ("2*sqrt(3)", r"2\sqrt{3}", True, "ASCII root"),
+    (r"\frac{\sqrt{4}}{4}", "1/2", True, "a fraction is no ratio"),
+    (r"\log_4 2", r"\frac{1}{2}", True, "a fraction is no ratio"),
+    ("pi/4", r"\frac{\pi}{4}", True, "ASCII pi"),
+    (r"\sqrt2+10^{-80}", r"\sqrt2", False, "a difference far behind the point"),
+    (r"\frac{x^2}{2}+c", r"\frac{x^2}{2}+C", True, "constant of an integral"),
+    (r"\frac{x^2}{2}", r"\frac{x^2}{2}+C", False, "a missing constant"),
+    (r"\sqrt{2}_7", r"\sqrt2", False, "a base that the gold has not"),
+    (r"3\sqrt2\ldots", r"3\sqrt2", False, "dots leave the rest open"),
     (r"3\cdot\sqrt{13}", r"3\sqrt{13}", True, "a product sign"),
     (r"\sqrt2/2", r"\frac{1}{\sqrt{2}}", True, "rationalised"),
     (r"\sqrt{16}", "4", True, "an integer in disguise"),
@@ -225,6 +280,82 @@ HOSTILE = [
 ]
 
 
+GOLDS = [
+    "42",
+    r"\frac{3}{4}",
+    r"3\sqrt{13}",
+    "(1,2)",
+    "1,-2",
+    "x=5",
+    r"\text{odd}",
+    "[0,1)",
+    "204_5",
+    "7:32",
+    r"28\%",
+    r"74^\circ",
+]
+PREPENDED = [
+    "7,",
+    "not ",
+    r"\text{not }",
+    r"\neq ",
+    "<",
+    "7=",
+    "z=7=",
+    "7 ",
+    "2",
+    r"\sim ",
+    r"\text{about }",
+    "9-",
+    r"7\to ",
+]
+APPENDED = [
+    *(
+        "+1",
+        ",7",
+        "; 7",
+        " 7",
+        "|7",
+        "<7",
+        "=7",
+        "x",
+        "i",
+        "?",
+        "_7",
+        ":1",
+        "'",
+        "e3",
+        "/2",
+        r"\pm 1",
+        r"\pi",
+        r"\ldots",
+    ),
+    *(
+        r"\text{ or }7",
+        r"\text{ is false}",
+        r"\text{ million}",
+        r"\text{ dozen}",
+        r"\text{ squared}",
+        r"\text{ or more}",
+    ),
+    *(r"\div 2", r"\bmod 5", r"\to 0", r"\times 2", r"\neq 7", "{2}", "(2)", r"\%\%", r"\text{ maybe}"),
+]
+
+
+@pytest.mark.parametrize("gold", GOLDS)
+def test_what_changes_an_answer_makes_it_wrong(gold):
+    changed = [before + gold for before in PREPENDED] + [gold + after for after in APPENDED]
+    changed += [
+        "-" + gold,
+        gold + gold,
+        rf"\sqrt{{{gold}}}",
+        rf"\frac{{1}}{{{gold}}}",
+        rf"\{{{gold}, 9\}}",
+        f"({gold},0)",
+    ]
+    assert [answer for answer in changed if compare(answer, gold).equal is not False] == []
+
+
 @pytest.mark.parametrize("answer", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_answer_is_refused_at_once_and_runs_nothing(answer, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -292,3 +423,67 @@ def test_fraction_is_recognised_in_any_layout(value, layout):
 def test_any_text_gets_a_verdict(pieces):
     text = "".join(pieces)
     assert score_answer(text + r"\boxed{" + text, "42").verdict in ("correct", "wrong", "no_answer", "unknown")
+
+
+RATIONAL = st.one_of(
+    st.integers(-999, 999).map(str),
+    st.fractions(max_denominator=99).map(lambda f: rf"\frac{{{f.numerator}}}{{{f.denominator}}}"),
+    st.decimals(-99, 99, places=2).map(lambda d: f"{d:f}"),
+)
+RADICAL = st.builds(r"{}\sqrt{{{}}}".format, st.integers(2, 9), st.integers(2, 99))
+STRUCTURED = st.one_of(
+    st.lists(RATIONAL, min_size=2, max_size=3).map(lambda v: f"({', '.join(v)})"),
+    st.lists(RATIONAL, min_size=2, max_size=3).map(lambda v: rf"\{{{', '.join(v)}\}}"),
+    st.builds("[{},{})".format, st.integers(-9, 0), st.integers(1, 9)),
+)
+LAYOUTS = [
+    "{}",
+    " {} ",
+    "\n{}\n",
+    "${}$",
+    r"\({}\)",
+    r"\displaystyle {}",
+    r"\left.{}\right.",
+    "{}.",
+    r"\boxed{{{}}}",
+    r"{}\!",
+]
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.one_of(RATIONAL, STRUCTURED), st.one_of(RATIONAL, STRUCTURED))
+def test_equality_of_exact_values_is_symmetric(one, other):
+    assert compare(one, other).equal == compare(other, one).equal
+    assert compare(one, one).equal is True
+
+
+@settings(deadline=None, max_examples=40)
+@given(RADICAL, RADICAL)
+def test_equality_of_radicals_is_symmetric_and_exact(one, other):
+    def squared(text):
+        factor, radicand = text.removesuffix("}").split(r"\sqrt{")
+        return int(factor) ** 2 * int(radicand)
+
+    assert compare(one, other).equal == compare(other, one).equal == (squared(one) == squared(other))
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.one_of(RATIONAL, RADICAL, STRUCTURED), st.one_of(RATIONAL, STRUCTURED), st.sampled_from(LAYOUTS))
+def test_layout_changes_no_verdict(pred, gold, layout):
+    for other in (gold, pred):
+        plain = score_answer(rf"\boxed{{{pred}}}", other).acc
+        assert score_answer(rf"\boxed{{{layout.format(pred)}}}", other).acc == plain
+        assert score_answer(rf"\boxed{{{pred}}}", layout.format(other)).acc == plain
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.integers(-2000, 2000),
+    st.integers(-2000, 2000),
+    st.sampled_from(
+        [*LAYOUTS, "{} cm", r"{}^\circ", "x = {}"],
+    ),
+)
+def test_another_integer_is_never_equal(pred, gold, layout):
+    said = layout.format(pred)
+    assert score_answer(rf"\boxed{{{said}}}", str(gold)).acc == float(pred == gold)

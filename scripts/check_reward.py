@@ -1,0 +1,179 @@
+"""Check the verifiers on labelled files, and list every disagreement. Exits with 1 if a check fails.
+
+    python scripts/check_reward.py pairs FILE.jsonl      rows: pred, gold, equal, kind ("answer": put into a box)
+    python scripts/check_reward.py golds FILE.jsonl      rows: answer; each equals its own spellings and no other gold
+    python scripts/check_reward.py traces FILE.jsonl     rows: messages, ground_truth, upstream_correct
+    python scripts/check_reward.py code FILE.jsonl       rows: reference, test; starts a sandbox on 127.0.0.1
+
+The files of tests/data will do. Pairs: at least 98% right and no false positive. Code: references pass, mutants fail.
+"""
+
+import argparse
+import ast
+import asyncio
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO))
+
+from verl_ext.reward import score_answer  # noqa: E402
+from verl_ext.reward.rationals import NotANumber, read_quantity  # noqa: E402
+from verl_ext.reward.score import compare  # noqa: E402
+
+MIN_RIGHT = 0.98
+TOLERANCE = 0.01  # relative, of the graders that accept rounded decimals
+
+
+def check_pairs(rows: list[dict[str, Any]]) -> bool:
+    """Judge labelled pairs; contested ones are left out of the count."""
+    counted = [row for row in rows if not row.get("contested")]
+    right = false_positives = 0
+    for row in counted:
+        response = rf"The final answer is \boxed{{{row['pred']}}}." if row["kind"] == "answer" else row["pred"]
+        score = score_answer(response, row["gold"])
+        right += (score.acc == 1.0) == row["equal"]
+        false_positives += score.acc == 1.0 and not row["equal"]
+        if (score.acc == 1.0) != row["equal"]:
+            print(f"  {row['category']}: expected {row['equal']}, {score.verdict} by {score.method}: "
+                  f"{row['pred'][:80]!r} against {row['gold'][:80]!r}")  # fmt: skip
+    print(f"{right} of {len(counted)} right ({right / len(counted):.1%}), {false_positives} false positives")
+    return right >= MIN_RIGHT * len(counted) and not false_positives
+
+
+def spellings(answer: str) -> list[str]:
+    """How data sets and models write the same answer."""
+    written = [answer, rf"\text{{{answer}}}", f"${answer}$", rf"\mathbf{{{answer}}}", f" {answer}. ", rf"x = {answer}"]
+    written += [rf"\left({answer}\right)", rf"{answer}\text{{ units}}", rf"{answer}^\circ"]
+    digits = answer.removeprefix("-")
+    if digits.isdigit():
+        sign = answer[: -len(digits)]
+        grouped = f"{int(digits):,}"
+        written += [sign + digits.zfill(3), sign + "0" + digits, sign + grouped, sign + grouped.replace(",", r"\,")]
+        written += [answer + ".0", sign + grouped.replace(",", "{,}")]
+    return written
+
+
+def check_golds(rows: list[dict[str, Any]]) -> bool:
+    """Every gold equals its own spellings, and no other gold of the file."""
+    golds = sorted({str(row["answer"]) for row in rows})
+    numbers = {gold: int(gold) if gold.lstrip("-").isdigit() else gold for gold in golds}
+    unlike = [(gold, said) for gold in golds for said in spellings(gold) if not compare(said.strip(), gold).equal]
+    same = [
+        (gold, other)
+        for gold in golds
+        for other in golds
+        if numbers[gold] != numbers[other] and compare(other, gold).equal is not False
+    ]
+    for gold, said in unlike + same:
+        print(f"  {said!r} against {gold!r}: {compare(said, gold)}")
+    spelled = sum(len(spellings(gold)) for gold in golds)
+    print(f"{len(golds)} golds: {len(unlike)} of {spelled} spellings refused, {len(same)} equal to another gold")
+    return not unlike and not same
+
+
+def check_traces(rows: list[dict[str, Any]]) -> bool:
+    """Grade the assistant's messages of recorded traces, and explain where the recorded verdict was another."""
+    table, reasons = Counter(), Counter()
+    for row in rows:
+        if row.get("upstream_correct") is None:
+            continue
+        spoken = "\n".join(m["content"] or "" for m in row["messages"] if m["role"] == "assistant")
+        score = score_answer(spoken, row["ground_truth"])
+        table[bool(row["upstream_correct"]), score.verdict] += 1
+        if (score.acc == 1.0) != bool(row["upstream_correct"]):
+            reason = explain(score.pred, score.verdict, row["ground_truth"], str(row.get("extracted_answer") or ""))
+            reasons[reason] += 1
+            print(f"  recorded {row['upstream_correct']}, ours {score.verdict}: {score.pred[:60]!r} against "
+                  f"{row['ground_truth'][:60]!r}: {reason}")  # fmt: skip
+    for (recorded, verdict), count in sorted(table.items()):
+        print(f"recorded {'right' if recorded else 'wrong'}, ours {verdict}: {count}")
+    print("disagreements: " + (", ".join(f"{count} {reason}" for reason, count in reasons.most_common()) or "none"))
+    return reasons["not explained"] == 0
+
+
+def explain(pred: str, verdict: str, gold: str, recorded: str) -> str:
+    """Why a recorded verdict may differ from ours, as far as a rule can tell."""
+    if verdict == "correct":
+        return "the record took something other than the box"
+    if verdict == "no_answer":
+        return "no box: the record took the tool's output or the prose"
+    if compare(pred.rpartition("=")[2] or "?", gold).equal:
+        return "the record took the right side of an equation"
+    value, target = approximate(pred.rpartition("approx")[2] or pred), approximate(gold)
+    if ":" not in gold and value is not None and target and abs(value - target) <= TOLERANCE * abs(target):
+        return "a rounded decimal of an exact gold"
+    if not compare(recorded, gold).equal:
+        return "what the record extracted is not the gold either"
+    return "not explained"
+
+
+def approximate(latex: str) -> float | None:
+    """Value of a number, a rational one or with roots and pi; None for anything else."""
+    import sympy
+    from latex2sympy2_extended import latex2sympy
+
+    try:
+        quantity = read_quantity(latex.strip())
+        return float(quantity.value if quantity else sympy.N(latex2sympy(latex)))
+    except (NotANumber, TypeError, ValueError, AttributeError):
+        return None
+    except Exception:  # of the parser's many kinds: not a number
+        return None
+
+
+class _Mutant(ast.NodeTransformer):
+    """Makes every function that it meets return something that no reference returns."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        node.body = [ast.Return(ast.Constant("no such answer"))]
+        return node
+
+
+async def grade_code(rows: list[dict[str, Any]], url: str) -> tuple[list[str], list[str]]:
+    """Ids of tasks whose reference did not pass, and of those whose mutant was not wrong."""
+    from verl_ext.reward.verifiers.code import CodeVerifier
+
+    verifier = CodeVerifier({}, urls=[url], max_concurrency=4, timeout_s=30)
+
+    async def verdict(program: str, row: dict[str, Any]) -> str:
+        score = await verifier.verify(f"Here it is:\n```python\n{program}\n```", row["test"], row)
+        return score.verdict
+
+    references = await asyncio.gather(*(verdict(row["reference"], row) for row in rows))
+    programs = [ast.unparse(ast.fix_missing_locations(_Mutant().visit(ast.parse(row["reference"])))) for row in rows]
+    mutants = await asyncio.gather(*(verdict(program, row) for program, row in zip(programs, rows, strict=True)))
+    await verifier.aclose()
+    failed = [f"{row['id']} ({got})" for row, got in zip(rows, references, strict=True) if got != "correct"]
+    passed = [f"{row['id']} ({got})" for row, got in zip(rows, mutants, strict=True) if got != "wrong"]
+    return failed, passed
+
+
+def check_code(rows: list[dict[str, Any]]) -> bool:
+    """References pass their tests in the sandbox, and mutants fail them."""
+    from verl_ext.sandbox import running_server
+
+    with running_server(workers=2) as url:
+        failed, passed = asyncio.run(grade_code(rows, url))
+    print(f"{len(rows)} tasks: {len(failed)} references not right {failed}, {len(passed)} mutants not wrong {passed}")
+    return not failed and not passed
+
+
+CHECKS = {"pairs": check_pairs, "golds": check_golds, "traces": check_traces, "code": check_code}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=CHECKS)
+    parser.add_argument("file", type=Path)
+    arguments = parser.parse_args(argv)
+    with open(arguments.file, encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    return 0 if CHECKS[arguments.what](rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+import asyncio
+
+import pytest
+
+from verl_ext.reward.verifiers.exact import ChoiceVerifier, ExactVerifier
+
+
+def verdict(verifier, response, ground_truth):
+    return asyncio.run(verifier.verify(response, ground_truth, {})).verdict
+
+
+@pytest.mark.parametrize(
+    ("response", "ground_truth", "expected"),
+    [
+        (r"\boxed{Paris}", "Paris", "correct"),
+        (r"\boxed{\text{paris }}", "Paris", "correct"),
+        ("<answer>New\nYork</answer>", "new  york", "correct"),
+        (r"\boxed{0.5}", "1/2", "wrong"),
+        (r"\boxed{Paris or London}", "Paris", "wrong"),
+        ("Paris", "Paris", "no_answer"),
+        (r"\boxed{}", "Paris", "no_answer"),
+        (r"<interpreter>\boxed{Paris}</interpreter>", "Paris", "no_answer"),
+    ],
+)
+def test_string_is_compared_as_it_stands(response, ground_truth, expected):
+    assert verdict(ExactVerifier({}), response, ground_truth) == expected
+
+
+def test_case_counts_if_told_so():
+    assert verdict(ExactVerifier({}, ignore_case=False), r"\boxed{paris}", "Paris") == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("response", "ground_truth", "expected"),
+    [
+        (r"\boxed{C}", "C", "correct"),
+        (r"\boxed{(C)}", "C", "correct"),
+        (r"\boxed{\textbf{(C)} 12}", "(C)", "correct"),
+        (r"\boxed{C. because of it}", "C", "correct"),
+        ("The answer is (C).", "C", "correct"),
+        ("First I thought that the answer is B. **Answer: C**", "C", "correct"),
+        (r"\boxed{B}", "C", "wrong"),
+        (r"\boxed{C or D}", "C", "wrong"),
+        (r"\boxed{not C, D}", "C", "wrong"),
+        (r"\boxed{Cat}", "C", "wrong"),
+        ("I like C", "C", "no_answer"),
+        ("<interpreter>the answer is C</interpreter>", "C", "no_answer"),
+    ],
+)
+def test_one_letter_is_chosen(response, ground_truth, expected):
+    assert verdict(ChoiceVerifier({}), response, ground_truth) == expected
+
+
+def test_ground_truth_of_another_kind_is_an_error_of_the_data():
+    with pytest.raises(ValueError, match="expected one letter"):
+        verdict(ChoiceVerifier({}), r"\boxed{C}", "12")
+    with pytest.raises(ValueError, match="ground truth is empty"):
+        verdict(ExactVerifier({}), r"\boxed{C}", " ")

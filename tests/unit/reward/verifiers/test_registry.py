@@ -1,0 +1,32 @@
+import pytest
+
+from verl_ext.reward.verifiers import BUILT_IN, Verifiers
+
+
+def name_of(verifiers, data_source, ability=""):
+    return type(verifiers.find(data_source, ability)).__name__
+
+
+def test_built_in_verifiers_are_found_by_data_source_or_ability():
+    verifiers = Verifiers({"retool": {"sandbox": {"urls": ["http://127.0.0.1:1"]}}})
+    assert name_of(verifiers, "code") == "CodeVerifier"
+    assert name_of(verifiers, "IFEval") == "IfevalVerifier"
+    assert name_of(verifiers, "mmlu", "multiple_choice") == "ChoiceVerifier"
+    assert name_of(verifiers, "math_dapo", "MATH") == "MathVerifier"
+    assert name_of(verifiers, "", "") == "MathVerifier"
+
+
+def test_own_entry_comes_before_a_built_in_one_and_takes_settings():
+    own = {"code*": {"path": BUILT_IN["exact"], "ignore_case": False}}
+    verifiers = Verifiers({}, own)
+    assert name_of(verifiers, "code") == name_of(verifiers, "code_contests") == "ExactVerifier"
+
+
+def test_verifier_is_built_once():
+    verifiers = Verifiers({})
+    assert verifiers.find("exact", "") is verifiers.find("exact", "")
+
+
+def test_unknown_setting_of_a_verifier_raises_when_it_is_built():
+    with pytest.raises(TypeError, match="ignore_cases"):
+        Verifiers({}, {"exact": {"path": BUILT_IN["exact"], "ignore_cases": True}}).find("exact", "")

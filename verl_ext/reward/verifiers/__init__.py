@@ -1,0 +1,89 @@
+"""Verifiers of responses by domain, and the registry that finds the one for a row by its `data_source` or `ability`.
+
+A verifier is a class, named by its dotted path in a YAML:
+
+    reward_kwargs:
+      verifiers:                # shell patterns, case ignored; first match wins, before the built-in ones below
+        "my_essays/*": {path: verl_ext.reward.verifiers.judge.JudgeVerifier, base_url: "http://127.0.0.1:8000/v1"}
+        trivia: verl_ext.reward.verifiers.exact.ExactVerifier
+
+What is next to `path` goes to its constructor. Rows that nothing matches are mathematics.
+"""
+
+import importlib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Protocol
+
+from verl_ext.reward.score import Score
+
+MATH = "verl_ext.reward.verifiers.mathematics.MathVerifier"
+BUILT_IN = {
+    "code": "verl_ext.reward.verifiers.code.CodeVerifier",
+    "ifeval": "verl_ext.reward.verifiers.ifeval.IfevalVerifier",
+    "instruction_following": "verl_ext.reward.verifiers.ifeval.IfevalVerifier",
+    "exact": "verl_ext.reward.verifiers.exact.ExactVerifier",
+    "multiple_choice": "verl_ext.reward.verifiers.exact.ChoiceVerifier",
+}
+
+
+class Verifier(Protocol):
+    """Built once per worker process as `Verifier(config, **settings)`, `config` being the whole config of the run."""
+
+    async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
+        """Score what the model itself wrote.
+
+        Args:
+            response_text: without the tools' output.
+            ground_truth: what the row has as `reward_model.ground_truth`.
+            sample: the other fields of the row.
+        Raises:
+            ValueError: the row is broken (no test cases, an unknown constraint): an error of the data, not of the
+                model. What the world fails (a server, a deadline) is the verdict "unknown" instead.
+        """
+
+
+class Verifiers:
+    """The verifiers of one run: finds them, and builds each when the first row asks for it."""
+
+    def __init__(self, config: Mapping[str, Any], entries: Mapping[str, Any] | None = None):
+        """
+        Args:
+            config: of the whole run; verifiers may read their servers from it.
+            entries: pattern -> dotted path, or {path: dotted path, setting: value, ...}.
+        Raises:
+            ValueError: an entry has no path, or the path leads nowhere.
+        """
+        self._config = config
+        self._entries: list[tuple[str, str, dict[str, Any]]] = []
+        own = dict(entries or {})
+        for pattern, entry in [*own.items(), *(item for item in BUILT_IN.items() if item[0] not in own)]:
+            settings = {"path": entry} if isinstance(entry, str) else dict(entry)
+            path = settings.pop("path", None)
+            _import_class(path, pattern)
+            self._entries.append((pattern.lower(), path, settings))
+        self._built: dict[int, Verifier] = {}
+
+    def find(self, data_source: str, ability: str) -> Verifier:
+        """The verifier of the first pattern that fits the data source, else the ability, else the one for maths."""
+        for name in (data_source, ability):
+            for number, (pattern, path, settings) in enumerate(self._entries):
+                if fnmatchcase(name.lower(), pattern):
+                    return self._build(number, path, settings)
+        return self._build(-1, MATH, {})
+
+    def _build(self, number: int, path: str, settings: dict[str, Any]) -> Verifier:
+        if number not in self._built:
+            self._built[number] = _import_class(path, "mathematics")(self._config, **settings)
+        return self._built[number]
+
+
+def _import_class(path: Any, pattern: str) -> type[Verifier]:
+    module, _, name = str(path or "").rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"The verifier for {pattern!r} is {path!r}, which cannot be imported ({error}). Expected the dotted path "
+            "of a class, such as verl_ext.reward.verifiers.code.CodeVerifier, under reward.reward_kwargs.verifiers."
+        ) from error

@@ -1,0 +1,143 @@
+"""Code: run the response's program against test cases in the sandbox. Nothing of it runs in this process.
+
+Ground truths, as a mapping or as its JSON:
+    {"tests": ["assert add(1, 2) == 3", ...]}          Python that is run after the program, each by itself
+    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}  standard input, and what must be printed for it
+or a string that is no such JSON: Python, one test.
+"""
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_ext.reward.score import Score
+from verl_ext.sandbox.client import SandboxClient
+
+_FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+# The program gets a namespace of its own and no standard input. That it came to the end of the tests, rather than
+# ending the process before, is said by a token that it is not given.
+_HARNESS = """
+import sys
+def _run():
+    token, write = sys.stdin.readline(), sys.stdout.write
+    namespace = {{"__name__": "__main__"}}
+    exec(compile({program!r}, "solution.py", "exec"), namespace)
+    exec(compile({test!r}, "test.py", "exec"), namespace)
+    write("\\n" + token)
+_run()
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test: Python to run after the program, or a standard input and the output that it must give."""
+
+    test: str | None = None
+    stdin: str = ""
+    stdout: str = ""
+
+
+class CodeVerifier:
+    """`acc` is the share of test cases that pass, or with `all_or_nothing` 1 if all do and 0 otherwise.
+
+    The program is the last fenced block of Python after the last `</think>`. It failing, by an error, a time-out or a
+    wrong output, is the model's failure; the sandbox failing leaves the verdict "unknown".
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        *,
+        urls: Sequence[str] | None = None,
+        all_or_nothing: bool = False,
+        timeout_s: float = 10.0,
+        memory_limit_mb: int = 1024,
+        max_concurrency: int = 16,
+        **client_settings: Any,
+    ):
+        """
+        Args:
+            urls: of sandbox servers; None takes those of the run, `retool.sandbox.urls`.
+            timeout_s: of one test case.
+            max_concurrency: test cases in flight from this process.
+            client_settings: further arguments of `SandboxClient`.
+        Raises:
+            ValueError: there are no servers.
+        """
+        if urls is None:
+            urls = ((config.get("retool") or {}).get("sandbox") or {}).get("urls")
+        if not urls:
+            raise ValueError("No sandbox to run code in: set retool.sandbox.urls, or `urls` of this verifier.")
+        self._all_or_nothing = all_or_nothing
+        self._limits = {"timeout_s": timeout_s, "memory_limit_mb": memory_limit_mb}
+        self._client = SandboxClient(list(urls), max_concurrency=max_concurrency, **client_settings)
+
+    async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
+        cases = read_cases(ground_truth)
+        program = extract_program(response_text)
+        if program is None:
+            return Score(0.0, "", "no_answer", "no_code")
+        passed = await asyncio.gather(*(self._passes(program, case) for case in cases))
+        if None in passed:
+            return Score(None, program, "unknown", f"sandbox_failure: {passed.count(None)} of {len(cases)} tests")
+        share = sum(passed) / len(cases)
+        acc = float(share == 1.0) if self._all_or_nothing else share
+        verdict = "correct" if acc == 1.0 else "partial" if acc > 0.0 else "wrong"
+        return Score(acc, program, verdict, f"tests: {sum(passed)}/{len(cases)}")
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+
+    async def _passes(self, program: str, case: Case) -> bool | None:
+        """None where the sandbox failed."""
+        if case.test is None:
+            result = await self._client.run(program, stdin=case.stdin, **self._limits)
+            right = _lines(result.stdout) == _lines(case.stdout)
+        else:
+            token = secrets.token_hex(16)
+            harness = _HARNESS.format(program=program, test=case.test)
+            result = await self._client.run(harness, stdin=token + "\n", **self._limits)
+            right = result.stdout.rstrip("\n").endswith("\n" + token)
+        return None if result.status == "sandbox_failure" else result.status == "ok" and right
+
+
+def extract_program(response_text: str) -> str | None:
+    """The last complete fenced block of Python (or of no language) after the last `</think>`; None without one."""
+    blocks = _FENCE.findall(response_text.rpartition("</think>")[2])
+    return blocks[-1] if blocks and blocks[-1].strip() else None
+
+
+def read_cases(ground_truth: Any) -> list[Case]:
+    """The test cases of a ground truth; see the top of this file.
+
+    Raises:
+        ValueError: there is none, or inputs and outputs do not pair up.
+    """
+    data = ground_truth
+    if isinstance(data, str):
+        try:
+            data = json.loads(data)
+        except ValueError:
+            data = {"tests": [data]}
+    if isinstance(data, Mapping):
+        # Lists, which come out of a parquet file as arrays.
+        tests, inputs, outputs = (
+            list(data[key]) if data.get(key) is not None else [] for key in ("tests", "inputs", "outputs")
+        )
+        if tests and all(isinstance(test, str) and test.strip() for test in tests):
+            return [Case(test=test) for test in tests]
+        if inputs and outputs and len(inputs) == len(outputs):
+            return [Case(stdin=str(stdin), stdout=str(out)) for stdin, out in zip(inputs, outputs, strict=True)]
+    raise ValueError(
+        f"The ground truth {str(ground_truth)[:200]!r} has no test cases: expected JSON with `tests`, or with `inputs` "
+        "and as many `outputs`, or a Python test. Check the data row."
+    )
+
+
+def _lines(output: str) -> list[str]:
+    """What counts of printed output: its lines without trailing space, and without empty ones at the end."""
+    return [line.rstrip() for line in output.rstrip().split("\n")]

@@ -1,0 +1,65 @@
+"""Answers that are a fixed string, or one letter among choices: no mathematics."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from verl_ext.reward.extraction import extract_answer, strip_tool_blocks
+from verl_ext.reward.score import Score
+
+_TEXT = re.compile(r"\\text(?:bf|it|rm)?\s*\{([^{}]*)\}")
+_LETTER = re.compile(r"\W*([A-Z])(?:\W.*)?", re.DOTALL)
+_STATED = re.compile(r"\b(?:answer|option|choice)\b(?: is)?[\s:*]*\(?([A-Z])\b", re.IGNORECASE)
+
+
+class ExactVerifier:
+    """The boxed (or `<answer>`-tagged) text is the ground truth, up to white space and, by default, case."""
+
+    def __init__(self, config: Mapping[str, Any], *, ignore_case: bool = True):
+        self._ignore_case = ignore_case
+
+    async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
+        if not str(ground_truth).strip():
+            raise ValueError("The ground truth is empty: expected the string to compare with. Check the data row.")
+        pred = extract_answer(response_text)
+        if pred is None or not pred.strip():
+            return Score(0.0, "", "no_answer", "no_box" if pred is None else "empty")
+        right = self._fold(pred) == self._fold(str(ground_truth))
+        return Score(float(right), pred.strip(), "correct" if right else "wrong", "exact")
+
+    def _fold(self, text: str) -> str:
+        text = " ".join(_TEXT.sub(r"\1", text).split())
+        return text.casefold() if self._ignore_case else text
+
+
+class ChoiceVerifier:
+    """The letter chosen is the ground truth's: boxed, tagged, or stated last as "the answer is C".
+
+    More than one letter in the box (`C or D`) is wrong.
+    """
+
+    def __init__(self, config: Mapping[str, Any]):
+        del config  # nothing to set
+
+    async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
+        gold = _letter(str(ground_truth))
+        if gold is None:
+            raise ValueError(
+                f"The ground truth is {ground_truth!r}: expected one letter such as 'C'. Check the data row."
+            )
+        pred = extract_answer(response_text)
+        if pred is None:
+            stated = _STATED.findall(strip_tool_blocks(response_text))
+            if not stated:
+                return Score(0.0, "", "no_answer", "no_choice")
+            pred = stated[-1].upper()
+        right = _letter(pred) == gold
+        return Score(float(right), pred.strip(), "correct" if right else "wrong", "choice")
+
+
+def _letter(text: str) -> str | None:
+    """`C`, `(C)`, `C. 12`, `\\text{C}` -> "C"; None without a letter, or with a second one that stands by itself."""
+    text = _TEXT.sub(r" \1 ", text)
+    letters = re.findall(r"(?<![\w\\])[A-Z](?!\w)", text)
+    match = _LETTER.fullmatch(text.strip())
+    return match[1] if match and len(set(letters)) == 1 else None

@@ -1,0 +1,23 @@
+"""Mathematics: `score_answer`, as a verifier."""
+
+import asyncio
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from verl_ext.reward.score import Score, score_answer
+
+MAX_WAITING = 256  # answers of one process that are scored at a time; nearly all that take long only wait
+
+
+class MathVerifier:
+    """Equality of the boxed answer with the ground truth; in a thread, since computer algebra may take seconds."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        del config  # nothing to set
+        # Not asyncio's own threads, of which there are few: answers in the slow lane would hold up all others.
+        self._threads = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="score_answer")
+
+    async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, score_answer, response_text, str(ground_truth))
