@@ -1,56 +1,85 @@
-"""DAPO's dynamic sampling for verl's v1 trainer: without its waits, with an end, and without the world's failures.
+"""The sampler of verl's v1 trainers, synchronous and asynchronous: dynamic sampling with an end, and no training on
+what the world failed.
 
 `trainer.v1.sampler.custom_sampler` of configs/*_dapo.yaml names this class; its settings are
-`trainer.v1.sampler.sampler_kwargs`. What it does beyond verl 0.9.1's own `ReplayBuffer`
-(trainer/ppo/v1/replay_buffer.py):
+`trainer.v1.sampler.sampler_kwargs`. What it does beyond verl 0.9.1's own samplers (trainer/ppo/v1/replay_buffer.py):
 
+- a rollout that failed outside the model (sandbox, verifier, abort) is kept out of its group's baseline and of the
+  loss: where more than half of a group is valid, valid ones are repeated to fill it, else the group is replaced (the
+  rule of GLM-5). What the policy can cause (its code fails or takes too long, it prints or calls too much) stays a
+  normal sample;
+- groups with equal rewards are replaced only until `max_num_gen_batches` are spent, then used (they have no gradient):
+  the run goes on and says so, where verl's would generate for ever;
 - it looks every `poll_interval_s` instead of every 2 s, which is most of a step when a step is short;
-- it submits as many prompts as the share of useful groups so far lets expect to be needed, at once, instead of twice
-  the loss of every round;
-- groups with equal rewards are kept aside, and used (they have no gradient) when `max_num_gen_batches` are spent: the
-  run goes on and says so, where verl's would generate for ever;
-- groups with a sample that failed for reasons outside the model (sandbox or verifier) are replaced, never trained on;
-- it logs accuracy and tool use over all that was generated, before any group is left out.
+- in the mode `sync` it submits as many prompts as the share of useful groups so far lets expect to be needed, at once,
+  instead of twice the loss of every round;
+- it logs accuracy, tool use and failures over all that was generated, before any group is left out.
 """
 
 import logging
 import math
 import os
+import random
 import time
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+from verl_ext.agent_loop.tool_use import tool_metrics
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+FAILURES = ("sandbox_failure", "verifier_unknown", "aborted")  # of a rollout, outside the model
 
 _MIN_KEEP_RATE = 0.1  # never expect less than one useful group in ten, or one bad step would flood the next
 _KEEP_RATE_DECAY = 0.5  # weight of the newest step in the expected share of useful groups
 
 
-class DapoReplayBuffer(ReplayBuffer):
+@dataclass
+class _Group:
+    """The rollouts of one prompt that has ended. `kind`: useful | equal | void (too many void turns) | failed."""
+
+    kind: str
+    valid: list[str] = field(default_factory=list)  # keys
+    excluded: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Seen:
+    """What ended since the last batch was taken."""
+
+    rollouts: list[dict[str, Any]] = field(default_factory=list)  # `extra_fields` of those that the world did not fail
+    excluded: Counter = field(default_factory=Counter)  # rollouts by reason
+    groups: Counter = field(default_factory=Counter)  # by kind
+
+
+class DapoReplayBuffer(ReplayBufferAsync):
     """See the module's docstring.
 
+    A repeated rollout is a further output of its session, `{uid}_{session}_{index + 1}`: verl's GRPO gives it the
+    advantage of that session, whose baseline it does not enter (verl/trainer/ppo/v1/utils.py:148). So the advantages of
+    a filled group are those of its valid rollouts alone. Other estimators would count it twice.
+
     Args:
-        sampler_kwargs: `poll_interval_s`, and `filter_groups`: verl's `algorithm.filter_groups`, of which `metric` is
-            the key of `reward_extra_info` whose equality makes a group useless (DAPO, arXiv:2503.14476, Eq. 11) and
-            `max_num_gen_batches` the most prompts generated in a step, in train batches.
+        sampler_kwargs: `poll_interval_s`; `void_turn_filter`, whether a rollout with a turn that has neither code nor
+            answer is left out like a failed one (SimpleTIR, arXiv:2509.02479, which keeps it in the baseline); and
+            `filter_groups`: verl's `algorithm.filter_groups`, of which `metric` is the key of `reward_extra_info` whose
+            equality makes a group useless (DAPO, arXiv:2503.14476, Eq. 11) and `max_num_gen_batches` the most prompts
+            generated in a step, in train batches.
         kwargs: what verl passes to every sampler.
     Raises:
-        ValueError: `max_num_gen_batches` is below 1, or the trainer is asynchronous.
+        ValueError: `max_num_gen_batches` is below 1.
     """
 
     def __init__(self, *, sampler_kwargs: Any, **kwargs: Any):
         super().__init__(sampler_kwargs=sampler_kwargs, poll_interval=sampler_kwargs.poll_interval_s, **kwargs)
-        if self.trainer_mode != "sync":
-            raise ValueError(
-                f"trainer.v1.trainer_mode is {self.trainer_mode!r}, but DapoReplayBuffer samples for 'sync' only. "
-                "Remove trainer.v1.sampler.custom_sampler to use verl's own."
-            )
         filter_groups = sampler_kwargs.filter_groups
         self.filter_metric = filter_groups.metric if filter_groups.enable else None
         self.max_gen_batches = filter_groups.max_num_gen_batches
@@ -59,44 +88,47 @@ class DapoReplayBuffer(ReplayBuffer):
                 f"algorithm.filter_groups.max_num_gen_batches is {self.max_gen_batches}; expected at least 1: the "
                 "batches that a step may generate before it takes what it has."
             )
+        self.void_turn_filter = sampler_kwargs.void_turn_filter
         self.keep_rate = 1.0
+        self._groups: dict[str, _Group] = {}  # uid -> training groups that ended and are still in the queue
+        self._seen = _Seen()
+        self._limit = math.inf  # groups that may be evicted for each reason before a batch is taken
+        self._is_spent = False  # that many were
+        self._taken: dict[str, str] = {}  # uid -> kind of the groups in the newest batch
+        self._filled = 0  # of these
+        self._rng = random.Random(0)  # draws the rollouts that are repeated
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
         """Wait for `batch_size` prompt groups and take them.
 
         Returns:
-            The trajectories of the groups, and metrics (`train/`, `tool/`, `filter_groups/`; none in validation).
+            The trajectories of the groups, and metrics (`train/`, `tool/`, `turn/`, `finish/`, `failure/`,
+            `filter_groups/`; none in validation).
         Raises:
-            RuntimeError: more than `max_num_gen_batches` x `batch_size` groups had failed samples: the sandbox is down.
+            RuntimeError: more than `max_num_gen_batches` x `batch_size` groups failed: the sandbox is down.
         """
         if partition_id == "val":  # all groups, failed ones too: the reward manager marked their samples
             return super().sample(global_steps, partition_id, batch_size)
+        self._filled = 0
+        if self.trainer_mode == "sync":
+            batch, metrics = self._sample_sync(global_steps, partition_id, batch_size)
+        else:
+            batch, metrics = super().sample(global_steps, partition_id, batch_size)
+            metrics["filter_groups/filled_with_equal"] = float(sum(kind != "useful" for kind in self._taken.values()))
+        metrics = {**self._metrics(), "failure/groups_filled": float(self._filled), **metrics}
+        self._seen, self._is_spent = _Seen(), False
+        return batch, metrics
 
-        infos: dict[str, list[dict]] = {}  # prompt uid -> reward_extra_info of each of its trajectories
-        useful: set[str] = set()
-        equal: set[str] = set()
-        failed = 0
+    def _sample_sync(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         submitted = batch_size  # by the trainer, before it called
         limit = self.max_gen_batches * batch_size
         last_debug_time = time.time()
         while True:
             self._sync_metadata_from_transfer_queue()
-            fresh = self._terminal_infos(partition_id, known=infos)
-            infos.update(fresh)
-            for uid, group in fresh.items():
-                if _failed_outside_model(group):
-                    failed += 1
-                    self._clear_groups(partition_id, {uid})
-                elif self._is_equal(group):
-                    equal.add(uid)
-                else:
-                    useful.add(uid)
-            if failed > limit:
-                raise RuntimeError(
-                    f"{failed} of {submitted} prompt groups of step {global_steps} failed for reasons outside the "
-                    "model (sandbox or verifier; the agent loop's warnings say which). Start the sandbox, then resume "
-                    "the run."
-                )
+            self._classify(partition_id)
+            self._clear_groups(partition_id, self._uids("failed"))
+            useful, failed = self._uids("useful"), self._seen.groups["failed"]
+            self._stop_if_the_world_is_down(failed, limit, global_steps)
             in_flight = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
             # Submit what fills the batch with a margin of one standard deviation: another wave costs a whole rollout.
             expected = len(useful) + self.keep_rate * in_flight
@@ -110,59 +142,155 @@ class DapoReplayBuffer(ReplayBuffer):
                 break
             last_debug_time = self._wait_for_next_poll(partition_id, last_debug_time)
 
-        metrics = self._metrics(infos, useful, equal, failed, submitted)
-        self.keep_rate += _KEEP_RATE_DECAY * (max(metrics["filter_groups/keep_rate"], _MIN_KEEP_RATE) - self.keep_rate)
         selected, snapshot, _ = self._select_prompt_uids(partition_id, useful, batch_size)
         shortfall = batch_size - len(selected)
-        metrics["filter_groups/filled_with_equal"] = float(shortfall)
         if shortfall > 0:
             logger.warning(
                 "step %d: only %d of %d groups had unequal rewards after %d prompts (max_num_gen_batches=%d); "
                 "filled with %d that have no gradient",
                 *(global_steps, len(selected), batch_size, submitted, self.max_gen_batches, shortfall),
             )
-            selected += sorted(equal)[:shortfall]
-        self._clear_groups(partition_id, (useful | equal) - set(selected))
+            selected += (sorted(self._uids("equal")) + sorted(self._uids("void")))[:shortfall]
+        groups = self._seen.groups
+        keep_rate = groups["useful"] / max(groups["useful"] + groups["equal"] + groups["void"], 1)
+        self.keep_rate += _KEEP_RATE_DECAY * (max(keep_rate, _MIN_KEEP_RATE) - self.keep_rate)
+        self._clear_groups(partition_id, set(self._groups) - set(selected))
+        metrics = {"filter_groups/generated": float(submitted), "filter_groups/filled_with_equal": float(shortfall)}
         return self._materialize_batch(partition_id, selected, snapshot), metrics
 
-    def _terminal_infos(self, partition_id: str, known: dict[str, list[dict]]) -> dict[str, list[dict]]:
-        """`reward_extra_info` of every trajectory of the groups that ended since the last look."""
-        ended = (self.finished_keys[partition_id] | self.failure_keys[partition_id]) - known.keys()
-        groups: dict[str, list[dict]] = {uid: [] for uid in ended}
-        keys = [key for key in self.partitions[partition_id] if key.split("_")[0] in ended]
+    # The asynchronous trainers call `wait_for_sampleable` and `get_sampleable_count` of the base class as well as
+    # `sample`; all three evict, and refill one by one, what this names.
+
+    def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> tuple[set[str], dict]:
+        self._limit = self.max_gen_batches * target_count if partition_id != "val" else math.inf
+        return super().wait_for_sampleable(global_steps, partition_id, target_count)
+
+    def _terminal_eviction_reasons(
+        self, global_steps: int, partition_id: str
+    ) -> tuple[set[str], set[str], set[str], Counter]:
+        if partition_id == "val":
+            return super()._terminal_eviction_reasons(global_steps, partition_id)
+        self._classify(partition_id)
+        failed, spare = self._uids("failed"), self._uids("equal") | self._uids("void")
+        self._stop_if_the_world_is_down(self._seen.groups["failed"], self._limit, global_steps)
+        if self._seen.groups["equal"] + self._seen.groups["void"] > self._limit:
+            if not self._is_spent:
+                logger.warning(
+                    "step %d: %d prompt groups ended, but only %d had unequal rewards (max_num_gen_batches=%d); "
+                    "equal ones, that have no gradient, are taken now",
+                    *(global_steps, self._seen.groups.total(), self._seen.groups["useful"], self.max_gen_batches),
+                )
+            self._is_spent = True
+            spare = set()
+        return self._stale_terminal_keys(global_steps, partition_id), spare, failed, Counter()
+
+    def _stop_if_the_world_is_down(self, failed: int, limit: float, global_steps: int) -> None:
+        if failed > limit:
+            raise RuntimeError(
+                f"{failed} of {self._seen.groups.total()} prompt groups of step {global_steps} failed for reasons "
+                f"outside the model ({dict(self._seen.excluded)}; the agent loop's warnings say more). Start the "
+                "sandbox, then resume the run."
+            )
+
+    def _uids(self, kind: str) -> set[str]:
+        return {uid for uid, group in self._groups.items() if group.kind == kind}
+
+    def _classify(self, partition_id: str) -> None:
+        """Look at the groups that ended since the last look."""
+        raised = self.failure_keys[partition_id]  # a loop of the group raised: nothing of it is used
+        ended = (self.finished_keys[partition_id] | raised) - self._groups.keys()
+        rows: dict[str, list[tuple[str, dict]]] = {uid: [] for uid in ended}
+        keys = [key for key in self.partitions[partition_id] if key.split("_")[0] in ended - raised]
         if keys:
             data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["extra_fields"])
             for key, value in zip(keys, data["extra_fields"], strict=True):
-                groups[key.split("_")[0]].append(getattr(value, "data", value)["reward_extra_info"])
-        for uid in ended & self.failure_keys[partition_id]:
-            groups[uid] = []  # a loop of the group raised: nothing of it is used
-        return groups
+                rows[key.split("_")[0]].append((key, getattr(value, "data", value)))
+        for uid, group in rows.items():
+            self._groups[uid] = self._classify_group(group)
+            self._seen.groups[self._groups[uid].kind] += 1
+            self._seen.excluded["raised"] += uid in raised
 
-    def _is_equal(self, group: list[dict]) -> bool:
-        return self.filter_metric is not None and len({info[self.filter_metric] for info in group}) == 1
+    def _classify_group(self, rows: list[tuple[str, dict]]) -> _Group:
+        group, values = _Group("useful"), set()
+        num_failed = 0
+        for key, extra in rows:
+            reason = self._exclusion(extra)
+            if reason not in FAILURES:
+                self._seen.rollouts.append(extra)
+            if reason is None:
+                group.valid.append(key)
+                if self.filter_metric is not None:
+                    values.add(extra["reward_extra_info"][self.filter_metric])
+            else:
+                group.excluded.append(key)
+                num_failed += reason in FAILURES
+                self._seen.excluded[reason] += 1
+        if 2 * len(group.valid) <= len(rows):
+            # Void turns alone are the policy's own: such a group is used where nothing else is left.
+            group.kind = "void" if rows and not num_failed else "failed"
+        elif len(values) == 1:
+            group.kind = "equal"
+        return group
 
-    def _metrics(
-        self, infos: dict[str, list[dict]], useful: set[str], equal: set[str], failed: int, submitted: int
-    ) -> dict[str, float]:
-        columns: dict[str, list[float]] = defaultdict(list)
-        for uid in useful | equal:
-            for info in infos[uid]:
-                for name in ("acc", "tool_calls", "tool_errors", "tool_timeouts", "response_tokens", "truncated"):
-                    columns[name].append(float(info[name]))
-        calls = np.array(columns["tool_calls"])
-        return {
-            "train/acc": float(np.mean(columns["acc"])),
-            "train/truncation_rate": float(np.mean(columns["truncated"])),
-            "train/model_tokens": float(np.mean(columns["response_tokens"])),
-            "tool/code_ratio": float(np.mean(calls > 0)),
-            "tool/calls": float(calls.mean()),
-            "tool/error_rate": float(np.sum(columns["tool_errors"]) / max(calls.sum(), 1)),
-            "tool/timeout_rate": float(np.sum(columns["tool_timeouts"]) / max(calls.sum(), 1)),
-            "filter_groups/generated": float(submitted),
-            "filter_groups/keep_rate": len(useful) / max(len(useful) + len(equal), 1),
-            "filter_groups/failed": float(failed),
+    def _exclusion(self, extra: Mapping[str, Any]) -> str | None:
+        """Why a rollout is kept out of baseline and loss, or None."""
+        info = extra["reward_extra_info"]
+        if info["sandbox_failure"]:
+            return "sandbox_failure"
+        if info["unverified"]:
+            return "verifier_unknown"
+        if extra.get("finish_reason") == "aborted":
+            return "aborted"
+        has_void_turn = self.void_turn_filter and extra.get("tool_use", {}).get("void_turns")
+        return "void_turn" if has_void_turn else None
+
+    def _clear_groups(self, partition_id: str, uids: set[str]) -> None:
+        super()._clear_groups(partition_id, uids)
+        for uid in uids:
+            self._groups.pop(uid, None)
+
+    def _materialize_batch(
+        self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]
+    ) -> KVBatchMeta:
+        if partition_id != "val":
+            self._taken = {uid: self._groups[uid].kind for uid in selected_prompt_uids}
+            for uid in selected_prompt_uids:
+                group = self._groups.pop(uid)
+                if group.excluded and group.kind != "void":
+                    self._fill(partition_id, group, partition_snapshot)
+        return super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
+
+    def _fill(self, partition_id: str, group: _Group, snapshot: dict[str, dict]) -> None:
+        """Put copies of valid rollouts, drawn at random, in the place of the excluded ones."""
+        sources = self._rng.sample(group.valid, len(group.excluded))  # there are more: none is taken twice
+        copies = []
+        for key in sources:
+            session, _, index = key.rpartition("_")
+            copies.append(f"{session}_{int(index) + 1}")
+        data = tq.kv_batch_get(keys=sources, partition_id=partition_id)
+        tags = [dict(snapshot[key]) for key in sources]
+        tq.kv_batch_put(keys=copies, partition_id=partition_id, fields=data, tags=tags)
+        tq.kv_clear(keys=group.excluded, partition_id=partition_id)
+        for key in group.excluded:
+            del snapshot[key]
+        snapshot |= dict(zip(copies, tags, strict=True))
+        self._filled += 1
+
+    def _metrics(self) -> dict[str, float]:
+        seen = self._seen
+        infos = [rollout["reward_extra_info"] for rollout in seen.rollouts]
+        metrics = {
+            "filter_groups/keep_rate": seen.groups["useful"]
+            / max(seen.groups["useful"] + seen.groups["equal"] + seen.groups["void"], 1),
+            "filter_groups/failed": float(seen.groups["failed"]),
+            "failure/groups_dropped": float(seen.groups["failed"]),
+            **{f"failure/{reason}": float(seen.excluded[reason]) for reason in (*FAILURES, "void_turn", "raised")},
+            **tool_metrics([rollout for rollout in seen.rollouts if "tool_use" in rollout]),  # not of others' loops
         }
-
-
-def _failed_outside_model(group: list[dict]) -> bool:
-    return not group or any(info["sandbox_failure"] or info["unverified"] for info in group)
+        if infos:
+            metrics |= {
+                "train/acc": float(np.mean([info["acc"] for info in infos])),
+                "train/truncation_rate": float(np.mean([info["truncated"] for info in infos])),
+                "train/model_tokens": float(np.mean([info["response_tokens"] for info in infos])),
+            }
+        return metrics

@@ -5,6 +5,7 @@ chat template, which would put the interpreter's answer into a turn of its own a
 text.
 """
 
+import logging
 from typing import Any
 
 import pandas as pd
@@ -13,43 +14,30 @@ from omegaconf import DictConfig, ListConfig
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.agent_loop.protocol import interpreter_block
+from verl_ext.agent_loop.protocols import make_protocol
+from verl_ext.sft_trace import split_trace
 
-PROMPT_ROLES = ("system", "user")
+logger = logging.getLogger(__name__)
 
-
-def response_segments(messages: list[dict[str, str]], eos: str) -> list[tuple[str, bool]]:
-    """Split what follows the prompt into (text, written by the model?), in the order of the rollout's turns.
-
-    Args:
-        messages: assistant, interpreter, assistant, ...: the messages behind the last user message.
-        eos: text of the token that ends the answer.
-    Raises:
-        ValueError: roles do not alternate, or the last message is not the model's.
-    """
-    roles = [message["role"] for message in messages]
-    expected = ["assistant" if i % 2 == 0 else "interpreter" for i in range(len(roles))]
-    if roles != expected or not roles or roles[-1] != "assistant":
-        raise ValueError(f"expected roles assistant, interpreter, ..., assistant behind the prompt, but found {roles}")
-    segments = [
-        (message["content"] if message["role"] == "assistant" else interpreter_block(message["content"]), i % 2 == 0)
-        for i, message in enumerate(messages)
-    ]
-    return segments[:-1] + [(segments[-1][0], True), (eos, True)]
+_ANY_NUMBER = 2**31  # of calls in a turn: their limit is the rollout's
 
 
 class RetoolSFTDataset(Dataset):
     """One item per trace: `input_ids`, `position_ids` and `loss_mask`, int64[tokens], not padded.
 
     Args:
-        parquet_files: files with a column `data.messages_key` of [{"role", "content"}, ...].
+        parquet_files: files with a column `data.messages_key`, see verl_ext/sft_trace.py, and optionally one
+            `data.tools_key`.
         tokenizer: of the model.
-        config: verl's `data` section; read are `messages_key`, `max_length` (tokens) and `truncation` (error | right).
+        config: verl's `data` section; read are `messages_key`, `tools_key`, `max_length` (tokens), `truncation` (what
+            becomes of a longer trace: error | right | drop), and ours: `retool.protocol` (code | hermes) and
+            `retool.bad_rows` (error | drop).
         processor: unused; part of verl's interface.
         max_samples: use the first so many rows; -1 for all.
+    Attributes:
+        dropped: (row number, reason) of each row that is left out.
     Raises:
-        ValueError: a row is not a trace, or is longer than `max_length` and `truncation` is "error"; names file row and
-            reason.
+        ValueError: a row is not a trace, or too long, and is not to be dropped; names its number and the reason.
     """
 
     def __init__(
@@ -64,44 +52,93 @@ class RetoolSFTDataset(Dataset):
         self.tokenizer = tokenizer
         self.max_length = config.max_length
         self.truncation = config.truncation
-        if self.truncation not in ("error", "right"):
+        if self.truncation not in ("error", "right", "drop"):
             raise ValueError(
-                f"data.truncation is {self.truncation!r}; traces can be cut on the 'right', or be an 'error'."
+                f"data.truncation is {self.truncation!r}; expected 'error', 'right' or 'drop' for traces that are too "
+                "long: cut on the left they would lose their question."
             )
-        rows = pd.concat([pd.read_parquet(file, columns=[config.messages_key]) for file in files])[config.messages_key]
+        self.bad_rows = config.retool.bad_rows
+        if self.bad_rows not in ("error", "drop"):
+            raise ValueError(f"data.retool.bad_rows is {self.bad_rows!r}; expected 'error' or 'drop'.")
+        self._template_kwargs = dict(config.get("apply_chat_template_kwargs") or {})
+        self._protocol = make_protocol(
+            config.retool.protocol, tokenizer, self._template_kwargs, max_parallel_calls=_ANY_NUMBER
+        )
+        rows = pd.concat([_read(file, config.messages_key, config.get("tools_key", "tools")) for file in files])
         if max_samples > 0:
             rows = rows.iloc[:max_samples]
-        self.segments = [self._segments(list(row), number) for number, row in enumerate(rows)]
+        self.dropped: list[tuple[int, str]] = []
+        traces = {
+            number: segments
+            for number, (messages, tools) in enumerate(zip(rows["messages"], rows["tools"], strict=True))
+            if (segments := self._segments(number, messages, tools)) is not None
+        }
+        if self.truncation != "right":
+            for number in self._drop_long(traces):
+                del traces[number]
+        self.segments = list(traces.values())
+        if self.dropped:
+            logger.warning(
+                "left out %d of %d SFT rows: %s%s",
+                *(len(self.dropped), len(rows), "; ".join(f"row {n}: {why}" for n, why in self.dropped[:5])),
+                "; ..." if len(self.dropped) > 5 else "",
+            )
+        if not self.segments:
+            raise ValueError(f"None of {len(rows)} SFT rows in {files} can be used: {self.dropped[:3]}.")
 
-    def _segments(self, messages: list[dict[str, str]], row: int) -> list[tuple[str, bool]]:
-        prompt_length = next((i for i, m in enumerate(messages) if m["role"] not in PROMPT_ROLES), len(messages))
+    def _segments(self, number: int, messages: Any, tools: Any) -> list[tuple[str, bool]] | None:
+        """(text, trained on?) of one row; None where it is a bad one that is left out."""
         try:
-            if prompt_length == 0:
-                raise ValueError(f"expected a {' or '.join(PROMPT_ROLES)} message first")
-            for message in messages:
-                if not isinstance(message["content"], str):
-                    raise ValueError(f"expected text from the {message['role']}, but found {message['content']!r}")
-            response = response_segments(messages[prompt_length:], self.tokenizer.eos_token)
+            prompt, schemas, response = split_trace(messages, tools, self._protocol, self.tokenizer.eos_token)
         except ValueError as error:
-            raise ValueError(f"SFT row {row} is not a ReTool trace: {error}.") from None
-        prompt = self.tokenizer.apply_chat_template(
-            messages[:prompt_length], add_generation_prompt=True, tokenize=False
+            if self.bad_rows == "error":
+                raise ValueError(
+                    f"SFT row {number} is not a ReTool trace: {error}. Correct it, or set data.retool.bad_rows=drop."
+                ) from None
+            self.dropped.append((number, str(error)))
+            return None
+        text = self.tokenizer.apply_chat_template(
+            prompt, tools=schemas, add_generation_prompt=True, tokenize=False, **self._template_kwargs
         )
-        return [(prompt, False), *response]
+        return [(text, False), *response]
+
+    def _drop_long(self, traces: dict[int, list[tuple[str, bool]]]) -> list[int]:
+        """Row numbers of the traces that are too long."""
+        # No text has more tokens than bytes: most traces need not be tokenised to know that they fit.
+        unsure = {n: t for n, t in traces.items() if sum(len(text.encode()) for text, _ in t) > self.max_length}
+        encoded = iter(self._encode([segment for trace in unsure.values() for segment in trace]))
+        lengths = {number: sum(len(next(encoded)) for _ in trace) for number, trace in unsure.items()}
+        long = {number: length for number, length in lengths.items() if length > self.max_length}
+        for number, length in long.items():
+            reason = f"has {length} tokens, more than data.max_length={self.max_length}"
+            if self.truncation == "error":
+                raise ValueError(
+                    f"SFT row {number} {reason}. Raise max_length, or set data.truncation to right or drop."
+                )
+            self.dropped.append((number, reason))
+        return list(long)
+
+    def _encode(self, segments: list[tuple[str, bool]]) -> list[list[int]]:
+        if not segments:
+            return []
+        texts = [text for text, _ in segments]
+        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
     def __len__(self) -> int:
         return len(self.segments)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        texts, by_model = zip(*self.segments[index], strict=True)
-        encoded = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        input_ids = torch.tensor([token for ids in encoded for token in ids])
-        loss_mask = torch.tensor([int(own) for ids, own in zip(encoded, by_model, strict=True) for _ in ids])
-        if len(input_ids) > self.max_length:
-            if self.truncation == "error":
-                raise ValueError(
-                    f"SFT row {index} has {len(input_ids)} tokens, more than data.max_length={self.max_length}. "
-                    "Raise max_length, drop the row, or set data.truncation=right."
-                )
-            input_ids, loss_mask = input_ids[: self.max_length], loss_mask[: self.max_length]
-        return {"input_ids": input_ids, "position_ids": torch.arange(len(input_ids)), "loss_mask": loss_mask}
+        segments = self.segments[index]
+        encoded = self._encode(segments)
+        input_ids = torch.tensor([token for ids in encoded for token in ids])[: self.max_length]
+        loss_mask = torch.tensor([int(own) for ids, (_, own) in zip(encoded, segments, strict=True) for _ in ids])
+        return {
+            "input_ids": input_ids,
+            "position_ids": torch.arange(len(input_ids)),
+            "loss_mask": loss_mask[: self.max_length],
+        }
+
+
+def _read(file: str, messages_key: str, tools_key: str) -> pd.DataFrame:
+    rows = pd.read_parquet(file)
+    return pd.DataFrame({"messages": rows[messages_key], "tools": rows.get(tools_key)})

@@ -8,17 +8,27 @@ import pytest
 MAX_LOOKS = 300  # a buffer that has looked so often will wait for ever
 
 
-def info(acc, **fields):
-    """`reward_extra_info` of one trajectory, as RetoolRewardManager writes it."""
+def info(acc, *, ok=0, errors=None, finish_reason="answer", void_turns=0, **fields):
+    """`extra_fields` of one trajectory, as RetoolAgentLoop and RetoolRewardManager (`fields`) write it."""
+    from verl_ext.agent_loop.tool_use import ToolUse
+
     defaults = {"sandbox_failure": 0.0, "unverified": 0.0, "truncated": 0.0, "response_tokens": 10.0}
-    defaults |= {"tool_calls": 0.0, "tool_errors": 0.0, "tool_timeouts": 0.0}
-    return defaults | {"acc": float(acc), "train_acc": float(acc)} | fields
+    use = ToolUse(ok=ok, void_turns=void_turns).as_dict() | {"errors": errors or {}}
+    reward = defaults | {"acc": float(acc), "train_acc": float(acc), "finish_reason": finish_reason} | fields
+    return {
+        "reward_extra_info": reward,
+        "finish_reason": finish_reason,
+        "tool_use": use,
+        "model_spans": [(0, int(reward["response_tokens"]))],
+    }
 
 
 MIXED, RIGHT, WRONG = [info(0), info(1)], [info(1), info(1)], [info(0), info(0)]
-SANDBOX_DOWN = [info(1), info(0, sandbox_failure=1.0)]
+SANDBOX_DOWN = [info(1), info(0, sandbox_failure=1.0, finish_reason="sandbox_failure")]
 UNVERIFIED = [info(1), info(0, unverified=1.0)]
+ABORTED = [info(1), info(0, finish_reason="aborted")]
 RAISED = None  # a loop of the group raised: status "failure"
+MODES = ["sync", "colocate_async", "separate_async"]
 
 
 class FakeQueue:
@@ -29,13 +39,13 @@ class FakeQueue:
         self.tags, self.values, self.groups = {}, {}, {}
         self.submissions, self.looks, self.in_flight = [], 0, []
 
-    def submit(self, count):
+    def submit(self, count, global_steps=1):
         """The trainer's refill_fn."""
         self.submissions.append(count)
         for _ in range(count):
             uid = f"uid-{len(self.groups)}"
             self.groups[uid] = next(self.outcomes)
-            self.tags[uid] = {"is_prompt": True, "status": "pending", "global_steps": 1}
+            self.tags[uid] = {"is_prompt": True, "status": "pending", "global_steps": global_steps}
             self.in_flight.append(uid)
         return count
 
@@ -51,12 +61,17 @@ class FakeQueue:
             self.tags[uid]["status"] = "failure" if group is RAISED else "finished"
             for i, extra in enumerate(MIXED[:1] if group is RAISED else group):
                 self.tags[f"{uid}_{i}_0"] = {"status": "success", "seq_len": 7}
-                self.values[f"{uid}_{i}_0"] = SimpleNamespace(data={"reward_extra_info": extra})
+                self.values[f"{uid}_{i}_0"] = SimpleNamespace(data=extra)
         return {self.partition: {key: dict(tag) for key, tag in self.tags.items()}}
 
-    def kv_batch_get(self, keys, partition_id, select_fields):
-        assert partition_id == self.partition and select_fields == ["extra_fields"]
+    def kv_batch_get(self, keys, partition_id, select_fields=("extra_fields",)):
+        assert partition_id == self.partition and list(select_fields) == ["extra_fields"]
         return {"extra_fields": [self.values[key] for key in keys]}
+
+    def kv_batch_put(self, keys, partition_id, fields, tags):
+        assert partition_id == self.partition and not set(keys) & set(self.tags)
+        self.tags |= dict(zip(keys, tags, strict=True))
+        self.values |= dict(zip(keys, fields["extra_fields"], strict=True))
 
     def kv_clear(self, partition_id, keys):
         assert partition_id == self.partition
@@ -73,17 +88,29 @@ def make(monkeypatch):
 
     from verl_ext.replay_buffer import DapoReplayBuffer
 
-    def make(outcomes, *, batch_size, partition="train", enable=True, max_num_gen_batches=4, metric="train_acc"):
+    def make(
+        outcomes,
+        *,
+        batch_size,
+        partition="train",
+        enable=True,
+        max_num_gen_batches=4,
+        metric="train_acc",
+        mode="sync",
+        void_turn_filter=False,
+    ):
         queue = FakeQueue(outcomes, partition)
-        for name in ("kv_list", "kv_batch_get", "kv_clear"):
+        for name in ("kv_list", "kv_batch_get", "kv_batch_put", "kv_clear"):
             monkeypatch.setattr(transfer_queue, name, getattr(queue, name))
         filter_groups = {"enable": enable, "metric": metric, "max_num_gen_batches": max_num_gen_batches}
         buffer = DapoReplayBuffer(
-            trainer_mode="sync",
+            trainer_mode=mode,
             trainer_config=OmegaConf.create({}),
             max_off_policy_threshold=None,
             max_off_policy_strategy="drop",
-            sampler_kwargs=OmegaConf.create({"poll_interval_s": 0.0, "filter_groups": filter_groups}),
+            sampler_kwargs=OmegaConf.create(
+                {"poll_interval_s": 0.0, "filter_groups": filter_groups, "void_turn_filter": void_turn_filter}
+            ),
             refill_fn=queue.submit,
         )
         queue.submit(batch_size)
@@ -117,12 +144,17 @@ def test_the_metric_of_the_configuration_decides_what_is_equal(make):
 
 
 @pytest.mark.parametrize("enable", [True, False])
-@pytest.mark.parametrize("failed", [SANDBOX_DOWN, UNVERIFIED, RAISED], ids=["sandbox", "unverified", "raised"])
-def test_groups_that_the_world_failed_are_replaced_and_never_returned(make, failed, enable):
-    queue, buffer = make([failed, MIXED, failed, MIXED, failed, MIXED], batch_size=3, enable=enable)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("failed", "reason"),
+    [(SANDBOX_DOWN, "sandbox_failure"), (UNVERIFIED, "verifier_unknown"), (ABORTED, "aborted"), (RAISED, "raised")],
+)
+def test_groups_that_the_world_failed_are_replaced_and_never_returned(make, failed, reason, enable, mode):
+    queue, buffer = make([failed, MIXED, failed, MIXED, failed, MIXED], batch_size=3, enable=enable, mode=mode)
     batch, metrics = buffer.sample(1, "train", 3)
     assert sampled(batch) == [1, 3, 5]
-    assert metrics["filter_groups/failed"] == 3
+    assert metrics["filter_groups/failed"] == metrics["failure/groups_dropped"] == 3
+    assert metrics[f"failure/{reason}"] == 3 and metrics["failure/groups_filled"] == 0
     assert sum(queue.submissions) == 3
 
 
@@ -188,8 +220,9 @@ def test_at_max_num_gen_batches_equal_groups_fill_up_and_the_log_says_so(make, c
     assert set(queue.tags) == set(batch.keys)
 
 
-def test_a_world_that_fails_everything_stops_the_run(make):
-    queue, buffer = make([SANDBOX_DOWN] * 100, batch_size=2, max_num_gen_batches=3)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_world_that_fails_everything_stops_the_run(make, mode):
+    queue, buffer = make([SANDBOX_DOWN] * 100, batch_size=2, max_num_gen_batches=3, mode=mode)
     with pytest.raises(RuntimeError, match=r"\d+ of \d+ prompt groups of step 4 failed for reasons outside the model"):
         buffer.sample(4, "train", 2)
     assert 6 < len(queue.groups) <= 6 + 2 + 6  # stops once more than 3 x 2 have failed
@@ -216,35 +249,163 @@ def test_validation_does_not_wait_for_a_group_whose_loop_raised(make):
     assert batch.keys == ["uid-0_0_0", "uid-0_1_0", "uid-1_0_0"]  # what there is of it
 
 
-def test_metrics_are_over_all_that_was_generated_but_not_over_failed_groups(make):
+@pytest.mark.parametrize("mode", MODES)
+def test_metrics_are_over_all_that_was_generated_but_not_over_failed_rollouts(make, mode):
     groups = [
-        [info(1, tool_calls=2.0, tool_errors=1.0, response_tokens=30.0), info(1)],  # equal: left out of the batch
-        [info(0, tool_calls=1.0, tool_errors=1.0, tool_timeouts=1.0, truncated=1.0), info(1, tool_calls=1.0)],
-        [info(1, tool_calls=9.0, sandbox_failure=1.0), info(1, tool_calls=9.0)],  # failed: counted nowhere
+        [info(1, ok=1, errors={"NameError": 1}, response_tokens=30.0), info(1)],  # equal: left out of the batch
+        [info(0, errors={"timeout": 1}, truncated=1.0, finish_reason="max_tokens"), info(1, ok=1)],
+        [info(1, ok=9, sandbox_failure=1.0), info(1, ok=5)],  # the failed one is counted nowhere
         [info(0), info(1, response_tokens=20.0)],
     ]
-    queue, buffer = make(groups, batch_size=2)
+    queue, buffer = make(groups, batch_size=2, mode=mode)
     batch, metrics = buffer.sample(1, "train", 2)
     assert sampled(batch) == [1, 3]
-    assert metrics == {
-        "train/acc": 4 / 6,  # 1 1 | 0 1 | 0 1
-        "train/truncation_rate": 1 / 6,
-        "train/model_tokens": 90 / 6,  # 30 10 | 10 10 | 10 20
-        "tool/code_ratio": 3 / 6,  # 2 0 | 1 1 | 0 0
-        "tool/calls": 4 / 6,
-        "tool/error_rate": 2 / 4,  # per call
-        "tool/timeout_rate": 1 / 4,
-        "filter_groups/generated": 4.0,
+    expected = {
+        "train/acc": 5 / 7,  # 1 1 | 0 1 | - 1 | 0 1
+        "train/truncation_rate": 1 / 7,
+        "train/model_tokens": 100 / 7,  # 30 10 | 10 10 | - 10 | 10 20
+        "tool/code_ratio": 4 / 7,  # 2 0 | 1 1 | - 5 | 0 0
+        "tool/calls": 9 / 7,
+        "tool/error_rate": 2 / 9,  # per call
+        "tool/timeout_rate": 1 / 9,
+        "tool/error/NameError": 1 / 9,
+        "finish/answer": 6 / 7,
+        "finish/token_limit": 1 / 7,
         "filter_groups/keep_rate": 2 / 3,  # of the groups that did not fail
         "filter_groups/failed": 1.0,
         "filter_groups/filled_with_equal": 0.0,
+        "failure/sandbox_failure": 1.0,
+        "failure/groups_dropped": 1.0,
+        "failure/groups_filled": 0.0,
     }
+    assert {name: metrics.get(name) for name in expected} == pytest.approx(expected)
+    buffer.sample(2, "train", 0)  # what was counted is not counted again
+    assert buffer._seen.groups.total() == 0
 
 
 def test_no_tool_call_at_all_is_an_error_rate_of_0(make):
     _, buffer = make([MIXED], batch_size=1)
     _, metrics = buffer.sample(1, "train", 1)
     assert metrics["tool/error_rate"] == 0.0 and metrics["tool/timeout_rate"] == 0.0
+
+
+def group_of(*accs, failed=(), **fields):
+    """Rollouts with these accuracies; those at `failed` were failed by the sandbox."""
+    return [info(acc, sandbox_failure=float(i in failed), **fields) for i, acc in enumerate(accs)]
+
+
+def keys_of(batch, uid="uid-0"):
+    return sorted(key for key in batch.keys if key.startswith(f"{uid}_"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_group_with_more_than_half_valid_is_filled_with_copies_of_valid_rollouts(make, mode):
+    queue, buffer = make([group_of(1, 0, 1, 0, 1, failed=(1, 4))], batch_size=1, mode=mode)
+    batch, metrics = buffer.sample(1, "train", 1)
+    keys = keys_of(batch)
+    assert len(keys) == 5 and set(queue.tags) == set(keys)
+    assert {"uid-0_0_0", "uid-0_2_0", "uid-0_3_0"} < set(keys)  # the valid ones; 1 and 4 are gone
+    copies = [key for key in keys if key.endswith("_1")]  # further outputs of their session
+    assert len(copies) == 2 and not {"uid-0_1_1", "uid-0_4_1"} & set(copies)
+    for key in copies:
+        assert queue.values[key] is queue.values[f"{key[:-1]}0"] and queue.tags[key]["seq_len"] == 7
+    assert (metrics["failure/groups_filled"], metrics["failure/groups_dropped"]) == (1, 0)
+    assert metrics["failure/sandbox_failure"] == 2
+
+
+@pytest.mark.parametrize(
+    ("group", "is_used"),
+    [
+        (group_of(1, 0, 1, 0, failed=(0,)), True),  # 3 of 4 are valid
+        (group_of(1, 0, 1, 0, failed=(0, 1)), False),  # 2 of 4: half is not more than half
+        (group_of(1, 0, 1, failed=(2,)), True),  # 2 of 3
+        (group_of(1, 0, 0, failed=(0,)), False),  # equal once the failed one is out
+    ],
+)
+def test_half_of_a_group_must_be_valid_and_its_valid_rewards_unequal(make, group, is_used):
+    queue, buffer = make([group, MIXED], batch_size=1)
+    batch, _ = buffer.sample(1, "train", 1)
+    assert bool(keys_of(batch)) == is_used
+    assert len(batch.keys) == (len(group) if is_used else 2)
+
+
+def test_advantages_of_a_filled_group_are_those_of_its_valid_rollouts_alone(make):
+    """By verl's own function, with the keys that the buffer returns. Rewards 1, -1, 1, sample std 2/sqrt(3)."""
+    import numpy as np
+    import torch
+    from verl import DataProto
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    accs = [1, 0, 1, 0, 0]
+    queue, buffer = make([group_of(*accs, failed=(3, 4))], batch_size=1)
+    batch, _ = buffer.sample(1, "train", 1)
+    scores = torch.tensor([[2.0 * queue.values[key].data["reward_extra_info"]["acc"] - 1] for key in batch.keys])
+    data = DataProto.from_dict(
+        tensors={"token_level_rewards": scores, "response_mask": torch.ones(len(batch.keys), 1)},
+        non_tensors={"uid": np.array([key.split("_")[0] for key in batch.keys], dtype=object)},
+    )
+    data = compute_advantage_for_multi_trajectories(data, batch.keys, adv_estimator="grpo", num_repeat=5)
+    # mean 1/3; (1 - 1/3) / (2/sqrt 3) = 0.577; (-1 - 1/3) / (2/sqrt 3) = -1.155
+    by_hand = {1.0: 0.57735, -1.0: -1.1547}
+    assert len(batch.keys) == 5
+    for score, advantage in zip(scores[:, 0].tolist(), data.batch["advantages"][:, 0].tolist(), strict=True):
+        assert advantage == pytest.approx(by_hand[score], abs=1e-4)
+
+
+def test_what_the_policy_can_cause_is_a_normal_sample(make):
+    """Its code timing out, too much output, too many calls, malformed calls, void turns: all trained as they are."""
+    reasons = ["max_turns", "max_tokens", "malformed_limit", "answer"]
+    group = [
+        info(i == 3, finish_reason=reason, errors={"timeout": 3}, void_turns=1) for i, reason in enumerate(reasons)
+    ]
+    queue, buffer = make([group], batch_size=1)
+    batch, metrics = buffer.sample(1, "train", 1)
+    assert len(batch.keys) == 4 and metrics["failure/groups_filled"] == 0
+    assert metrics["finish/turn_limit"] == metrics["finish/malformed_limit"] == 0.25
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_void_turns_are_left_out_where_that_is_asked_for_but_not_for_ever(make, mode):
+    one_void = [info(1), info(0), info(0, void_turns=1)]
+    all_void = [info(1, void_turns=2), info(0, void_turns=1), info(0, void_turns=1)]
+    queue, buffer = make([all_void, one_void], batch_size=1, void_turn_filter=True, mode=mode)
+    batch, metrics = buffer.sample(1, "train", 1)
+    assert "uid-1_2_0" not in batch.keys and len(keys_of(batch, "uid-1")) == 3 == len(batch.keys)
+    assert metrics["failure/void_turn"] == 4 and metrics["failure/groups_dropped"] == 0
+    assert metrics["turn/void_rate"] == 4 / 6
+
+    queue, buffer = make([all_void] * 9, batch_size=1, max_num_gen_batches=2, void_turn_filter=True, mode=mode)
+    batch, metrics = buffer.sample(1, "train", 1)
+    assert len(batch.keys) == 3 and metrics["filter_groups/filled_with_equal"] == 1
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_asynchronous_sampling_evicts_and_refills_one_by_one(make, mode):
+    queue, buffer = make([RIGHT, MIXED, WRONG, MIXED, MIXED], batch_size=3, mode=mode)
+    batch, metrics = buffer.sample(1, "train", 3)
+    assert sampled(batch) == [1, 3, 4] and sum(queue.submissions) == 2
+    assert metrics["training/filter_groups/evicted_samples"] == 2
+    assert set(queue.tags) == set(batch.keys)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_asynchronous_sampling_of_equal_groups_has_an_end(make, mode, caplog):
+    queue, buffer = make([RIGHT] * 100, batch_size=2, max_num_gen_batches=2, mode=mode)
+    with caplog.at_level(logging.WARNING, logger="verl_ext.replay_buffer"):
+        batch, metrics = buffer.sample(3, "train", 2)
+    assert len(batch.keys) == 4 and metrics["filter_groups/filled_with_equal"] == 2
+    assert len(queue.groups) <= 2 * 2 + 3
+    assert caplog.text.count("step 3:") == 1 and "only 0 had unequal rewards" in caplog.text
+
+
+def test_stale_groups_are_dropped_in_asynchronous_modes(make):
+    queue, buffer = make([MIXED, MIXED, MIXED], batch_size=2, mode="separate_async")
+    buffer.max_off_policy_threshold = 2
+    batch, _ = buffer.sample(2, "train", 1)  # made in step 1, and taken in step 2: within the threshold
+    assert sampled(batch) in ([0], [1])
+    buffer.refill_fn = lambda count: queue.submit(count, global_steps=3)
+    batch, metrics = buffer.sample(3, "train", 1)
+    assert sampled(batch) == [2] and metrics["training/off_policy/evicted_samples"] == 1
 
 
 def test_max_num_gen_batches_must_be_1_at_least(make):

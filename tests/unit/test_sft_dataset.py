@@ -1,6 +1,13 @@
+import json
+import os
 import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+DATA = Path(__file__).parents[1] / "data"
+TRACES = Path(os.environ.get("RETOOL_TRACES", DATA / "traces.jsonl"))  # another file of the same form
 
 
 @pytest.fixture
@@ -15,7 +22,9 @@ def make_dataset(tokenizer, tmp_path):
         for rows in files_of_rows:
             paths.append(str(tmp_path / f"{len(paths)}.parquet"))
             pd.DataFrame({"messages": rows}).to_parquet(paths[-1])
+        retool = {name: settings.pop(name) for name in ("protocol", "bad_rows") if name in settings}
         config = {"messages_key": "messages", "max_length": 200, "truncation": "error"} | settings
+        config["retool"] = {"protocol": "code", "bad_rows": "error"} | retool
         files = OmegaConf.create(paths) if len(paths) > 1 else paths[0]
         return RetoolSFTDataset(files, tokenizer, OmegaConf.create(config), max_samples=max_samples)
 
@@ -32,6 +41,17 @@ def assistant(text):
 
 def interpreter(text):
     return {"role": "interpreter", "content": text}
+
+
+def calls(*arguments, content="", name="code_interpreter"):
+    """An assistant's message with calls; arguments that begin with a brace are JSON text, others the code."""
+    functions = [{"name": name, "arguments": text if text.startswith("{") else {"code": text}} for text in arguments]
+    tool_calls = [{"type": "function", "function": function} for function in functions]
+    return {"role": "assistant", "content": content, "tool_calls": tool_calls}
+
+
+def tool(text):
+    return {"role": "tool", "content": text}
 
 
 TRACE = [user(), assistant("<code>print(1+1)</code>"), interpreter("2"), assistant("\\boxed{2}")]
@@ -73,10 +93,22 @@ def test_a_system_message_belongs_to_the_prompt(make_dataset, tokenizer):
     ("row", "reason"),
     [
         ([user()], r"expected roles assistant.*found \[\]"),
-        ([user(), assistant("<code>1</code>"), interpreter("1")], r"found \['assistant', 'interpreter'\]"),
+        ([user(), assistant("<code>1</code>"), interpreter("1")], "the last message must be the assistant's answer"),
         ([user(), assistant("a"), assistant("b")], r"found \['assistant', 'assistant'\]"),
         ([user(), interpreter("1"), assistant("b")], r"found \['interpreter', 'assistant'\]"),
         ([user(), assistant("a"), user("b"), assistant("c")], r"found \['assistant', 'user', 'assistant'\]"),
+        ([user(), assistant("a"), interpreter("1"), assistant("b")], "does not end in </code>: 'a'"),
+        ([user(), assistant("<code></code>"), interpreter("1"), assistant("b")], "empty <code></code>"),
+        (
+            [user(), assistant("<code>1</code> and <code>2</code>"), interpreter("1"), assistant("b")],
+            "text behind the first </code>",
+        ),
+        ([user(), assistant("<code>1</code>")], "the answer has </code>, where a rollout would have run code"),
+        ([user(), calls("1"), assistant("b")], "1 calls with 0 answers"),
+        ([user(), calls("1"), tool("1"), tool("2"), assistant("b")], "1 calls with 2 answers"),
+        ([user(), calls("1", "2"), tool("1"), tool("2"), assistant("b")], "has one call a turn, but there are 2"),
+        ([user(), calls("1", name="sin"), tool("1"), assistant("b")], "call of 'sin'"),
+        ([user(), calls('{"code": 1'), tool("1"), assistant("b")], "arguments of 'code_interpreter' are no JSON"),
         ([assistant("a")], "expected a system or user message first"),
         ([user(), assistant("<code>1</code>"), interpreter(None), assistant("b")], "text from the interpreter.*None"),
         ([user(None), assistant("b")], "text from the user.*None"),
@@ -99,9 +131,12 @@ def test_a_row_that_is_too_long_is_an_error_or_cut_on_the_right(make_dataset):
     tokens = len(whole["input_ids"])
     assert len(make_dataset([TRACE], max_length=tokens)[0]["input_ids"]) == tokens
 
-    dataset = make_dataset([TRACE, TRACE], max_length=tokens - 3)
+    short = [user(), assistant("2")]
     with pytest.raises(ValueError, match=f"SFT row 1 has {tokens} tokens, more than data.max_length={tokens - 3}"):
-        dataset[1]
+        make_dataset([short, TRACE], max_length=tokens - 3)
+    dataset = make_dataset([short, TRACE, short], max_length=tokens - 3, truncation="drop")
+    assert len(dataset) == 2
+    assert dataset.dropped == [(1, f"has {tokens} tokens, more than data.max_length={tokens - 3}")]
 
     cut = make_dataset([TRACE], max_length=tokens - 3, truncation="right")[0]
     for name, value in cut.items():
@@ -111,3 +146,244 @@ def test_a_row_that_is_too_long_is_an_error_or_cut_on_the_right(make_dataset):
 def test_a_truncation_that_would_cut_the_prompt_is_refused(make_dataset):
     with pytest.raises(ValueError, match="data.truncation is 'left'"):
         make_dataset([TRACE], truncation="left")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"protocol": "xml"}, "is 'xml'; expected one of code, hermes"),
+        ({"bad_rows": "skip"}, "'skip'; expected 'error'"),
+    ],
+)
+def test_an_unknown_setting_is_refused(make_dataset, settings, message):
+    with pytest.raises(ValueError, match=message):
+        make_dataset([TRACE], **settings)
+
+
+def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(make_dataset, caplog):
+    dataset = make_dataset([TRACE, [assistant("a")], TRACE, [user()]], bad_rows="drop")
+    assert len(dataset) == 2 and [number for number, _ in dataset.dropped] == [1, 3]
+    assert "left out 2 of 4 SFT rows: row 1: expected a system or user message first" in caplog.text
+    with pytest.raises(ValueError, match="None of 1 SFT rows"):
+        make_dataset([[assistant("a")]], bad_rows="drop")
+
+
+def tokens_of(dataset, tokenizer, index=0):
+    item = dataset[index]
+    return tokenizer.decode(item["input_ids"][item["loss_mask"] == 1]), tokenizer.decode(item["input_ids"])
+
+
+RETOOL_SFT = [
+    user("What is 1+1? Answer as \\boxed{{'The final answer goes here.'}}"),
+    calls("a = {1: {2: 3}}\nprint(f'{{a}}')", content="I compute. "),
+    tool("2\n"),
+    assistant("\\boxed{{2}}") | {"tool_calls": None},
+]
+
+
+def test_the_published_data_sets_form_gives_either_protocol(make_dataset, tokenizer):
+    """Arguments as objects, `tool_calls: null`, prompts with doubled braces; code keeps its own braces."""
+    trained, whole = tokens_of(make_dataset([RETOOL_SFT]), tokenizer)
+    code = "a = {1: {2: 3}}\nprint(f'{{a}}')"
+    assert trained == f"I compute. \n<code>\n{code}\n</code>\\boxed{{2}}<|im_end|>"
+    assert "\n<interpreter>\n2\n</interpreter>\n" in whole
+    assert "Answer as \\boxed{'The final answer goes here.'}<|im_end|>" in whole
+
+    trained, whole = tokens_of(make_dataset([RETOOL_SFT], protocol="hermes"), tokenizer)
+    call = json.dumps({"name": "code_interpreter", "arguments": {"code": code}})
+    assert trained == f"I compute. \n<tool_call>\n{call}\n</tool_call><|im_end|>\\boxed{{2}}<|im_end|>"
+    assert "<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n" in whole
+
+
+def test_code_between_tags_becomes_a_hermes_call_and_answers_in_the_text_are_not_trained_on(make_dataset, tokenizer):
+    inline = "First.\n<code>\n```python\nprint(2)\n```\n</code>\n<interpreter>\n2\n</interpreter>\n\n\\boxed{2}"
+    trained, whole = tokens_of(make_dataset([[user(), assistant(inline)]]), tokenizer)
+    assert trained == "First.\n<code>\n```python\nprint(2)\n```\n</code>\\boxed{2}<|im_end|>"
+    assert whole.count("<interpreter>") == 1
+
+    dataset = make_dataset([[user(), assistant(inline)], TRACE], protocol="hermes")
+    trained, _ = tokens_of(dataset, tokenizer)
+    call = json.dumps({"name": "code_interpreter", "arguments": {"code": "print(2)"}})
+    assert trained == f"First.\n<tool_call>\n{call}\n</tool_call><|im_end|>\\boxed{{2}}<|im_end|>"
+    assert "print(1+1)" in tokens_of(dataset, tokenizer, 1)[0]
+
+
+def test_tools_may_be_json_text_and_their_calls_must_fit(make_dataset, qwen_tokenizer, tmp_path):
+    import pandas as pd
+    from omegaconf import OmegaConf
+
+    from verl_ext.sft_dataset import RetoolSFTDataset
+
+    parameters = {"type": "object", "properties": {"x": {"type": "number", "description": "an angle"}}}
+    function = {"name": "sin", "description": "The sine.", "parameters": parameters | {"required": ["x"]}}
+    tools = json.dumps([{"type": "function", "function": function, "extra": 1}])
+    good = [user(), calls('{"x": 1.5}', name="sin"), tool("0.997"), assistant("0.997")]
+    bad = [user(), calls('{"y": 1.5}', name="sin"), tool("0.997"), assistant("0.997")]
+    frame = pd.DataFrame({"messages": [good, bad], "tools": [tools, tools]})
+    frame.to_parquet(tmp_path / "t.parquet")
+    config = {"messages_key": "messages", "max_length": 2000, "truncation": "error"}
+    config |= {"retool": {"protocol": "hermes", "bad_rows": "drop"}}
+    dataset = RetoolSFTDataset(str(tmp_path / "t.parquet"), qwen_tokenizer, OmegaConf.create(config))
+    text = qwen_tokenizer.decode(dataset[0]["input_ids"])
+    assert '{"type": "function", "function": {"name": "sin",' in text and '"extra"' not in text
+    ((row, reason),) = dataset.dropped
+    assert row == 1 and "sin needs the argument 'x'" in reason
+
+
+# Real traces ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def traces():
+    return [json.loads(line) for line in TRACES.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="session")
+def qwen_tokenizer():
+    """A byte-level BPE as Qwen2.5's, small and trained on the traces, with its added tokens and its chat template."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        (DATA / "traces.jsonl").read_text(encoding="utf-8").splitlines(),
+        trainers.BpeTrainer(vocab_size=2000, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<tool_call>", "</tool_call>")])
+    tokenizer.chat_template = (DATA / "qwen2.5_chat_template.jinja").read_text()
+    return tokenizer
+
+
+def refusal(trace, protocol):
+    """Why this trace is none, by its shape; "" where it is one."""
+    roles = [message["role"] for message in trace["messages"]]
+    steps = "".join("c" if m.get("tool_calls") else m["role"][0] for m in trace["messages"]).lstrip("su")
+    if roles[-1] == "tool":
+        return "the last message"
+    if steps.replace("ct", "") != "a":
+        return "expected roles"
+    names = {call["function"]["name"] for message in trace["messages"] for call in message.get("tool_calls") or []}
+    return "calls code_interpreter only" if protocol == "code" and names - {"code_interpreter"} else ""
+
+
+def model_texts(trace, protocol, qwen_tokenizer):
+    """What the model would have written: by Qwen's own template, or with the code between tags."""
+    if protocol == "hermes":
+        messages = [dict(message) for message in trace["messages"]]
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                functions = [call["function"] for call in calls]
+                message["tool_calls"] = [f | {"arguments": json.loads(f["arguments"])} for f in functions]
+        text = qwen_tokenizer.apply_chat_template(messages, tokenize=False)
+        return [part.partition("<|im_end|>")[0] for part in text.split("<|im_start|>assistant\n")[1:]]
+    texts = []
+    for message in trace["messages"]:
+        if message["role"] == "assistant":
+            codes = [json.loads(call["function"]["arguments"])["code"] for call in message.get("tool_calls") or []]
+            texts.append(
+                "\n".join(
+                    [message["content"]] * bool(message["content"]) + [f"<code>\n{code}\n</code>" for code in codes]
+                )
+            )
+    return texts
+
+
+class RecordedTool:
+    """A tool of a trace: says what it said then."""
+
+    def __init__(self, schema, outputs):
+        from verl.tools.schemas import OpenAIFunctionToolSchema
+
+        schema = schema if "function" in schema else {"type": "function", "function": schema}
+        self.tool_schema = OpenAIFunctionToolSchema.model_validate(schema)
+        self.name, self._outputs = self.tool_schema.function.name, outputs
+
+    async def create(self, **kwargs):
+        return "instance", None
+
+    async def execute(self, instance_id, parameters):
+        return SimpleNamespace(text=next(self._outputs), image=None, video=None), None, {}
+
+    async def release(self, instance_id):
+        return None
+
+
+@pytest.mark.parametrize("protocol", ["code", "hermes"])
+@pytest.mark.parametrize("which", ["tiny", "qwen"])
+def test_sft_trains_on_the_very_tokens_of_a_rollout_on_real_traces(
+    roll_out, tokenizer, qwen_tokenizer, traces, which, protocol, tmp_path
+):
+    import pandas as pd
+    from omegaconf import OmegaConf
+
+    from verl_ext.sft_dataset import RetoolSFTDataset
+
+    chosen = {"tiny": tokenizer, "qwen": qwen_tokenizer}[which]
+    rows = [{"messages": trace["messages"], "tools": json.dumps(trace["tools"])} for trace in traces]
+    pd.DataFrame(rows).to_parquet(tmp_path / "traces.parquet")
+    config = {"messages_key": "messages", "max_length": 10**6, "truncation": "error"}
+    config |= {"retool": {"protocol": protocol, "bad_rows": "drop"}}
+    dataset = RetoolSFTDataset(str(tmp_path / "traces.parquet"), chosen, OmegaConf.create(config))
+
+    refused = {number: why for number, trace in enumerate(traces) if (why := refusal(trace, protocol))}
+    assert [number for number, _ in dataset.dropped] == list(refused)
+    for number, reason in dataset.dropped:
+        assert refused[number] in reason
+    kept = [trace for number, trace in enumerate(traces) if number not in refused]
+    assert len(kept) == len(dataset) >= 0.7 * len(traces)
+
+    for item, trace in zip(dataset, kept, strict=True):
+        texts = model_texts(trace, protocol, qwen_tokenizer)
+        turns = [chosen.encode(text, add_special_tokens=False) for text in texts]
+        ended = [protocol == "hermes" or i == len(turns) - 1 for i in range(len(turns))]
+        turns = [turn + [chosen.eos_token_id] * end for turn, end in zip(turns, ended, strict=True)]
+        said = iter([message["content"] for message in trace["messages"] if message["role"] == "tool"])
+        tools = [RecordedTool(tool, said) for tool in trace["tools"]] if protocol == "hermes" else []
+        prompt = {
+            "raw_prompt": [message for message in trace["messages"] if message["role"] in ("system", "user")],
+            "extra_info": {"tool_selection": [tool.name for tool in tools]},
+        }
+        rollout, *_ = roll_out(
+            chosen,
+            turns,
+            said,
+            tools=tools,
+            protocol=protocol,
+            prompt=prompt,
+            response_length=200_000,
+            max_tool_calls=50,
+            max_tool_response_tokens=50_000,
+        )
+        assert len(rollout.extra_fields["model_spans"]) == len(turns)
+        assert item["input_ids"].tolist() == rollout.prompt_ids + rollout.response_ids
+        assert item["loss_mask"].tolist() == [0] * len(rollout.prompt_ids) + rollout.response_mask
+        if (which, protocol) == ("qwen", "hermes") and "code_interpreter" in [tool.name for tool in tools]:
+            # And the template agrees that this is the conversation. (Other tools' schemas say more than verl reads.)
+            assert chosen.decode(item["input_ids"]) + "\n" == rendered(trace, chosen)
+
+
+def rendered(trace, tokenizer):
+    """The conversation by its chat template; what tools said is shown as a rollout shows it."""
+    from verl_ext.agent_loop.protocol import format_output
+
+    messages = [dict(message) for message in trace["messages"]]
+    for message in messages:
+        if message["role"] == "tool":
+            message["content"] = format_output(message["content"], "")
+        for call in message.get("tool_calls") or []:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    return tokenizer.apply_chat_template(messages, tools=trace["tools"], tokenize=False)

@@ -31,6 +31,8 @@ from verl.utils.profiler import simple_timer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerClient
 
+from verl_ext.agent_loop.trajectory_log import TrajectoryLog, trajectory_record
+
 
 @dataclass
 class _Group:
@@ -69,6 +71,12 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             None if self.config.reward.reward_model.enable else load_reward_manager(self.config, self.tokenizer)
         )
         self._score_rollout = getattr(reward_manager, "score_rollout", None)
+        settings = self.config.retool.trajectory_log
+        self._trajectory_log = (
+            TrajectoryLog(settings.folder, max_mb=settings.max_mb, max_files=settings.max_files)
+            if settings.enable
+            else None
+        )
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -144,6 +152,12 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         """
         outputs = output if isinstance(output, list) else [output]
         await self._compute_score(outputs, kwargs)
+        for output in outputs:
+            trajectory = output.extra_fields.pop("trajectory", None)
+            if trajectory is not None and self._trajectory_log is not None:
+                self._trajectory_log.write(
+                    trajectory_record(trajectory, output.extra_fields, kwargs, validate=validate)
+                )
         group = self._groups[kwargs["uid"]]
         for i, output in enumerate(outputs):
             if outputs[-1].reward_score is not None:

@@ -1,10 +1,13 @@
 """What LeanAgentLoopWorker leaves out of verl's work, or does at another time; tests/e2e runs it in the real stack."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -33,6 +36,7 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
         async def run(self, sampling_params: dict, session_id: int, **kwargs: Any) -> AgentLoopOutput:
             response = await self.samples[session_id]()
             fields = {"reward_extra_info": {}, "min_global_steps": 6, "max_global_steps": 7}
+            fields["trajectory"] = {"prompt": "1+1?", "turns": [len(response)]}
             return AgentLoopOutput(
                 prompt_ids=[1, 2],
                 response_ids=response,
@@ -42,11 +46,12 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
                 extra_fields=fields,
             )
 
-    def run(samples: list, **prompt: Any) -> list[tuple[str, Any]]:
+    def run(samples: list, log: Any = None, **prompt: Any) -> list[tuple[str, Any]]:
         worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
         rollout = {"n": len(samples), "val_kwargs": {"n": 1}}
         worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
         worker._groups, worker._stored_columns, worker._score_rollout = {}, ["uid", "reward_model"], None
+        worker._trajectory_log = log
         worker.reward_loop_worker_handles = None
         worker._shared_loops = {"retool_code": Loop(samples)}
         prompt = {"uid": "p", "agent_name": "retool_code", "global_steps": 7, "reward_model": {"a": 1}} | prompt
@@ -89,6 +94,21 @@ def test_a_group_is_stored_at_once_when_its_last_sample_has_ended(roll_out_promp
     }
 
 
+def test_trajectories_go_to_their_log_and_not_into_the_storage(roll_out_prompt) -> None:
+    class Log:
+        written: list[dict] = []
+
+        def write(self, record: dict) -> None:
+            self.written.append(record)
+
+    _, (_, (fields, _)), _ = roll_out_prompt(samples_of([2, 1]), log=Log())
+    assert [(record["uid"], record["session"], record["turns"]) for record in Log.written] == [
+        ("p", 1, [1]),
+        ("p", 0, [2]),
+    ]
+    assert all("trajectory" not in extra for extra in fields.get("extra_fields").tolist())
+
+
 def test_a_sample_that_raises_makes_its_group_a_failure(roll_out_prompt) -> None:
     async def fail() -> list[int]:
         await asyncio.sleep(0.05)
@@ -96,6 +116,40 @@ def test_a_sample_that_raises_makes_its_group_a_failure(roll_out_prompt) -> None
 
     stored = roll_out_prompt([*samples_of([3, 1]), fail])
     assert stored == [("train:p", "running"), ("train:p", "failure")]
+
+
+@pytest.mark.parametrize(
+    ("agent_name", "configured", "protocol"),
+    [
+        ("retool", "code", "CodeProtocol"),
+        ("retool", "hermes", "HermesProtocol"),
+        ("retool_code", "hermes", "CodeProtocol"),  # a sample's own choice
+        ("retool_hermes", "code", "HermesProtocol"),
+    ],
+)
+def test_the_protocol_is_that_of_the_sample_or_else_of_the_run(agent_name, configured, protocol, tokenizer) -> None:
+    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+
+    from verl_ext.agent_loop.manager import LeanAgentLoopWorker
+
+    config = OmegaConf.load(ROOT / "configs" / "tiny_dapo.yaml")
+    rollout = {"response_length": 10, "prompt_length": 10, "multi_turn": {"max_parallel_calls": 1}}
+    retool = OmegaConf.merge(config.retool, {"protocol": configured, "trajectory_log": {"folder": ""}})
+    worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
+    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool, "data": {}})
+    worker._loop_classes, worker._shared_loops, worker.tools = {}, {}, []
+    worker.llm_client = worker.processor = worker.hf_model_type = worker.dataset_cls = None
+    worker.tokenizer = tokenizer
+    path = ROOT / config.actor_rollout_ref.rollout.agent.agent_loop_config_path
+    for loop in OmegaConf.load(path):  # as verl's worker reads it
+        _agent_loop_registry[loop.name] = loop
+
+    async def make():
+        return worker._make_loop(agent_name)
+
+    loop = asyncio.run(make())
+    assert type(loop.protocol).__name__ == protocol
+    assert worker._shared_loops[agent_name] is loop
 
 
 def test_an_unknown_agent_loop_is_named() -> None:

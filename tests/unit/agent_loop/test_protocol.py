@@ -1,6 +1,7 @@
 import pytest
 
-from verl_ext.agent_loop.protocol import MalformedCall, extract_code, format_output, interpreter_block
+from verl_ext.agent_loop.code_protocol import extract_code, interpreter_block
+from verl_ext.agent_loop.protocol import MalformedCall, format_output
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The real CodeAgentLoop between a scripted LLM server and a scripted sandbox (tests/unit/conftest.py)."""
+"""The real RetoolAgentLoop between a scripted LLM server and a scripted sandbox (tests/unit/conftest.py)."""
 
 import asyncio
 import copy
@@ -66,6 +66,7 @@ def test_each_turn_is_asked_for_what_is_left_and_stops_at_the_tag(roll_out, toke
 def test_the_server_is_asked_for_one_message_per_request_without_importing_vllm_here(
     roll_out, tokenizer, answer, monkeypatch
 ):
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)  # another test may have imported it
     _, server, _ = roll_out(tokenizer, [answer])
     sent = pickle.dumps(server.calls[0]["output_kind"])
 
@@ -96,13 +97,13 @@ def test_in_the_servers_own_process_it_is_the_enum_itself(roll_out, tokenizer, a
 
 
 def test_the_samples_of_a_group_share_one_encoding_of_their_prompt(tokenizer, monkeypatch):
-    from verl_ext.agent_loop.code_loop import CodeAgentLoop
+    from verl_ext.agent_loop.tool_loop import RetoolAgentLoop
 
-    loop = CodeAgentLoop.__new__(CodeAgentLoop)
+    loop = RetoolAgentLoop.__new__(RetoolAgentLoop)
     loop._prompts = {}
     encoded = []
 
-    async def encode(messages):
+    async def encode(messages, tools):
         await asyncio.sleep(0.01)
         encoded.append(messages)
         return [len(messages)]
@@ -111,7 +112,7 @@ def test_the_samples_of_a_group_share_one_encoding_of_their_prompt(tokenizer, mo
 
     async def both():
         first, second, other = await asyncio.gather(
-            loop._encode_prompt("a", ["hi"]), loop._encode_prompt("a", ["hi"]), loop._encode_prompt("b", ["hi", "ho"])
+            *(loop._encode_prompt(*prompt, None) for prompt in (("a", ["hi"]), ("a", ["hi"]), ("b", ["hi", "ho"])))
         )
         first.append("the rollout's own tokens")
         return second, other
@@ -153,11 +154,17 @@ def test_any_special_token_ends_an_answer(roll_out, tokenizer, encode):
     assert output.extra_fields["finish_reason"] == "answer"
 
 
-def test_no_code_is_run_behind_an_end_token(roll_out, tokenizer, encode, answer):
-    """A stop string that the server missed (it was split by an abort): what the model made up stays a normal sample."""
-    output, _, sandbox = roll_out(tokenizer, [encode(CALL) + answer])
+@pytest.mark.parametrize("split", ["one token", "pieces"])
+def test_a_stop_that_an_abort_has_split_is_found_again(roll_out, tokenizer, encode, answer, split):
+    """The server looks for stops within a request; here it went on to the end token, past the stop."""
+    tag = encode("</code>") if split == "one token" else [i for c in "</code>" for i in encode(c)]
+    call = encode("<code>print(1+1)") + tag
+    output, server, sandbox = roll_out(tokenizer, [call + encode("so it is 3") + answer, answer], ["2"])
+    assert sandbox.codes == ["print(1+1)"]
+    assert output.response_ids == call + encode(BLOCK_2) + answer
+    assert output.response_logprobs[: len(call)] == [-(i + 1) / 1000 for i in range(len(call))]
     assert output.extra_fields["finish_reason"] == "answer"
-    assert sandbox.codes == [] and output.response_ids == encode(CALL) + answer
+    assert server.calls[1]["prompt_ids"] == output.prompt_ids + call + encode(BLOCK_2)
 
 
 def test_a_turn_cut_by_the_budget_ends_with_max_tokens(roll_out, tokenizer, encode):
@@ -166,11 +173,15 @@ def test_a_turn_cut_by_the_budget_ends_with_max_tokens(roll_out, tokenizer, enco
     assert output.extra_fields["finish_reason"] == "max_tokens" and output.extra_fields["truncated"] == 1.0
 
 
-def test_an_empty_generation_ends_with_max_tokens(roll_out, tokenizer):
-    output, *_ = roll_out(tokenizer, [[]])
-    assert output.extra_fields["finish_reason"] == "max_tokens"
-    assert output.response_ids == output.response_mask == output.response_logprobs == []
+@pytest.mark.parametrize(("stop_reason", "finish_reason"), [("completed", "max_tokens"), ("aborted", "aborted")])
+def test_a_response_without_any_token_gets_one_that_is_not_trained_on(roll_out, tokenizer, stop_reason, finish_reason):
+    output, *_ = roll_out(tokenizer, [([], stop_reason, {})])
+    assert output.extra_fields["finish_reason"] == finish_reason
+    assert output.response_ids == [tokenizer.eos_token_id]
+    assert output.response_mask == [0] and output.response_logprobs == [0.0]
     assert output.extra_fields["model_spans"] == [(0, 0)] and output.num_turns == 2
+    output.reward_score = -1.0
+    assert output.as_dict()["rm_scores"].tolist() == [-1.0]
 
 
 def test_a_call_with_the_last_token_of_the_budget_is_not_run(roll_out, tokenizer, encode):
@@ -182,9 +193,9 @@ def test_a_call_with_the_last_token_of_the_budget_is_not_run(roll_out, tokenizer
 
 def test_tool_output_must_leave_a_token_to_answer_with(roll_out, tokenizer, encode):
     call, block = encode(CALL), encode(BLOCK_2)
-    output, server, _ = roll_out(tokenizer, [call], ["2"], response_length=len(call) + len(block))
+    output, server, sandbox = roll_out(tokenizer, [call], ["2"], response_length=len(call) + len(block))
     assert output.extra_fields["finish_reason"] == "max_tokens"
-    assert output.response_ids == call and output.extra_fields["tool_calls"] == 1
+    assert output.response_ids == call and output.extra_fields["tool_calls"] == 1 == len(sandbox.codes)
 
     output, server, _ = roll_out(tokenizer, [call, [5]], ["2"], response_length=len(call) + len(block) + 1)
     assert server.calls[1]["max_tokens"] == 1
@@ -214,20 +225,107 @@ def test_an_aborted_turn_keeps_what_was_sampled(roll_out, tokenizer, encode):
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "kind", "told"),
     [
-        ("print(1+1)</code>", "FormatError: </code> without <code>"),
-        ("<code></code>", "FormatError: empty <code></code>"),
+        ("print(1+1)</code>", "unopened_tag", "FormatError: </code> without <code>"),
+        ("<code></code>", "empty_code", "FormatError: empty <code></code>"),
     ],
 )
-def test_a_malformed_call_is_answered_to_the_model(roll_out, tokenizer, encode, answer, call, told):
+def test_a_malformed_call_is_answered_to_the_model(roll_out, tokenizer, encode, answer, call, kind, told):
     output, _, sandbox = roll_out(tokenizer, [encode(call), answer])
     assert sandbox.codes == []
     assert tokenizer.decode(output.response_ids) == (
         f"{call}\n<interpreter>\n{told}\n</interpreter>\n" + tokenizer.decode(answer)
     )
-    assert (output.extra_fields["tool_calls"], output.extra_fields["tool_errors"]) == (1, 1)
+    assert (output.extra_fields["tool_calls"], output.extra_fields["tool_errors"]) == (0, 0)
+    assert output.extra_fields["tool_use"]["malformed"] == {kind: 1}
     assert output.extra_fields["finish_reason"] == "answer"
+
+
+def test_code_without_a_closing_tag_is_answered_behind_the_end_of_the_turn(roll_out, tokenizer, encode, answer):
+    turn = encode("<code>print(1+1)") + [tokenizer.eos_token_id]
+    output, _, sandbox = roll_out(tokenizer, [turn, answer])
+    told = "<interpreter>\nFormatError: <code> without </code>; the code was not run\n</interpreter>"
+    assert tokenizer.decode(output.response_ids[len(turn) :]) == (
+        f"\n<|im_start|>user\n{told}<|im_end|>\n<|im_start|>assistant\n" + tokenizer.decode(answer)
+    )
+    assert output.response_ids[: len(turn)] == turn and sandbox.codes == []
+    assert output.extra_fields["tool_use"]["malformed"] == {"unclosed_tag": 1}
+    assert output.extra_fields["model_spans"][0] == (0, len(turn))
+
+
+def test_malformed_calls_have_a_limit_of_their_own(roll_out, tokenizer, encode, answer):
+    bad = encode("<code></code>")
+    output, *_ = roll_out(tokenizer, [bad, bad, bad], max_malformed_calls=2, max_tool_calls=0)
+    assert output.extra_fields["finish_reason"] == "malformed_limit"
+    assert output.extra_fields["tool_use"]["malformed"] == {"empty_code": 3}
+    assert len(output.extra_fields["model_spans"]) == 3 and output.response_mask[-1] == 1
+    output, *_ = roll_out(tokenizer, [bad, bad, answer], max_malformed_calls=2)
+    assert output.extra_fields["finish_reason"] == "answer"
+
+
+def test_the_last_code_is_run_where_that_is_asked_for(roll_out, tokenizer, encode):
+    call = encode(CALL)
+    output, _, sandbox = roll_out(tokenizer, [call, call], ["2", "2"], max_tool_calls=1, run_last_code=True)
+    assert output.extra_fields["finish_reason"] == "max_turns"
+    assert len(sandbox.codes) == 2 and output.extra_fields["tool_calls"] == 2
+    assert output.response_ids == (call + encode(BLOCK_2)) * 2 and output.response_mask[-1] == 0
+
+
+def test_output_is_cut_to_half_of_the_room_that_is_left(roll_out, tokenizer, encode, answer):
+    """Not only to its own limit: the rollout goes on with room for an answer."""
+    call = encode(CALL)
+    limit = len(call) + 80
+    output, server, _ = roll_out(
+        tokenizer, [call, answer], ["7" * 1000], response_length=limit, max_tool_response_tokens=500
+    )
+    assert output.extra_fields["finish_reason"] == "answer"
+    assert output.extra_fields["tool_use"]["outputs_cut"] == 1
+    # Of 79 tokens 39 are output, the tags and the note come on top; what is left is for the answer.
+    text = tokenizer.decode(output.response_ids)
+    assert "\n[... 961 characters cut ...]\n" in text and text.count("7") == 39
+    assert server.calls[1]["max_tokens"] == limit - len(call) - (len(output.response_ids) - len(call) - len(answer))
+
+
+def test_a_huge_output_is_not_tokenised_whole(roll_out, tokenizer, encode, answer):
+    seen = []
+    odd = copy.copy(tokenizer)
+    odd.encode = lambda text, **kwargs: seen.append(len(text)) or tokenizer.encode(text, **kwargs)
+    output, *_ = roll_out(odd, [encode(CALL), answer], ["ab" * 1_000_000], max_tool_response_tokens=10)
+    assert max(seen) < 1000
+    assert "characters cut ...]" in tokenizer.decode(output.response_ids)
+
+
+def test_a_cut_falls_between_whole_characters(tokenizer):
+    from verl_ext.agent_loop.protocol import cut_output
+
+    text = "\u20ac" * 200  # three byte tokens each
+    for limit in range(1, 30):
+        cut = cut_output(tokenizer, text, limit)
+        head, _, rest = cut.partition("\n[... ")
+        number, _, tail = rest.partition(" characters cut ...]\n")
+        assert set(head + tail) <= {"\u20ac"} and int(number) == 200 - len(head) - len(tail)
+        assert 3 * len(head) <= limit - limit // 2 and 3 * len(tail) <= limit // 2
+
+
+def test_what_a_rollout_did_is_recorded_where_that_is_on(roll_out, tokenizer, encode, answer):
+    failed = RunResult("code_error", "", "Traceback:\nNameError: x", 1, queue_s=0.5, run_s=0.25, attempts=2, message="")
+    turns = [encode("<code></code>"), encode(CALL), encode(CALL), answer]
+    output, *_ = roll_out(tokenizer, turns, [failed, "2"], response_length=300, trajectory_log={"enable": True})
+    trajectory = output.extra_fields["trajectory"]
+    assert trajectory["prompt"] == tokenizer.decode(output.prompt_ids)
+    assert [turn["text"] for turn in trajectory["turns"]] == [tokenizer.decode(turn) for turn in turns]
+    assert [turn["tokens"] for turn in trajectory["turns"]] == [len(turn) for turn in turns]
+    malformed, error, ok, none = (turn["calls"] for turn in trajectory["turns"])
+    assert malformed == [{"malformed": "empty_code", "output": "FormatError: empty <code></code>"}] and none == []
+    assert error[0]["error"] == "NameError" and error[0]["output"] == "NameError: x" and error[0]["attempts"] == 2
+    assert (error[0]["queue_s"], error[0]["run_s"]) == (0.5, 0.25)
+    assert ok[0]["arguments"] == {"code": "print(1+1)"} and ok[0]["output"] == "2" and ok[0]["error"] is None
+    use = output.extra_fields["tool_use"]
+    assert (use["ok"], use["errors"], use["malformed"], use["fixed"]) == (1, {"NameError": 1}, {"empty_code": 1}, 1)
+    assert use["code_lines"] == 2 and use["queue_s"] == 0.5 and use["run_s"] == 0.25
+    assert use["void_turns"] == 1  # the malformed one
+    assert "trajectory" not in roll_out(tokenizer, [answer])[0].extra_fields
 
 
 @pytest.mark.parametrize(
@@ -257,15 +355,12 @@ def test_the_model_is_told_that_its_code_was_killed(roll_out, tokenizer, encode,
 def test_long_output_is_cut_in_the_middle_and_says_so(roll_out, tokenizer, encode, answer):
     printed = "1" * 100 + "2" * 101  # 201 tokens
     output, *_ = roll_out(tokenizer, [encode(CALL), answer], [printed], max_tool_response_tokens=9)
-    assert "<interpreter>\n1111\n[... 193 tokens cut ...]\n2222\n</interpreter>" in tokenizer.decode(
-        output.response_ids
-    )
+    text = tokenizer.decode(output.response_ids)
+    assert "<interpreter>\n11111\n[... 192 characters cut ...]\n2222\n</interpreter>" in text
 
+    # Shorter than the note would be: stays as it is.
     output, *_ = roll_out(tokenizer, [encode(CALL), answer], ["123"], max_tool_response_tokens=1)
-    assert "<interpreter>\n\n[... 3 tokens cut ...]\n\n</interpreter>" in tokenizer.decode(output.response_ids)
-
-    output, *_ = roll_out(tokenizer, [encode(CALL), answer], ["123456789"], max_tool_response_tokens=9)
-    assert "<interpreter>\n123456789\n</interpreter>" in tokenizer.decode(output.response_ids)
+    assert "<interpreter>\n123\n</interpreter>" in tokenizer.decode(output.response_ids)
 
 
 def test_num_turns_counts_user_model_and_tool_turns(roll_out, tokenizer, encode, answer):
@@ -356,9 +451,10 @@ def test_whatever_happens_tokens_mask_and_log_probs_stay_true(
     for call, (begin, _) in zip(server.calls, spans, strict=True):
         assert call["prompt_ids"] == output.prompt_ids + ids[:begin]
         assert call["max_tokens"] == response_length - begin
-    assert len(sandbox.codes) <= fields["tool_calls"] <= max_tool_calls
+    failed = fields["finish_reason"] == "sandbox_failure"
+    assert len(sandbox.codes) == fields["tool_calls"] + failed <= max_tool_calls
     assert fields["tool_timeouts"] <= fields["tool_errors"] <= fields["tool_calls"]
-    assert fields["finish_reason"] in ("answer", "max_turns", "max_tokens", "sandbox_failure")
+    assert fields["finish_reason"] in ("answer", "max_turns", "max_tokens", "malformed_limit", "sandbox_failure")
     assert fields["truncated"] == float(fields["finish_reason"] == "max_tokens")
     assert (fields["finish_reason"] == "answer") == (ids[-1] == tokenizer.eos_token_id and mask[-1] == 1)
     assert output.num_turns == 2 * len(spans)  # user, then model and tool in turns

@@ -1,0 +1,260 @@
+"""RL in the real stack (vLLM, TransferQueue, sandbox server) while the sandbox or the model misbehaves.
+
+The model has had 30 steps of SFT: it calls the interpreter in one response of six, mostly wrongly, and answers nothing
+right. So its rewards are drawn at random, which gives groups something to learn from.
+"""
+
+import json
+import os
+import random
+import statistics
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from tests.e2e.conftest import REPO, kill_tree, launch, pipeline, read_metrics, run_to_end
+from verl_ext.sandbox.launch import running_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+FAILURES = ("sandbox_failure", "verifier_unknown")  # the tiny model boxes much that no verifier can compute
+N = 8  # responses per prompt
+PROMPTS = 8
+
+
+class Run:
+    """A short RL run in `out`, and what it left there."""
+
+    def __init__(self, out: Path, small: Path, sandbox_url: str, *overrides: str, steps: int = 2):
+        self.out, self.log = out, out / "log.txt"
+        self.process = launch(
+            "run_tiny_dapo.sh",
+            self.log,
+            f"trainer.total_training_steps={steps}",
+            "trainer.save_freq=-1",
+            f"data.train_batch_size={PROMPTS}",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS // 2}",
+            f"actor_rollout_ref.rollout.n={N}",
+            "++reward.reward_kwargs.random_reward_p=0.5",
+            f"trainer.v1.sampler.custom_sampler.path={REPO}/tests/e2e/recording_sampler.py",
+            "trainer.v1.sampler.custom_sampler.name=RecordingReplayBuffer",
+            f"++trainer.v1.sampler.sampler_kwargs.record_to={out}/batches.jsonl",
+            *overrides,
+            DATA_DIR=str(small / "data"),
+            MODEL_PATH=str(small / "sft" / "merged"),
+            OUTPUT_DIR=str(out),
+            SANDBOX_URL=sandbox_url,
+        )
+
+    def wait_for_step(self, step: int, timeout_s: float = 300) -> None:
+        deadline = time.time() + timeout_s
+        while step not in dict(self.metrics()):
+            assert self.process.poll() is None and time.time() < deadline, self.log.read_text(errors="replace")[-4000:]
+            time.sleep(0.02)
+
+    def finish(self) -> "Run":
+        run_to_end(self.process, self.log)
+        return self
+
+    def metrics(self) -> list[tuple[int, dict]]:
+        return read_metrics(self.out)
+
+    def total(self, name: str) -> float:
+        return sum(data.get(name, 0.0) for _, data in self.metrics())
+
+    def trajectories(self) -> list[dict]:
+        return [json.loads(line) for path in (self.out / "trajectories").iterdir() for line in open(path)]
+
+    def batches(self) -> list[dict]:
+        return [json.loads(line) for line in open(self.out / "batches.jsonl")]
+
+
+def check_advantages(run: Run) -> None:
+    """Every batch has whole groups, without failed rollouts; its advantages are those of the valid ones alone."""
+    failed = {f"{t['uid']}_{t['session']}" for t in run.trajectories() if t["finish_reason"] in FAILURES}
+    unequal = 0
+    for batch in run.batches():
+        sessions = [key.rpartition("_")[0] for key in batch["keys"]]
+        assert not failed & set(sessions)
+        groups: dict[str, dict[str, float]] = defaultdict(dict)
+        for session, score in zip(sessions, batch["scores"], strict=True):
+            groups[session.rpartition("_")[0]][session] = score
+        assert set(Counter(session.rpartition("_")[0] for session in sessions).values()) == {N}
+        for session, score, advantage in zip(sessions, batch["scores"], batch["advantages"], strict=True):
+            valid = list(groups[session.rpartition("_")[0]].values())
+            unequal += len(set(valid)) > 1
+            by_hand = (score - statistics.mean(valid)) / (statistics.stdev(valid) + 1e-6)
+            assert advantage == pytest.approx(by_hand, abs=1e-4)
+    assert unequal, "no group has unequal rewards: nothing was tested"
+
+
+def check_malformed_calls_were_answered(run: Run) -> Counter:
+    kinds = Counter()
+    for trajectory in run.trajectories():
+        for i, turn in enumerate(trajectory["turns"]):
+            for call in turn["calls"]:
+                if "malformed" in call:
+                    kinds[call["malformed"]] += 1
+                    assert call["output"].startswith("FormatError: ")
+                    is_last = i == len(trajectory["turns"]) - 1
+                    assert not is_last or trajectory["finish_reason"] in ("max_tokens", "malformed_limit"), trajectory
+    return kinds
+
+
+def test_a_normal_run_and_its_records(small: Path, tmp_path: Path) -> None:
+    with running_server() as url:
+        run = Run(tmp_path / "rl", small, url).finish()
+    assert [step for step, _ in run.metrics()] == [1, 2]
+    check_advantages(run)
+    trajectories = run.trajectories()
+    assert len(trajectories) == run.total("filter_groups/generated") * N
+    for step, data in run.metrics():
+        assert sum(value for name, value in data.items() if name.startswith("finish/")) == pytest.approx(1.0)
+        assert data["failure/sandbox_failure"] == data["failure/aborted"] == data["failure/raised"] == 0
+        own = [t for t in trajectories if t["step"] == step and t["finish_reason"] not in FAILURES]
+        calls = [call for t in own for turn in t["turns"] for call in turn["calls"] if "output" in call]
+        ran = [call for call in calls if "malformed" not in call]
+        assert data["tool/calls"] == pytest.approx(len(ran) / len(own)) and ran
+        assert all(call["run_s"] > 0 and call["failure"] is None for call in ran)
+    assert check_malformed_calls_were_answered(run)["unopened_tag"] > 0
+
+
+def test_a_sandbox_that_is_killed_in_mid_step_costs_only_the_rollouts_that_needed_it(
+    small: Path, tmp_path: Path
+) -> None:
+    with running_server() as url:
+        run = Run(tmp_path / "rl", small, url, "algorithm.filter_groups.max_num_gen_batches=4", steps=5)
+        run.wait_for_step(1)
+        for child in psutil.Process().children():
+            if "verl_ext.sandbox.server" in " ".join(child.cmdline()):
+                kill_tree(child.pid)
+        time.sleep(8)  # a call gives up after three pauses of together 2.6 s at the most
+    with running_server(port=urlsplit(url).port):
+        run.finish()
+
+    metrics = dict(run.metrics())
+    assert sorted(metrics) == [1, 2, 3, 4, 5]
+    check_advantages(run)
+    failed = [t for t in run.trajectories() if t["finish_reason"] == "sandbox_failure"]
+    assert failed and run.total("failure/sandbox_failure") == len(failed)
+    assert run.total("failure/groups_filled") > 0
+    assert metrics[1]["failure/sandbox_failure"] == metrics[5]["failure/sandbox_failure"] == 0
+    assert metrics[5]["tool/calls"] > 0
+    copies = [key for batch in run.batches() for key in batch["keys"] if not key.endswith("_0")]
+    assert copies
+
+
+@contextmanager
+def faulty(url: str, rng: random.Random) -> Iterator[tuple[str, Counter]]:
+    """A server before the sandbox that answers 503, hangs, or cuts the connection, at random; counts what it did."""
+    done: Counter = Counter()
+    closing = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            fault = rng.choices(["none", "503", "cut", "hang"], weights=[60, 20, 18, 2])[0]
+            done[fault] += 1
+            if fault == "hang":
+                closing.wait(120)
+            if fault in ("hang", "cut"):
+                self.close_connection = True
+                self.connection.close()
+                return
+            if fault == "503":
+                return self._answer(503, b'{"detail": "overloaded"}')
+            upstream = HTTPConnection(urlsplit(url).hostname, urlsplit(url).port, timeout=60)
+            upstream.request("POST", self.path, body, {"Content-Type": "application/json"})
+            response = upstream.getresponse()
+            self._answer(response.status, response.read())
+
+        def _answer(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args: object) -> None:
+            return None
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", done
+    finally:
+        closing.set()
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_sandbox_that_fails_at_random_is_tried_again(small: Path, tmp_path: Path) -> None:
+    with running_server() as url, faulty(url, random.Random(0)) as (faulty_url, done):
+        run = Run(tmp_path / "rl", small, faulty_url).finish()
+    assert [step for step, _ in run.metrics()] == [1, 2]
+    assert done["503"] and done["cut"] and done["none"], done
+    check_advantages(run)
+    calls = [call for t in run.trajectories() for turn in t["turns"] for call in turn["calls"] if "attempts" in call]
+    assert any(call["attempts"] > 1 and call["failure"] is None for call in calls)
+    for call in calls:  # what came through is the sandbox's own answer: a fault never reaches the model
+        assert "503" not in call["output"] and "overloaded" not in call["output"]
+    failed = [t for t in run.trajectories() if t["finish_reason"] == "sandbox_failure"]
+    assert run.total("failure/sandbox_failure") == len(failed)
+
+
+@pytest.fixture(scope="module")
+def hermes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `small`, with a model that has had 60 steps of SFT on hermes calls: most of them are broken JSON."""
+    out = tmp_path_factory.mktemp("hermes")
+    sft = ("trainer.total_training_steps=60", "data.retool.protocol=hermes", "data.max_length=512")
+    stages = ("--stage=data", "--stage=sft", "--stage=merge")
+    pipeline(out, "--data=--sft=4000", *stages, *(f"--sft={override}" for override in sft))  # 62 steps of 64
+    return out
+
+
+def test_a_model_that_writes_malformed_hermes_calls_is_told(hermes_model: Path, tmp_path: Path) -> None:
+    overrides = (
+        "retool.protocol=hermes",
+        "data.max_response_length=300",
+        "actor_rollout_ref.rollout.max_model_len=400",
+    )
+    with running_server() as url:
+        run = Run(tmp_path / "rl", hermes_model, url, *overrides, steps=4).finish()
+    kinds = check_malformed_calls_were_answered(run)
+    assert kinds["bad_json"] > 0
+    for kind, count in kinds.items():
+        assert run.total(f"tool/malformed/{kind}") > 0, (kind, count)
+    ran = [call for t in run.trajectories() for turn in t["turns"] for call in turn["calls"] if "run_s" in call]
+    assert ran and all(set(call["arguments"]) == {"code"} for call in ran)
+    check_advantages(run)
+
+
+def test_the_asynchronous_trainer_takes_the_same_sampler(small: Path, tmp_path: Path) -> None:
+    with running_server() as url, faulty(url, random.Random(1)) as (faulty_url, _):
+        run = Run(
+            tmp_path / "rl",
+            small,
+            faulty_url,
+            "trainer.v1.trainer_mode=colocate_async",
+            "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.agent_loop.manager.LeanAgentLoopManager",
+            steps=3,
+        ).finish()
+    assert [step for step, _ in run.metrics()] == [1, 2, 3]
+    check_advantages(run)
+    for _, data in run.metrics():
+        assert 0 <= data["tool/code_ratio"] <= 1 and data["failure/aborted"] == 0
+        assert sum(value for name, value in data.items() if name.startswith("finish/")) == pytest.approx(1.0)
+    assert os.listdir(run.out / "trajectories")
