@@ -1,5 +1,5 @@
-# Sourced by the launchers in this folder: goes to the repository's root, finds Python, sorts arguments, checks inputs.
-# Paths in variables count from the repository's root, unless absolute.
+# Sourced by the launchers in this folder: goes to the repository's root, finds Python, sorts arguments, checks inputs, and
+# has the one command of an SFT and of an RL run on GPUs. Paths in variables count from the repository's root, unless absolute.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 if [[ ${1-} == --help ]]; then # the launcher's own header; Hydra's help is `--hydra-help`
@@ -32,4 +32,48 @@ require() {
   done
   echo "$(basename "$0"): $1=${!1} does not exist. $3" >&2
   exit 1
+}
+
+# sft CONFIG: SFT by torchrun, from the variables that the launcher's header names.
+sft() {
+  OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/$1}")
+  export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
+  require TRAIN_FILE data.train_files "Make it: python data/prepare_retool_sft.py, or set TRAIN_FILE."
+
+  local torchrun=(-m torch.distributed.run --nproc-per-node="${NPROC_PER_NODE:-8}")
+  if $PRINT_ONLY; then
+    torchrun=()
+  elif ((NNODES > 1)); then
+    : "${MASTER_ADDR:?set it to the address of node 0, or set NNODES=1 for a single machine}"
+    torchrun+=(--nnodes="$NNODES" --node-rank="${NODE_RANK:-0}")
+    torchrun+=(--master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
+  else
+    torchrun+=(--standalone)
+  fi
+  $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
+
+  exec "$PYTHON" "${torchrun[@]}" -m verl.trainer.sft_trainer --config-dir=configs --config-name="$1" "${OPTIONS[@]}" \
+    model.path="'$MODEL_PATH'" data.train_files="'$TRAIN_FILE'" trainer.default_local_dir="'$OUTPUT_DIR'" \
+    "${OVERRIDES[@]}"
+}
+
+# dapo CONFIG: RL on Ray, from the variables that the launcher's header names.
+dapo() {
+  local metrics
+  OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/$1}")
+  metrics=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
+  TRAIN_FILE=${TRAIN_FILE:-data/dapo_math_17k.parquet}
+  VAL_FILE=${VAL_FILE:-data/aime_2025.parquet}
+  if [[ $MODEL_PATH == outputs/* || $MODEL_PATH == [/.]* ]]; then # else it may be a name on the hub
+    require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its checkpoint (recipe/README.md), or set MODEL_PATH."
+  fi
+  require TRAIN_FILE data.train_files "Make it: python data/prepare_dapo_math_17k.py, or set TRAIN_FILE."
+  require VAL_FILE data.val_files "Make it: python data/prepare_aime.py, or set VAL_FILE."
+  $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
+
+  exec "$PYTHON" -m verl.trainer.main_ppo --config-dir=configs --config-name="$1" "${OPTIONS[@]}" \
+    actor_rollout_ref.model.path="'$MODEL_PATH'" data.train_files="'$TRAIN_FILE'" data.val_files="'$VAL_FILE'" \
+    retool.sandbox.urls="[${SANDBOX_URL:-http://127.0.0.1:8080}]" trainer.default_local_dir="'$OUTPUT_DIR'" \
+    ++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="'$metrics'" \
+    trainer.nnodes="$NNODES" "${OVERRIDES[@]}"
 }

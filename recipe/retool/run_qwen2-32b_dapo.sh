@@ -15,18 +15,5 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 MODEL_PATH=${MODEL_PATH:-outputs/qwen2-32b_sft/merged}
-TRAIN_FILE=${TRAIN_FILE:-data/dapo_math_17k.parquet}
-VAL_FILE=${VAL_FILE:-data/aime_2025.parquet}
-OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/qwen2-32b_dapo}")
-METRICS=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
-
-require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its checkpoint (recipe/README.md), or set MODEL_PATH."
-require TRAIN_FILE data.train_files "Set TRAIN_FILE to a parquet file of problems (recipe/README.md)."
-require VAL_FILE data.val_files "Set VAL_FILE to a parquet file of problems (recipe/README.md)."
-$PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
-
-exec "$PYTHON" -m verl.trainer.main_ppo --config-dir=configs --config-name=qwen2-32b_dapo "${OPTIONS[@]}" \
-  actor_rollout_ref.model.path="'$MODEL_PATH'" data.train_files="'$TRAIN_FILE'" data.val_files="'$VAL_FILE'" \
-  retool.sandbox.urls="[${SANDBOX_URL:-http://127.0.0.1:8080}]" trainer.default_local_dir="'$OUTPUT_DIR'" \
-  ++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="'$METRICS'" \
-  trainer.nnodes="${NNODES:-2}" "${OVERRIDES[@]}"
+NNODES=${NNODES:-2}
+dapo qwen2-32b_dapo

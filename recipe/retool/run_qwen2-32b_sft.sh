@@ -18,24 +18,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-32B-Instruct}
 TRAIN_FILE=${TRAIN_FILE:-data/retool_sft.parquet}
-OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/qwen2-32b_sft}")
 NNODES=${NNODES:-2}
-export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
-
-require TRAIN_FILE data.train_files "Set TRAIN_FILE to a parquet file of traces (recipe/README.md)."
-
-TORCHRUN=(-m torch.distributed.run --nproc-per-node="${NPROC_PER_NODE:-8}")
-if $PRINT_ONLY; then
-  TORCHRUN=()
-elif ((NNODES > 1)); then
-  : "${MASTER_ADDR:?set it to the address of node 0, or set NNODES=1 for a single machine}"
-  TORCHRUN+=(--nnodes="$NNODES" --node-rank="${NODE_RANK:-0}")
-  TORCHRUN+=(--master-addr="$MASTER_ADDR" --master-port="${MASTER_PORT:-29500}")
-else
-  TORCHRUN+=(--standalone)
-fi
-$PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
-
-exec "$PYTHON" "${TORCHRUN[@]}" -m verl.trainer.sft_trainer \
-  --config-dir=configs --config-name=qwen2-32b_sft "${OPTIONS[@]}" \
-  model.path="'$MODEL_PATH'" data.train_files="'$TRAIN_FILE'" trainer.default_local_dir="'$OUTPUT_DIR'" "${OVERRIDES[@]}"
+sft qwen2-32b_sft

@@ -99,7 +99,7 @@ def test_an_unknown_split_or_kind_is_refused(tiny_tools):
     ("kind", "calls"), [("mental", 0), ("tool", 1), ("wrong_formula", 1), ("repair", 2), ("give_up", 1)]
 )
 def test_a_trace_has_retools_roles_and_ends_in_a_box(tiny_tools, kind, calls):
-    from verl_ext.agent_loop.protocol import extract_code
+    from verl_ext.agent_loop.code_protocol import extract_code
 
     rng = random.Random(kind)
     right = 0
@@ -124,7 +124,8 @@ def test_the_mixture_names_every_kind_and_adds_up(tiny_tools):
 
 
 def test_the_traces_interpreter_says_what_the_real_sandbox_says(tiny_tools):
-    from verl_ext.agent_loop.protocol import extract_code, format_output
+    from verl_ext.agent_loop.code_protocol import extract_code
+    from verl_ext.agent_loop.protocol import format_output
     from verl_ext.sandbox.client import SandboxClient
     from verl_ext.sandbox.launch import running_server
 

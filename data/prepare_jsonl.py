@@ -1,0 +1,54 @@
+"""Your own problems for RL or evaluation, as parquet in verl's columns, from JSONL or parquet.
+
+    python data/prepare_jsonl.py --input mine.jsonl --name mine --out data/mine.parquet
+    python data/prepare_jsonl.py --input mine.jsonl --name mine --out data/mine.parquet \\
+        --problem-column task.statement --answer-column task.solution
+
+One object a line with a problem and its answer: a number, or LaTeX such as \\frac{1}{2}, without a sentence around it.
+Of a prompt in verl's form the last user message is the problem; its other messages are left out.
+"""
+
+import argparse
+from pathlib import Path
+
+from verl_ext.data.problems import clean_problems, evaluation_problems, read_problems, write_problems
+from verl_ext.data.rows import DataError
+from verl_ext.data.text import PROMPTS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", required=True, help="JSONL or parquet file, a folder of them, or hub data set")
+    parser.add_argument("--out", type=Path, required=True, help="parquet file to write")
+    parser.add_argument("--name", required=True, help="data source; metrics are shown by it")
+    parser.add_argument("--split", default="train", help="train, or test for a set to evaluate on (default: train)")
+    parser.add_argument("--problem-column", help="dots lead into objects; found by itself where it has a usual name")
+    parser.add_argument("--answer-column")
+    parser.add_argument("--integer-answers", action="store_true", help="drop problems with other answers")
+    parser.add_argument(
+        "--evaluation", nargs="*", default=[], metavar="FILE", help="problems to keep out, beside AIME 2024 and 2025"
+    )
+    parser.add_argument(
+        "--protocol", choices=PROMPTS, default="code", help="retool.protocol of the run (default: %(default)s)"
+    )
+    args = parser.parse_args()
+    if bool(args.problem_column) != bool(args.answer_column):
+        parser.error("--problem-column and --answer-column come together")
+    problems, report = clean_problems(
+        read_problems(
+            args.input,
+            split=args.split,
+            columns=(args.problem_column, args.answer_column) if args.problem_column else None,
+        ),
+        evaluation=evaluation_problems(args.evaluation) if args.split == "train" else None,
+        integer_answers=args.integer_answers,
+    )
+    print(report)
+    write_problems(problems, args.out, data_source=args.name, split=args.split, protocol=args.protocol)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except DataError as error:
+        raise SystemExit(str(error)) from None

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# DAPO RL of Qwen2.5-32B-Instruct with a code interpreter, as the published run really was. Every hyper-parameter is in configs/qwen2-32b_dapo_published.yaml.
+# Machines: 2 nodes of 8 GPUs, or 1 (NNODES=1). Time: a public log of the published run, on 8 GPUs, shows 81 minutes a step
+# (42 rollouts, 9 old log-probs, 30 update). Not run by us at this size.
+#
+# Usage: [NAME=value ...] bash recipe/retool/run_qwen2-32b_dapo_published.sh [--cfg job] [Hydra overrides, e.g. trainer.save_freq=10]
+#   MODEL_PATH   merged SFT checkpoint             outputs/qwen2-32b_sft/merged
+#   TRAIN_FILE   problems, parquet                 data/dapo_math_17k.parquet
+#   VAL_FILE     validation problems, parquet      data/aime_2025.parquet
+#   SANDBOX_URL  sandbox; several with commas      http://127.0.0.1:8080
+#   OUTPUT_DIR   checkpoints, metrics, validation  outputs/qwen2-32b_dapo_published
+#   NNODES       nodes of 8 GPUs                   2; with more than 1, start Ray on all of them first
+# The same command again goes on from the last checkpoint. `--cfg job` only prints the run, on any machine.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+MODEL_PATH=${MODEL_PATH:-outputs/qwen2-32b_sft/merged}
+NNODES=${NNODES:-2}
+dapo qwen2-32b_dapo_published

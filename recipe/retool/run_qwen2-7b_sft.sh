@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# SFT of Qwen2.5-7B-Instruct on ReTool traces. Every hyper-parameter is in configs/qwen2-7b_sft.yaml.
+# Machines: 1 node of 8 GPUs. 372 steps. Not run by us at this size.
+#
+# Usage: [NAME=value ...] bash recipe/retool/run_qwen2-7b_sft.sh [--cfg job] [Hydra overrides, e.g. trainer.total_epochs=1]
+#   MODEL_PATH      Hugging Face folder or hub name   Qwen/Qwen2.5-7B-Instruct
+#   TRAIN_FILE      traces, parquet                   data/retool_sft.parquet
+#   OUTPUT_DIR      checkpoints and metrics           outputs/qwen2-7b_sft; a folder that all nodes share
+#   NNODES          nodes                             1
+#   NPROC_PER_NODE  GPUs per node                     8
+#   NODE_RANK       0 to NNODES - 1                   0
+#   MASTER_ADDR     address of node 0                 needed where NNODES > 1
+#   MASTER_PORT     a free port of node 0             29500
+# The same command again goes on from the last checkpoint. `--cfg job` only prints the run, on any machine.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+MODEL_PATH=${MODEL_PATH:-Qwen/Qwen2.5-7B-Instruct}
+TRAIN_FILE=${TRAIN_FILE:-data/retool_sft.parquet}
+NNODES=${NNODES:-1}
+sft qwen2-7b_sft

@@ -1,0 +1,175 @@
+"""Keep the problems that a model can learn from: an offline difficulty filter on how often it solves each.
+
+    # from samples that are there: dumps of `trainer.validation_data_dir`, also of an evaluation
+    python scripts/filter_by_pass_rate.py --data data/dapo_math_17k.parquet --out data/dapo_filtered.parquet \\
+        --dumps outputs/run/validation/0.jsonl
+    # or with samples from the launcher's own rollouts, tools on; the same command goes on where it was broken off
+    MODEL_PATH=outputs/qwen2-32b_sft/merged python scripts/filter_by_pass_rate.py --data data/dapo_math_17k.parquet \\
+        --out data/dapo_filtered.parquet --generate recipe/retool/run_qwen2-32b_dapo.sh trainer.nnodes=1
+
+Bands:
+  not-easy       drops what is solved in more than 62.5% of the samples, as OlmoRL does with 8 samples at temperature
+                 1.0 and top-p 1.0 from the checkpoint that RL starts from (Olmo 3, arXiv:2512.13961)
+  rarely-solved  keeps what is solved in at most 25% of the samples, but at least once, by this model or by that of
+                 --solved-by. GLM-5 (arXiv:2602.15763) keeps what its predecessor rarely solves and stronger models
+                 can; it gives no number, 25% is ours
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import pandas as pd
+
+from verl_ext.data.pass_rates import histogram, is_kept, record, tally
+from verl_ext.evaluation import read_dump
+from verl_ext.sandbox.launch import SandboxNotReady, running_server
+from verl_ext.supervise import CommandFailed, Supervisor
+
+REPO = Path(__file__).resolve().parents[1]
+MAX_RATES = {"not-easy": 0.625, "rarely-solved": 0.25}
+
+
+def generate(data: Path, frame: pd.DataFrame, work: Path, args: argparse.Namespace) -> list[Path]:
+    """Sample every problem with the launcher's rollouts, in chunks; returns their dumps.
+
+    A chunk that has its dump is not run again.
+
+    Raises:
+        SystemExit: `work` holds the samples of other data or settings.
+        CommandFailed: a run failed.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "data": hashlib.sha256(data.read_bytes()).hexdigest(),
+        "model": os.environ.get("MODEL_PATH"),
+        "command": [args.generate.name, *args.overrides],
+        "samples": args.samples,
+        "chunk": args.chunk,
+    }
+    noted = work / "settings.json"
+    if noted.exists() and json.loads(noted.read_text()) != settings:
+        raise SystemExit(
+            f"{work} holds samples of other settings:\n  there: {noted.read_text()}\n  now:   {json.dumps(settings)}\n"
+            "Delete it, or use the same settings."
+        )
+    noted.write_text(json.dumps(settings))
+    url = os.environ.get("SANDBOX_URL")
+    starts = range(0, len(frame), args.chunk)
+    dumps = [work / f"chunk_{number:04}.jsonl" for number in range(len(starts))]
+    with nullcontext(url) if url else running_server() as url, Supervisor() as supervisor:
+        for number, (start, dump) in enumerate(zip(starts, dumps, strict=True)):
+            print(f"[{number + 1}/{len(dumps)}] {dump}{': done already' if dump.exists() else ''}", flush=True)
+            if dump.exists():
+                continue
+            chunk = dump.with_suffix(".parquet")
+            frame.iloc[start : start + args.chunk].to_parquet(chunk)
+            folder = dump.with_suffix("")
+            for stale in folder.glob("dump/*.jsonl"):
+                stale.unlink()
+            supervisor.run(
+                [
+                    *("bash", str(args.generate), *args.overrides, f"data.train_files='{data}'"),
+                    f"data.val_files=[{','.join([repr(str(chunk))] * args.samples)}]",
+                    *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),
+                    *("trainer.save_freq=-1", f"trainer.validation_data_dir='{folder / 'dump'}'"),
+                    *(
+                        "actor_rollout_ref.rollout.val_kwargs.n=1",
+                        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+                    ),
+                    *(
+                        "actor_rollout_ref.rollout.val_kwargs.top_p=1.0",
+                        "actor_rollout_ref.rollout.val_kwargs.top_k=-1",
+                    ),
+                ],
+                log=dump.with_suffix(".log"),
+                env={"PYTHON": sys.executable, "OUTPUT_DIR": str(folder), "SANDBOX_URL": url},
+            )
+            made = list(folder.glob("dump/*.jsonl"))
+            if len(made) != 1:
+                raise CommandFailed(f"the run wrote {len(made)} dumps into {folder / 'dump'}; expected one")
+            os.replace(made[0], dump)
+    return dumps
+
+
+def filter_problems(
+    frame: pd.DataFrame, dumps: Sequence[Path], teachers: Sequence[Path], args: argparse.Namespace
+) -> list[bool]:
+    """Which rows are kept; prints how many and why, and writes a JSON line on each row beside `args.out`.
+
+    Raises:
+        SystemExit: problems without a judged sample, and --unjudged does not say what to do with them.
+    """
+    own, unknown = tally([sample for dump in dumps for sample in read_dump(dump)], frame["prompt"])
+    teacher = None
+    if teachers:
+        teacher, _ = tally([sample for dump in teachers for sample in read_dump(dump)], frame["prompt"])
+    if unknown:
+        print(f"{unknown:,} samples are of problems that {args.data} does not have: not counted")
+    unjudged = [row for row, each in enumerate(own) if not each.judged]
+    if unjudged and args.unjudged == "error":
+        raise SystemExit(
+            f"{len(unjudged):,} of {len(frame):,} problems have no judged sample (the first is row {unjudged[0]}): not "
+            "in the dumps, over data.max_prompt_length, or failed by sandbox or verifier. Give more --dumps, or say "
+            "--unjudged keep or --unjudged drop."
+        )
+    max_rate = MAX_RATES[args.band] if args.max_rate is None else args.max_rate
+    must_be_solved = args.band == "rarely-solved" or teacher is not None
+    kept = [
+        is_kept(each, max_rate=max_rate, must_be_solved=must_be_solved, teacher=teacher and teacher[row])
+        if each.judged
+        else args.unjudged == "keep"
+        for row, each in enumerate(own)
+    ]
+    print(histogram(own, kept))
+    print(f"{len(frame):,} problems, {len(unjudged):,} without a judged sample, {sum(kept):,} kept")
+    lines = zip(range(len(frame)), frame["extra_info"], own, kept, strict=True)
+    args.out.with_suffix(".pass_rates.jsonl").write_text("".join(f"{record(*line)}\n" for line in lines))
+    return kept
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="parquet in verl's RL columns")
+    parser.add_argument("--out", type=Path, required=True, help="parquet of the rows that are kept, unchanged")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--dumps", type=Path, nargs="+", help="JSONL files of samples")
+    source.add_argument("--generate", type=Path, metavar="LAUNCHER", help="of recipe/retool; reads its variables")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides for --generate")
+    parser.add_argument("--samples", type=int, default=8, help="of each problem (default: %(default)s)")
+    parser.add_argument("--chunk", type=int, default=2048, help="problems per start of the launcher (default: 2048)")
+    parser.add_argument("--band", choices=MAX_RATES, default="not-easy", help="default: %(default)s")
+    parser.add_argument("--max-rate", type=float, help="another upper end of the band, 0 to 1")
+    parser.add_argument("--solved-by", type=Path, nargs="+", default=[], help="dumps of a stronger model")
+    parser.add_argument(
+        "--unjudged",
+        choices=("error", "keep", "drop"),
+        default="error",
+        help="what becomes of problems without a judged sample (default: %(default)s)",
+    )
+    args = parser.parse_args()
+    if args.overrides and not args.generate:
+        parser.error(f"{args.overrides[0]}: overrides are for --generate")
+    args.data, args.out = args.data.resolve(), args.out.resolve()
+    frame = pd.read_parquet(args.data)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        dumps = args.dumps or generate(args.data, frame, args.out.with_suffix(".samples"), args)
+    except (CommandFailed, SandboxNotReady) as error:
+        raise SystemExit(f"filter_by_pass_rate: {error}") from None
+    kept = filter_problems(frame, dumps, args.solved_by, args)
+    if not any(kept):
+        raise SystemExit("No problem is left; nothing was written. Widen the band: --band, --max-rate.")
+    part = args.out.with_name(f"{args.out.name}.part")
+    frame[kept].to_parquet(part)
+    os.replace(part, args.out)
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()

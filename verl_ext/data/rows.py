@@ -1,0 +1,128 @@
+"""Rows of a parquet or JSONL file, a folder of them, or a data set of the hub, one at a time;
+and parquet from rows.
+
+Nothing is held in memory beyond a batch. `field` checks what a row must hold, and names the row and the column.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets.arrow_writer import ParquetWriter
+from datasets.utils import tqdm
+
+progress_bar = partial(tqdm, delay=2, mininterval=1)  # seconds: what is done at once shows none
+_JSON_SUFFIXES = (".jsonl", ".json")
+
+
+class DataError(ValueError):
+    """A source cannot be read or used; of a row that is not of the expected form the message names row and column."""
+
+
+def read_rows(source: str, *, split: str = "train") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (where, row): `where` is the file and line or row, for messages; shows a progress bar.
+
+    Args:
+        source: path of a parquet or JSONL file or of a folder of them; else the name of a data set on the hub.
+        split: of the hub's data set.
+    Raises:
+        DataError: there is no such file, and the hub cannot be reached or does not have it; a line is no JSON object.
+    """
+    files = _files(source)
+    with progress_bar(desc=f"read {source}", unit=" rows") as progress:
+        for file in files or [None]:
+            for where, row in _lines(file) if file and file.suffix in _JSON_SUFFIXES else _table(source, file, split):
+                progress.update()
+                yield where, row
+
+
+def field(row: dict[str, Any], column: str, where: str, kind: type | tuple[type, ...] = str) -> Any:
+    """The value of a column; `reward_model.ground_truth` is a field of a struct, `prompt.0.content` one of a list.
+
+    Raises:
+        DataError: a part is absent, or the value is not of `kind`.
+    """
+    value: Any = row
+    for depth, part in enumerate(column.split(".")):
+        if isinstance(value, list):
+            value = value[int(part)] if int(part) < len(value) else None
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        else:
+            there = f"it has {', '.join(value)}" if isinstance(value, dict) else f"there it has {_shown(value)}"
+            path = ".".join(column.split(".")[: depth + 1])
+            raise DataError(f"{where}, column {column}: the row has no {path}; {there}.")
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not object):
+        kinds = " or ".join(k.__name__ for k in (kind if isinstance(kind, tuple) else (kind,)))
+        raise DataError(f"{where}, column {column}: found {_shown(value)}; expected {kinds}.")
+    return value
+
+
+def write_parquet(rows: Iterable[dict[str, Any]], path: Path, features: datasets.Features) -> int:
+    """Write rows of the given columns; returns their number. The file appears when it is complete."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    count = 0
+    with ParquetWriter(path=str(part), features=features) as writer:
+        for row in progress_bar(rows, desc=f"write {path}", unit=" rows"):
+            writer.write(row)
+            count += 1
+        writer.finalize()
+    os.replace(part, path)
+    return count
+
+
+def _files(source: str) -> list[Path]:
+    """The files of a local source, in order of their names; none where the source is the hub's."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in (".parquet", *_JSON_SUFFIXES))
+        if not files:
+            raise DataError(f"{source} has no file *.parquet, *.jsonl or *.json. Name the file, or another folder.")
+        return files
+    if path.is_file():
+        if path.suffix not in (".parquet", *_JSON_SUFFIXES):
+            raise DataError(f"{source} is neither *.parquet nor *.jsonl. Convert it, or name another file.")
+        return [path]
+    if path.suffix in (".parquet", *_JSON_SUFFIXES) or source.count("/") != 1:
+        raise DataError(f"{source} does not exist, and is not of the form owner/name, as a data set of the hub is.")
+    return []
+
+
+def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{file}, line {number}"
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{where}: no JSON ({error}). Expected one JSON object a line.") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{where}: found {_shown(row)}. Expected one JSON object a line.")
+            yield where, row
+
+
+def _table(source: str, file: Path | None, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        if file:
+            table = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+        else:
+            table = datasets.load_dataset(source, split=split, streaming=True)
+    except (OSError, ValueError) as error:  # no network, no such data set, no such split
+        raise DataError(
+            f"{source} cannot be read: {error}\nIt is no file here, and the hub did not give it. Download it on a "
+            "machine with a network, and name the parquet or JSONL file with --input."
+        ) from None
+    for number, row in enumerate(table):
+        yield f"{file or source}, row {number}", row
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
