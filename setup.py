@@ -18,11 +18,11 @@ CORE = [
     "pyzmq>=27,<28",
     "msgspec>=0.22,<0.23",
     "cachetools>=8,<9",
-    # The sandbox server, and what checks its requests.
-    "fastapi>=0.136,<0.137",
-    "pydantic>=2.14,<3",
-    # The sandbox client: asynchronous, so that the calls of many samples overlap.
+    # The sandbox: HTTP of server and client, asynchronous, so that the calls of many samples overlap; checks of
+    # requests; metrics for Prometheus.
     "aiohttp>=3.14,<4",
+    "pydantic>=2.14,<3",
+    "prometheus_client>=0.26,<1",
     # Processes, placement groups and shared memory of RL; finding and ending those processes.
     "ray>=2.60,<2.61",
     "psutil>=7,<8",
@@ -82,6 +82,10 @@ EXTRAS = {
         "pytest-timeout>=2.4,<3",
         # Properties of the parsers.
         "hypothesis>=6.170,<7",
+        # What the sandbox's client is measured against (scripts/bench_sandbox.py).
+        "httpx>=0.28,<0.29",
+        # SandboxFusion's own client, which must work with our sandbox unchanged.
+        "sandbox-fusion==0.3.7",
         # Lint and format; exact, because formatting changes between minor versions.
         "ruff==0.17.5",
     ],

@@ -25,7 +25,7 @@ METRICS = (
     "tool/code_ratio",  # share of samples that ran code
     "tool/error_rate",  # failed calls / calls
     "tool/timeout_rate",  # calls over the time limit / calls
-    "turns",  # stretches written by the model: calls + 1
+    "turns",  # stretches written by the model
     "model_tokens",  # tokens of the model, tool output not counted
     "truncation_rate",  # share of samples cut by the response budget
 )
@@ -34,6 +34,7 @@ NUMBERS = (
     "tool_calls",
     "tool_errors",
     "tool_timeouts",
+    "model_turns",
     "response_tokens",
     "truncated",
     "unverified",
@@ -59,6 +60,7 @@ class Sample:
     tool_calls: float
     tool_errors: float
     tool_timeouts: float
+    model_turns: float
     response_tokens: float
     truncated: float
     unverified: float
@@ -342,7 +344,7 @@ def _problem_terms(samples: Sequence[Sample], k: int) -> tuple[list[float], list
         (sum(sample.tool_calls > 0 for sample in samples), m),
         (sum(sample.tool_errors for sample in samples), calls),
         (sum(sample.tool_timeouts for sample in samples), calls),
-        (calls + m, m),
+        (sum(sample.model_turns for sample in samples), m),
         (sum(sample.response_tokens for sample in samples), m),
         (sum(sample.truncated for sample in samples), m),
     ]

@@ -32,6 +32,12 @@ def test_torch_and_vllm_are_imported_already_and_ray_is_not(python: str) -> None
     assert run(python, "-c", code).stdout == "[True, True, True, False, False]\n"
 
 
+@pytest.mark.parametrize("option", ["-I", "-P"])
+def test_an_isolated_interpreter_is_a_real_one(python: str, option: str) -> None:
+    code = "import sys; print('torch' in sys.modules, sys.executable)"
+    assert run(python, option, "-c", code).stdout == f"False {sys.executable}\n"
+
+
 @pytest.mark.parametrize(
     ("code", "status"),
     [("pass", 0), ("import sys; sys.exit(7)", 7), ("1/0", 1), ("import os; os.kill(os.getpid(), 9)", -9)],
@@ -54,6 +60,12 @@ def test_inherited_files_keep_their_numbers(python: str) -> None:
     os.close(write)
     with open(read) as file:
         assert file.read() == "through the pipe"
+
+
+def test_niceness_is_inherited(python: str) -> None:
+    code = "import os; print(os.getpriority(os.PRIO_PROCESS, 0))"
+    niceness = os.getpriority(os.PRIO_PROCESS, 0) + 3
+    assert run(python, "-c", code, preexec_fn=lambda: os.nice(3)).stdout == f"{niceness}\n"
 
 
 def test_forks_draw_different_ray_ids(python: str) -> None:

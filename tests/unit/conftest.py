@@ -74,10 +74,10 @@ class ScriptedSandbox:
     def __post_init__(self) -> None:
         self._results = iter(self.results)
 
-    async def run(self, code: str, *, timeout_s: float, memory_limit_mb: int):
+    async def run(self, code: str, *, timeout_s: float, memory_limit_mb: int, echo_last_expression: bool):
         from verl_ext.sandbox.client import RunResult
 
-        assert (timeout_s, memory_limit_mb) == (5, 256)
+        assert (timeout_s, memory_limit_mb, echo_last_expression) == (5, 256, False)
         self.codes.append(code)
         result = next(self._results)
         if isinstance(result, str):
@@ -87,10 +87,10 @@ class ScriptedSandbox:
 
 @pytest.fixture(scope="session")
 def roll_out() -> Callable[..., Any]:
-    """Run the real CodeAgentLoop between scripted server and sandbox; returns (output, server, sandbox)."""
+    """Run the real RetoolAgentLoop between scripted server and sandbox; returns (output, server, sandbox)."""
     from omegaconf import OmegaConf
 
-    from verl_ext.agent_loop.code_loop import CodeAgentLoop
+    from verl_ext.agent_loop.tool_loop import RetoolAgentLoop
 
     def run(
         tokenizer: Any,
@@ -100,6 +100,9 @@ def roll_out() -> Callable[..., Any]:
         question: str = "1+1?",
         response_length: int = 100,
         logprobs: bool = True,
+        tools: Iterable[Any] = (),
+        max_parallel_calls: int = 1,
+        prompt: dict[str, Any] | None = None,
         **settings: Any,
     ) -> tuple[Any, ScriptedServer, ScriptedSandbox]:
         sandbox_settings = {
@@ -107,18 +110,35 @@ def roll_out() -> Callable[..., Any]:
             "max_concurrency": 4,
             "timeout_s": 5,
             "memory_limit_mb": 256,
+            "max_calls_per_s": None,
+            "echo_last_expression": False,
         }
-        retool = {"max_tool_calls": 3, "max_tool_response_tokens": 48, "traceback": "last_line"} | settings
+        retool = {
+            "protocol": "code",
+            "repair_json": False,
+            "max_tool_calls": 3,
+            "run_last_code": False,
+            "max_malformed_calls": 3,
+            "max_tool_response_tokens": 48,
+            "traceback": "last_line",
+            "trajectory_log": {"enable": False},
+        } | settings
         config = OmegaConf.create(
             {
-                "actor_rollout_ref": {"rollout": {"response_length": response_length, "prompt_length": 500}},
+                "actor_rollout_ref": {
+                    "rollout": {
+                        "response_length": response_length,
+                        "prompt_length": 5000,
+                        "multi_turn": {"max_parallel_calls": max_parallel_calls},
+                    }
+                },
                 "retool": retool | {"sandbox": sandbox_settings},
             }
         )
         server, sandbox = ScriptedServer(turns, with_log_probs=logprobs), ScriptedSandbox(results)
 
         async def roll() -> Any:
-            loop = CodeAgentLoop(
+            loop = RetoolAgentLoop(
                 trainer_config=SimpleNamespace(config=config),
                 server_manager=server,
                 tokenizer=tokenizer,
@@ -126,10 +146,11 @@ def roll_out() -> Callable[..., Any]:
                 dataset_cls=None,
                 data_config=SimpleNamespace(config=OmegaConf.create({})),
                 hf_model_type="qwen2",
+                tools=SimpleNamespace(tools=list(tools)),
             )
-            loop.sandbox = sandbox
-            prompt = {"uid": "prompt-0", "raw_prompt": [{"role": "user", "content": question}]}
-            return await loop.run({"temperature": 1.0, "logprobs": logprobs}, **prompt)
+            loop.tools.sandbox = sandbox
+            row = {"uid": "prompt-0", "raw_prompt": [{"role": "user", "content": question}]} | (prompt or {})
+            return await loop.run({"temperature": 1.0, "logprobs": logprobs}, **row)
 
         return asyncio.run(roll()), server, sandbox
 

@@ -25,6 +25,7 @@ def row(problem, session, acc, **changes):
         "tool_calls": 1.0,
         "tool_errors": 0.0,
         "tool_timeouts": 0.0,
+        "model_turns": 2.0,
         "response_tokens": 20.0,
         "truncated": 0.0,
         "unverified": 0.0,
@@ -46,7 +47,7 @@ def samples(tmp_path):
 
 TWO_PROBLEMS = [
     row("a", 0, 1, pred="7", tool_calls=1.0, response_tokens=10.0),
-    row("a", 1, 0, pred="5", tool_calls=2.0, tool_errors=1.0, response_tokens=20.0),
+    row("a", 1, 0, pred="5", tool_calls=2.0, tool_errors=1.0, model_turns=4.0, response_tokens=20.0),
     row("b", 0, 0, pred="3", tool_calls=0.0, response_tokens=30.0, truncated=1.0, finish_reason="max_tokens"),
     row("b", 1, 0, pred="3", tool_calls=1.0, tool_errors=1.0, tool_timeouts=1.0, response_tokens=40.0),
 ]
@@ -64,7 +65,7 @@ def test_figures_of_two_problems_by_hand(samples):
             "tool/code_ratio": 0.75,  # 3 of 4 samples
             "tool/error_rate": 0.5,  # 2 of 4 calls
             "tool/timeout_rate": 0.25,  # 1 of 4 calls
-            "turns": 2.0,  # (2 + 3 + 1 + 2) / 4
+            "turns": 2.5,  # (2 + 4 + 2 + 2) / 4
             "model_tokens": 25.0,
             "truncation_rate": 0.25,
         }

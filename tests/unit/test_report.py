@@ -27,6 +27,7 @@ def row(problem, acc, *, source="tiny_tools", calls=1, errors=0, failed=0, outpu
         "tool_calls": float(calls),
         "tool_errors": float(errors),
         "tool_timeouts": 0.0,
+        "model_turns": 1.0,
         "response_tokens": 20.0,
         "truncated": 0.0,
         "unverified": 0.0,

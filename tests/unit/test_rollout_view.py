@@ -63,6 +63,7 @@ def sample(problem, *, acc=1.0, calls=1, errors=0, source="tiny_tools", failed=F
         tool_calls=calls,
         tool_errors=errors,
         tool_timeouts=0,
+        model_turns=1,
         response_tokens=9,
         truncated=0,
         unverified=0,

@@ -5,7 +5,8 @@
 An RL run on one machine is a dozen processes, each of which imports for seconds: most of its start on two
 cores. Here a server imports once, and a small executable stands in for Python: it hands its arguments, environment,
 working folder and open files to the server, which forks. The command above, Ray, torchrun
-and multiprocessing's "spawn" all start their Pythons through it. If the server is gone, it runs the real Python.
+and multiprocessing's "spawn" all start their Pythons through it. If the server is gone, or the first argument is -I or
+-P, it runs the real Python.
 
 For CPU runs on one machine only: a process that has touched CUDA cannot be forked.
 """
@@ -76,6 +77,8 @@ PRELOAD = (
 
 _STUB = """#!{python} -IS
 import array, json, os, signal, socket, struct, sys
+if sys.argv[1:2] in (["-I"], ["-P"]):  # wants an interpreter of its own, such as a process with a limit of memory
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 try:
     server = socket.socket(socket.AF_UNIX)
     server.connect({address!r})
@@ -168,6 +171,7 @@ def serve(listener: socket.socket, parent_pid: int) -> None:
                     continue
                 pid = os.fork()
                 if pid == 0:
+                    _take_niceness_of(client)
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     selector.close()
@@ -235,6 +239,13 @@ def _receive(client: socket.socket) -> tuple[list[str], dict[str, str], str, lis
         return None
     arguments, environment, folder, numbers = json.loads(first + rest)
     return arguments, environment, folder, list(files), numbers
+
+
+def _take_niceness_of(client: socket.socket) -> None:
+    """As a child would inherit it: Ray's workers are nice, so that a sandbox beside them gets the CPU first."""
+    asking, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    with contextlib.suppress(OSError):  # it has ended, and so will this fork; or it is less nice than we may be
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, asking))
 
 
 def _become(
