@@ -65,8 +65,8 @@ async def test_killed_processes_cost_no_answer(server: Server, which: str) -> No
     async with load(client) as statuses:
         for _ in range(5):
             await more_answers(statuses, 50)
-            processes = server.descendants()  # the zygote comes first; its workers outlive it, and would go on
-            for victim in processes if which == "zygote" else random.sample(processes[1:], 1):
+            zygote, *others = server.descendants()  # workers and their programs outlive a zygote, and would go on
+            for victim in [zygote, *others] if which == "zygote" else random.sample(zygote.children(), 1):
                 with suppress(psutil.NoSuchProcess):
                     victim.kill()
         await more_answers(statuses, 100)

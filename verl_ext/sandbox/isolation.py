@@ -164,9 +164,9 @@ class Isolation:
             if pid:
                 os.write(pid_w, struct.pack("i", pid))
                 os._exit(0)
+            os.close(pid_w)
             (pid,) = struct.unpack("i", os.read(pid_r, 4))
             os.close(pid_r)
-            os.close(pid_w)
             namespaces.mount_proc() if "proc" in self.layers else namespaces.hide_proc()
             if "landlock" in self.layers:
                 # Good for all requests: a mount hides rules for what it covers, so the one for HOME is on its parent.

@@ -101,7 +101,10 @@ class Worker:
                 return
             try:
                 while len(message) < LENGTH.size + LENGTH.unpack_from(message)[0]:
-                    message += self.connection.recv(CHUNK)
+                    more = self.connection.recv(CHUNK)
+                    if not more:  # the server was killed before it had sent all
+                        return
+                    message += more
                 request = marshal.loads(message[LENGTH.size :])
                 if self.program is None:
                     self.layers.make_folder()

@@ -63,6 +63,14 @@ async def test_worker_that_hangs_is_replaced(pool, monkeypatch):
     assert await stdout(pool, "print(1)") == "1\n"
 
 
+async def test_worker_ends_when_the_server_dies_within_a_request(pool):
+    worker = await pool.take_worker()
+    process = psutil.Process(worker.pid)
+    worker.connection.send(pool_module.LENGTH.pack(1000))  # and never the 1,000 bytes
+    worker.connection.close()
+    await wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
+
+
 async def test_zygote_that_hangs_is_replaced(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "START_GRACE_S", 0.3)
     pool._start_zygote()
