@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import psutil
+from tqdm import tqdm
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
@@ -108,7 +109,10 @@ async def score_all(rows: list[tuple[str, str, bool]]) -> tuple[float, float]:
         if ordinary:
             ended.append(time.monotonic() - start)
 
-    await asyncio.gather(*(score(*row) for row in rows))
+    with tqdm(total=len(rows), unit="answer") as progress:
+        for done in asyncio.as_completed([score(*row) for row in rows]):
+            await done
+            progress.update()
     return time.monotonic() - start, ended[int(0.99 * len(ended))]
 
 

@@ -15,28 +15,30 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import Future
 from multiprocessing import Pipe
 from pathlib import Path
 
-QUICK_CPU_S = 0.25  # per comparison, in the quick lane
+QUICK_CPU_S = 0.1  # per comparison, in the quick lane
 CPU_S = 2.0  # per comparison, in the slow lane: then it stays open
+SLOW = (r"\sum", r"\prod", r"\int", r"\lim")  # go there at once: sympy evaluates them
 WALL_S = 60.0  # per comparison: a backstop for a worker that neither works nor answers
 START_WALL_S = 120.0  # importing sympy, on a loaded machine
 MEMORY_BYTES = 1 << 30  # address space of one worker
 MAX_COMPARISONS = 2000  # per worker, as sympy's caches grow
-MAX_KNOWN = 20_000  # verdicts that are kept: the responses of a group often give the same answer
+MAX_KNOWN = 20_000  # comparisons that are remembered: the responses of a group often give the same answer
 SLOW_NICENESS = 10
 
 _WORKER = Path(__file__).with_name("symbolic_worker.py")
 
 
 class SymbolicPool:
-    """Up to `size` quick workers and a slow one; safe to call from any thread. Further callers wait for their turn."""
+    """Up to `size` workers in each lane; safe to call from any thread. Further callers wait for their turn."""
 
     def __init__(self, size: int = 2, cpu_s: float = CPU_S, memory_bytes: int = MEMORY_BYTES):
         self._quick = _Lane(size, min(QUICK_CPU_S, cpu_s), memory_bytes, niceness=0)
-        self._slow = _Lane(1, cpu_s, memory_bytes, SLOW_NICENESS)
-        self._known: dict[tuple[str, str], bool | None] = {}
+        self._slow = _Lane(size, cpu_s, memory_bytes, SLOW_NICENESS)
+        self.forget()
 
     def is_equal(self, pred: str, gold: str) -> bool | None:
         """Whether two normalised LaTeX expressions are equal; None if that took too much time or memory.
@@ -44,26 +46,41 @@ class SymbolicPool:
         Raises:
             RuntimeError: no worker can be started, for instance because math-verify is not installed.
         """
-        if (pred, gold) in self._known:
-            return self._known[pred, gold]
-        answer = self._quick.ask(pred, gold)
-        if answer is None or answer["equal"] is None:
-            answer = self._slow.ask(pred, gold)
-        if answer is None:
-            return None  # the worker was lost, which says nothing of the answer
-        if len(self._known) >= MAX_KNOWN:
-            self._known.clear()
-        self._known[pred, gold] = answer["equal"]
-        return answer["equal"]
+        with self._lock:
+            verdict = self._known.get((pred, gold))
+            if is_new := verdict is None:
+                if len(self._known) >= MAX_KNOWN:
+                    self._known.clear()
+                verdict = self._known[pred, gold] = Future()
+        if is_new:
+            self._compare(pred, gold, verdict)
+        return verdict.result()
+
+    def _compare(self, pred: str, gold: str, verdict: Future) -> None:
+        answer = None
+        try:
+            if not any(form in side for form in SLOW for side in (pred, gold)):
+                answer = self._quick.ask(pred, gold)
+            if answer is None or answer["equal"] is None:
+                answer = self._slow.ask(pred, gold)
+            verdict.set_result(answer and answer["equal"])
+        except BaseException as exc:
+            verdict.set_exception(exc)
+        if answer is None:  # a lost worker, or none at all, says nothing of the answer: the next one tries again
+            with self._lock:
+                self._known.pop((pred, gold), None)
 
     def forget(self) -> None:
         """Start without workers, and without touching them: for a forked child, which must not share its parent's."""
+        self._lock = threading.Lock()
+        self._known: dict[tuple[str, str], Future] = {}
         self._quick.forget()
         self._slow.forget()
 
     def close(self) -> None:
         """End the idle workers and forget all verdicts; a later comparison starts new ones."""
-        self._known = {}
+        with self._lock:
+            self._known.clear()
         self._quick.close()
         self._slow.close()
 

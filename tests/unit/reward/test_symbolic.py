@@ -8,16 +8,21 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 
-from verl_ext.reward.symbolic import MEMORY_BYTES, SymbolicPool
+from verl_ext.reward.symbolic import MEMORY_BYTES, SymbolicPool, _Lane
 
 
 def too_much(number: int) -> str:
     """Sums that sympy adds up one by one; each another, as verdicts are kept."""
     return rf"\sum_{{k=1}}^{{10^9}} \frac{{{number}}}{{k}}"
+
+
+def too_much_to_solve(number: int) -> tuple[str, str]:
+    return f"x^{{20}}-{number}x+1>0", r"(-\infty ,3)\cup(5,\infty )"
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +60,7 @@ def test_cpu_time_limit_leaves_it_open_and_the_next_comparison_works(pool):
     (pid, *_) = pool.worker_pids()
     (child,) = psutil.Process(pid).children()
     start = time.monotonic()
-    assert pool.is_equal(too_much(1), "3") is None
+    assert pool.is_equal(*too_much_to_solve(1)) is None
     assert time.monotonic() - start > 0.5
     assert not child.is_running()
     start = time.monotonic()
@@ -63,16 +68,24 @@ def test_cpu_time_limit_leaves_it_open_and_the_next_comparison_works(pool):
     assert pool.worker_pids()[0] == pid and time.monotonic() - start < 0.4  # s; an import of sympy takes longer
 
 
-def test_what_takes_long_does_not_hold_up_the_rest(pool):
-    """Five comparisons that last until their limit wait in the slow lane: 2.5 s of CPU, one after the other."""
-    pool.is_equal(too_much(2), "3")
-    slow = [threading.Thread(target=pool.is_equal, args=(too_much(n), "3")) for n in range(3, 8)]
+def test_what_takes_long_does_not_hold_up_the_rest():
+    """The quick lane gives each of three up after .1 s; all still wait for the first in the slow lane, .5 s."""
+    pool = SymbolicPool(size=1, cpu_s=0.5)
+    pool.is_equal("x", "x")
+    slow = [threading.Thread(target=pool.is_equal, args=too_much_to_solve(n)) for n in range(1, 4)]
     for thread in slow:
         thread.start()
-    assert all(pool.is_equal(f"x+{n}", f"{n}+x") for n in range(10))
-    assert any(thread.is_alive() for thread in slow)
+    assert all(pool.is_equal(f"x+{n}", f"{n}+x") for n in range(3))
+    assert all(thread.is_alive() for thread in slow)
+    pool.close()
     for thread in slow:
         thread.join()
+
+
+def test_sums_do_not_enter_the_quick_lane(pool, monkeypatch):
+    monkeypatch.setattr(pool._quick, "ask", lambda pred, gold: pytest.fail("asked"))
+    assert pool.is_equal(r"\sum_{k=1}^{16} k", "136") is True
+    assert pool.is_equal("136", r"\sum_{k=1}^{16} k") is True
 
 
 def test_memory_of_a_worker_is_limited(pool):
@@ -98,7 +111,7 @@ def test_threads_share_the_workers(pool):
     for thread in threads:
         thread.join()
     assert verdicts == [True] * 8
-    assert 1 <= len(pool.worker_pids()) <= 3  # two quick ones, a slow one
+    assert 1 <= len(pool.worker_pids()) <= 4  # two in each lane
 
 
 def test_event_loop_goes_on_during_a_comparison(pool):
@@ -119,7 +132,23 @@ def test_verdict_is_kept_for_equal_answers(pool):
     assert pool.is_equal(too_much(13), "3") is None
     start = time.monotonic()
     assert pool.is_equal(too_much(13), "3") is None
-    assert time.monotonic() - start < 0.25  # s; to the limit it would take 0.6
+    assert time.monotonic() - start < 0.25  # s; to the limits it would take 0.6
+
+
+def test_equal_answers_at_the_same_time_are_compared_once(pool, monkeypatch):
+    asked = []
+    ask = _Lane.ask
+    monkeypatch.setattr(_Lane, "ask", lambda lane, *pair: asked.append(pair) or ask(lane, *pair))
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(pool.is_equal, ["2x+14"] * 8, ["14+2x"] * 8)) == [True] * 8
+    assert asked == [("2x+14", "14+2x")]
+
+
+def test_lost_worker_is_no_verdict(pool, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(_Lane, "ask", lambda lane, *pair: None)
+        assert pool.is_equal("x+15", "15+x") is None
+    assert pool.is_equal("x+15", "15+x") is True
 
 
 def test_close_ends_the_workers(pool):
