@@ -102,9 +102,14 @@ def load():
     logging.disable(logging.CRITICAL)
     conversion = ConversionConfig(lowercase_symbols=False)
 
+    def fraction(decimal: re.Match) -> str:
+        """Exact; in braces only after what takes an argument, since a number in braces may be a set with one element."""
+        text = rf"\frac{{{decimal[1]}{decimal[2]}}}{{1{'0' * len(decimal[2])}}}"
+        before = decimal.string[decimal.start() - 1] if decimal.start() else ""
+        return f"{{{text}}}" if before in ("^", "_") or before.isalpha() else text
+
     def parse(latex: str):
-        exact = re.sub(r"(\d*)\.(\d+)", lambda m: f"{{\\frac{{{m[1]}{m[2]}}}{{1{'0' * len(m[2])}}}}}", latex)
-        expression = latex2sympy(exact, conversion_config=conversion)
+        expression = latex2sympy(re.sub(r"(\d*)\.(\d+)", fraction, latex), conversion_config=conversion)
         return expression if is_series(expression) else expression.subs(sympy.Symbol("i"), sympy.I)
 
     def is_series(expression) -> bool:
