@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import REPO, kill_tree, launch, read_metrics, run_to_end
+from tests.e2e.conftest import kill_tree, launch, read_metrics, run_to_end
 from verl_ext import checkpoints
 from verl_ext.sandbox.launch import running_server
 
@@ -194,4 +194,4 @@ def test_a_half_written_checkpoint_is_refused_by_path(small: Path, tmp_path: Pat
     process = run.start("trainer.resume_mode=resume_path", f"trainer.resume_from_path='{broken}'")
     assert process.wait(120) != 0
     assert f"trainer.resume_from_path={broken} is not a whole checkpoint: it has no checkpoint.json" in run.tail()
-    assert REPO.is_dir() and not list(run.out.glob("metrics*.jsonl"))
+    assert not list(run.out.glob("metrics*.jsonl")), "it trained"

@@ -226,10 +226,10 @@ def test_the_one_that_the_tracker_names_stays_and_a_broken_one_is_left_alone(run
 
 
 def test_a_run_set_back_leaves_later_steps_alone_until_it_saves_them(run: Path):
-    train(run, {3: 0.1, 4: 0.2}, keep_last=1)
-    assert steps(run) == [4, 10] and tracked_step(run) == 4
-    train(run, {10: 0.1, 12: 0.1}, keep_last=1)
-    assert steps(run) == [12]
+    train(run, {3: 0.1, 4: 0.2}, keep_last=2)
+    assert steps(run) == [3, 4, 10] and tracked_step(run) == 4
+    train(run, {10: 0.1, 12: 0.1}, keep_last=2)
+    assert steps(run) == [10, 12]
 
 
 def test_a_validation_alone_deletes_nothing(run: Path):
