@@ -270,16 +270,11 @@ class Rolling:
         save_freq, test_freq = trainer.get("save_freq"), trainer.get("test_freq")
         if not (self.best_metric and isinstance(save_freq, int) and isinstance(test_freq, int) and save_freq > 0):
             return
-        if test_freq <= 0 and not trainer.get("val_only"):
-            raise ValueError(
-                f"retool.checkpoints.best_metric={self.best_metric} needs validations, but trainer.test_freq is "
-                f"{test_freq}. Set one of them; best_metric=null keeps no best checkpoint."
-            )
-        if test_freq > 0 and save_freq % test_freq:
+        if test_freq <= 0 or save_freq % test_freq:
             logger.warning(
-                "Only checkpoints of steps with a validation can be the best, but trainer.save_freq=%s is no multiple "
-                "of trainer.test_freq=%s.",
-                *(save_freq, test_freq),
+                "retool.checkpoints.best_metric=%s: only a step with a validation can be the best, but "
+                "trainer.save_freq=%s is no multiple of trainer.test_freq=%s.",
+                *(self.best_metric, save_freq, test_freq),
             )
 
     def _load(self) -> None:

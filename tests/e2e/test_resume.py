@@ -19,20 +19,20 @@ from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-SFT_STEPS, SFT_SAVES, EPOCH = 14, 6, 6
 SFT = [
-    f"trainer.total_training_steps={SFT_STEPS}",
-    f"trainer.save_freq={SFT_SAVES}",
-    f"data.train_max_samples={EPOCH * 64}",  # so that step 6, which every restart resumes from, ends an epoch
-    "trainer.total_epochs=3",
-    "trainer.test_freq=100",
-    "data.val_files=null",
-    "retool.checkpoints.keep_last=null",
+    "trainer.total_training_steps=14",
+    "trainer.save_freq=4",
+    f"data.train_max_samples={8 * 64}",  # step 8 ends an epoch
+    "trainer.total_epochs=2",
+    "trainer.test_freq=4",
+    "data.val_max_samples=64",
+    "retool.checkpoints.keep_last=1",
+    "retool.checkpoints.best_metric=val/loss",
+    "retool.checkpoints.best_mode=max",  # the highest loss is that of step 4, of the first start: it must stay
 ]
-RL_STEPS, RL_SAVES = 4, 2
 RL = [
-    f"trainer.total_training_steps={RL_STEPS}",
-    f"trainer.save_freq={RL_SAVES}",
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=2",
     "retool.checkpoints.keep_last=null",
     "data.train_batch_size=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # 2 updates a step
@@ -44,18 +44,23 @@ COLOCATE_ASYNC = [
     "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.agent_loop.manager.LeanAgentLoopManager",
 ]
 
-# `<moment>:<n>` of moments.py for each start that is killed. The first one starts at step 1, the others after the
-# checkpoint of step 6 (SFT) or 2 (RL).
-SFT_KILLS = ["update:8", "data:1", "shard:1", "update:2"]
-RL_KILLS = ["rollout:3", "update:2", "shard:1", "data:1"]
-CHOSEN = [
-    ("sft", "auto", ["update:8", "data:1"]),
-    ("sync", "auto", ["shard:2"]),
-    ("colocate_async", "resume_path", ["rollout:3"]),
+# For each start that is killed: `<moment>:<n>` of moments.py, and the step of the checkpoint that the next one resumes.
+Kills = list[tuple[str, int]]
+SFT_KILLS: Kills = [("update:6", 4), ("data:1", 4), ("shard:2", 8), ("update:2", 8)]
+RL_KILLS: list[Kills] = [[("rollout:3", 2), ("update:2", 2)], [("shard:2", 2), ("data:1", 2)]]
+CHOSEN: list[tuple[str, str, Kills]] = [
+    ("sft", "auto", [("update:6", 4), ("data:2", 8)]),
+    ("sync", "auto", [("shard:2", 2)]),
+    ("colocate_async", "resume_path", [("rollout:3", 2)]),
 ]
 MATRIX = [
     *(("sft", mode, SFT_KILLS) for mode in ("auto", "resume_path")),
-    *((trainer, mode, RL_KILLS) for trainer in ("sync", "colocate_async") for mode in ("auto", "resume_path")),
+    *(
+        (trainer, mode, kills)
+        for trainer in ("sync", "colocate_async")
+        for mode in ("auto", "resume_path")
+        for kills in RL_KILLS
+    ),
 ]
 CASES = MATRIX if os.environ.get("RETOOL_RESUME_MATRIX") else CHOSEN
 
@@ -118,16 +123,19 @@ class Run:
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]
 
-    def go_through(self, kills: list[str], mode: str) -> None:
-        """Kill it at each moment and start it again, then let it end."""
-        for number, moment in enumerate([*kills, None]):
-            overrides = []
-            if number and mode == "resume_path":
-                point = checkpoints.resume_point(self.out)
-                overrides = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path='{point}'"]
-            self.kill_at(moment, *overrides) if moment else self.finish(*overrides)
+    def go_through(self, kills: Kills, mode: str) -> None:
+        """Kill it at each moment and start it again, then let it end; each start must begin where it should."""
+        overrides: list[str] = []
+        for moment, step in kills:
+            self.kill_at(moment, *overrides)
             assert checkpoints.whole_steps(self.out) == checkpoints.steps(self.out), "a half-written one was left"
-            assert checkpoints.tracked_step(self.out) == checkpoints.steps(self.out)[-1]
+            assert checkpoints.tracked_step(self.out) == checkpoints.steps(self.out)[-1] == step
+            if mode == "resume_path":
+                point = checkpoints.path_of(self.out, step)
+                overrides = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path='{point}'"]
+        self.finish(*overrides)
+        for (_, step), logged in zip(kills, self.starts[1:], strict=True):
+            assert logged[:1] in ([step + 1], []), self.starts  # []: it was killed in its first step
 
 
 def losses(run: Run) -> dict[int, float]:
@@ -144,17 +152,13 @@ def uninterrupted(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 @pytest.mark.parametrize(("mode", "kills"), [case[1:] for case in CASES if case[0] == "sft"])
 def test_sft_has_the_losses_of_an_uninterrupted_run(
-    small: Path, tmp_path: Path, uninterrupted: dict[int, float], mode: str, kills: list[str]
+    small: Path, tmp_path: Path, uninterrupted: dict[int, float], mode: str, kills: Kills
 ) -> None:
     run = Run("sft", tmp_path / "sft", small)
     run.go_through(kills, mode)
-    steps = list(range(1, SFT_STEPS + 1))
-    assert run.starts[0] == steps[: int(kills[0].partition(":")[2]) - 1], "it was killed before, or went on"
-    assert all(start[:1] == [SFT_SAVES + 1] for start in run.starts[1:] if start), run.starts
-    assert run.starts[-1] == steps[SFT_SAVES:] and checkpoints.steps(run.out) == [6, 12, 14]
-    found = losses(run)
-    assert [found[step] for step in steps] == pytest.approx([uninterrupted[step] for step in steps], rel=1e-5)
-    assert len(set(uninterrupted.values())) == SFT_STEPS
+    assert run.starts[0] == [1, 2, 3, 4, 5] and run.starts[-1] == [9, 10, 11, 12, 13, 14]
+    assert checkpoints.whole_steps(run.out) == [4, 14], "the best and the last"
+    assert len(uninterrupted) == 14 and losses(run) == pytest.approx(uninterrupted, rel=1e-5)
 
 
 def optimizer_steps(checkpoint: Path) -> set[float]:
@@ -172,13 +176,11 @@ def prompts_drawn(checkpoint: Path) -> int:
 
 
 @pytest.mark.parametrize(("trainer", "mode", "kills"), [case for case in CASES if case[0] != "sft"])
-def test_rl_ends_at_its_last_step(small: Path, tmp_path: Path, trainer: str, mode: str, kills: list[str]) -> None:
+def test_rl_ends_at_its_last_step(small: Path, tmp_path: Path, trainer: str, mode: str, kills: Kills) -> None:
     with running_server() as url:
         run = Run(trainer, tmp_path / "rl", small, url)
         run.go_through(kills, mode)
-    assert run.starts[0][:2] == [1, 2]
-    assert all(start[:1] == [RL_SAVES + 1] for start in run.starts[1:] if start), run.starts
-    assert run.starts[-1] == [3, 4]
+    assert run.starts[0][:2] == [1, 2] and run.starts[-1] == [3, 4]
     early, late = run.out / "global_step_2", run.out / "global_step_4"
     assert optimizer_steps(early) == {4.0}
     assert optimizer_steps(late) == {8.0}, "the optimizer started anew"

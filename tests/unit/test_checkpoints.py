@@ -252,7 +252,6 @@ def test_values_of_another_metric_are_forgotten(tmp_path: Path):
         ({}, {"keep_last": 0}, "keep_last=0; expected 1 or more"),
         ({}, {"keep_last": True}, "keep_last=True"),
         ({}, {"best_mode": "highest"}, "expected max or min"),
-        ({"test_freq": -1}, ACCURACY, "needs validations, but trainer.test_freq is -1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path: Path, trainer: dict, settings: dict, message: str):
@@ -266,10 +265,16 @@ def test_a_metric_that_no_validation_has_is_refused(tmp_path: Path):
         rolling.record({"val-core/aime/acc/mean@8": 0.5}, 5)
 
 
-def test_validations_that_miss_checkpoints_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    Rolling.from_config(config(tmp_path, {"save_freq": 30, "test_freq": 20}, **ACCURACY))
-    assert "save_freq=30 is no multiple of trainer.test_freq=20" in caplog.text
-    Rolling.from_config({"trainer": {"default_local_dir": str(tmp_path)}})  # a config without our keys keeps all
+@pytest.mark.parametrize(("test_freq", "warns"), [(20, True), (-1, True), (15, False)])
+def test_validations_that_miss_checkpoints_are_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, test_freq: int, warns: bool
+):
+    Rolling.from_config(config(tmp_path, {"save_freq": 30, "test_freq": test_freq}, **ACCURACY))
+    assert (f"save_freq=30 is no multiple of trainer.test_freq={test_freq}" in caplog.text) is warns
+
+
+def test_a_config_without_our_keys_keeps_all(tmp_path: Path):
+    assert Rolling.from_config({"trainer": {"default_local_dir": str(tmp_path)}}) == Rolling(tmp_path)
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
