@@ -1,9 +1,11 @@
 """Which checkpoints are whole, which one a run resumes from and which ones stay, on made-up folders."""
 
+import itertools
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -148,6 +150,51 @@ def test_a_step_that_is_saved_again_is_replaced_as_a_whole(run: Path):
     save(run, 4)
     assert not (path_of(run, 4) / "of_the_first_time").exists()
     assert tracked_step(run) == 4 and steps(run) == [2, 4, 10] and not (run / SAVING).exists()
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: no `except` of the code catches it."""
+
+
+@pytest.mark.parametrize("there", [(2, 4), (2, 4, 6)], ids=["a new step", "a step that is there"])
+def test_a_kill_at_any_operation_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: tuple[int, ...]
+):
+    """Step 6 is saved and 2 and 4 are deleted; at the n-th operation on the disk, for each n, that is the end."""
+    left = 0  # operations until the kill; below 0: no kill
+
+    def counted(operation: Callable) -> Callable:
+        def operate(*args: object, **kwargs: object) -> object:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise Killed
+            return operation(*args, **kwargs)
+
+        return operate
+
+    for owner, name in ((Path, "rename"), (Path, "replace"), (Path, "write_text"), (os, "unlink"), (os, "rmdir")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+
+    for number in itertools.count(1):
+        run, killed = tmp_path / str(number), False
+        for step in there:
+            save(run, step)
+        left = number
+        try:
+            save(run, 6)
+            Rolling(run, keep_last=1).after_save(6)
+        except Killed:
+            killed = True
+        left = -1
+        assert resumed(run)[0] in (path_of(run, 4), path_of(run, 6)) and whole_steps(run) == steps(run)
+        assert tracked_step(run) in whole_steps(run) or 6 in there  # which is gone between two renames
+        save(run, 8)
+        Rolling(run, keep_last=1).after_save(8)
+        assert steps(run) == [8] and not (run / SAVING).exists()
+        if not killed:
+            break
+    assert number > 20
 
 
 def test_what_is_kept():
