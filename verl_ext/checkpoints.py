@@ -257,6 +257,10 @@ class Rolling:
                 f"trainer.{set_keys[0]}={trainer[set_keys[0]]}: verl 0.9.1 forgets what it has kept at a resume, and "
                 "verl_ext rolls checkpoints instead. Set it to null, and retool.checkpoints.keep_last to the number."
             )
+        if unknown := settings.keys() - {"keep_last", "best_metric", "best_mode"}:
+            raise ValueError(
+                f"retool.checkpoints has {', '.join(sorted(unknown))}; expected keep_last, best_metric and best_mode."
+            )
         rolling = cls(Path(trainer["default_local_dir"]), **settings)
         rolling._check(trainer)
         rolling._load()

@@ -117,8 +117,8 @@ class Run:
 
     def note_steps(self) -> None:
         newest = sorted(self.out.glob("metrics*.jsonl"))
-        lines = newest[-1].read_text().splitlines() if newest else []
-        self.starts.append([row["step"] for row in map(json.loads, lines)])
+        rows = map(json.loads, newest[-1].read_text().splitlines() if newest else [])
+        self.starts.append([row["step"] for row in rows if "val/loss" not in row["data"]])
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-4000:]

@@ -298,6 +298,7 @@ def test_values_of_another_metric_are_forgotten(tmp_path: Path):
         ({"max_ckpt_to_keep": 1}, {"keep_last": 1}, "max_ckpt_to_keep=1"),
         ({}, {"keep_last": 0}, "keep_last=0; expected 1 or more"),
         ({}, {"keep_last": True}, "keep_last=True"),
+        ({}, {"keep_lst": 3}, "has keep_lst; expected keep_last, best_metric and best_mode"),
         ({}, {"best_mode": "highest"}, "expected max or min"),
     ],
 )
