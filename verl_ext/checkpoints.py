@@ -243,6 +243,7 @@ class Rolling:
     best_mode: str = "max"
     saved: int | None = None  # newest step that this process has saved
     values: dict[int, float] = field(default_factory=dict)
+    recorded: set[int] = field(default_factory=set)  # steps that this process has validated
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Rolling":
@@ -312,6 +313,7 @@ class Rolling:
             logger.warning("Step %s has %s = %s and cannot be the best.", step, self.best_metric, value)
             return
         self.values[step] = value
+        self.recorded.add(step)
         self.folder.mkdir(parents=True, exist_ok=True)
         _write(
             self.folder / VALIDATION,
@@ -326,7 +328,9 @@ class Rolling:
         return max(known)[1] if known else None
 
     def after_save(self, step: int) -> None:
+        """SFT has validated the step before, RL will after; an older value is of a run that was set back since."""
         self.saved = step
+        self.values = {s: value for s, value in self.values.items() if s < step or s in self.recorded}
         self.delete_others()
 
     def delete_others(self) -> None:

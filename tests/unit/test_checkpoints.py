@@ -279,6 +279,17 @@ def test_a_run_set_back_leaves_later_steps_alone_until_it_saves_them(run: Path):
     assert steps(run) == [10, 12]
 
 
+def test_the_value_of_a_step_that_is_trained_again_is_forgotten(tmp_path: Path):
+    train(tmp_path, {2: 0.3, 4: 0.9, 6: 0.8})
+    save(tmp_path, 2)
+    rolling = Rolling.from_config(config(tmp_path, **ACCURACY))  # resumed from 2
+    save(tmp_path, 4)
+    rolling.after_save(4)
+    assert rolling.values == {2: 0.3} and rolling.best([2, 4, 6]) == 2
+    rolling.record({"val-core/aime/acc/mean@8": 0.4}, 4)
+    assert rolling.best([2, 4, 6]) == 4
+
+
 def test_a_validation_alone_deletes_nothing(run: Path):
     Rolling.from_config(config(run, keep_last=1, best_metric="val/loss")).record({"val/loss": 1.0}, 4)
     assert steps(run) == [2, 4, 10]
