@@ -85,7 +85,11 @@ def _guard_sft(module: ModuleType) -> None:
         say = logger.info if self.rank == 0 else _say_nothing
         mode = "resume_path" if self.resume_mode == "auto" and self.resume_from_path else self.resume_mode
         chosen = _chosen(mode, self.resume_from_path, Path(self.default_local_dir), say)
-        return None if chosen is None else str(chosen)
+        if chosen is None:
+            return None
+        if self.mode == module.OrchestrationMode.SPMD:
+            checkpoints.require_ranks(chosen, module.torch.distributed.get_world_size())
+        return str(chosen)
 
     def _load_dataloader_state(self: Any, checkpoint_path: str) -> None:
         states = sorted(path.name for path in Path(checkpoint_path).glob("data_*.pt"))
@@ -154,6 +158,8 @@ def _guard_rl(module: ModuleType) -> None:
         settings = self.config.trainer
         given = settings.resume_mode, settings.resume_from_path
         chosen = _chosen(*given, Path(settings.default_local_dir), logger.info)
+        if chosen is not None:
+            checkpoints.require_ranks(chosen / "actor", self.actor_rollout_wg.world_size)
         settings.resume_mode = "disable" if chosen is None else "resume_path"
         settings.resume_from_path = None if chosen is None else str(chosen.absolute())
         try:
@@ -177,7 +183,7 @@ def _watch_metrics(module: ModuleType) -> None:
         self: Any, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None
     ):
         global _rolling
-        if config is not None:
+        if config and "trainer" in config:
             _rolling = checkpoints.Rolling.from_config(config)
             self._rolling = None if config["trainer"].get("val_only") else _rolling
         init(self, project_name, experiment_name, default_backend, config)

@@ -160,6 +160,16 @@ def require_whole(path: str | os.PathLike | None) -> Path:
     return checkpoint
 
 
+def require_ranks(checkpoint: Path, ranks: int) -> None:
+    """Raise ValueError if the shards of a model are those of another number of ranks: verl loads rank by rank."""
+    there = {int(match[2]) for path in checkpoint.glob("*.pt") if (match := _SHARD.fullmatch(path.name))}
+    if there - {ranks}:
+        raise ValueError(
+            f"{checkpoint} was saved by {max(there)} ranks, but this run has {ranks}. Resume with as many GPUs, or "
+            "merge it (python -m verl.model_merger) and start a run from the merged model."
+        )
+
+
 # Saving --------------------------------------------------------------------------------------------------------------
 
 

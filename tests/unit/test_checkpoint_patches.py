@@ -26,6 +26,7 @@ class Engine:
     def __init__(self, run: Path, fails: bool = False):
         self.run, self.fails, self.seen = run, fails, []
         self.optimizer_config = SimpleNamespace(total_training_steps=12)
+        self.world_size = 1
 
     def save_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
         self.seen.append((checkpoints.steps(self.run), checkpoints.tracked_step(self.run)))
@@ -218,6 +219,21 @@ def test_rl_saves_out_of_sight_and_resumes_from_what_is_whole(rolling: Any, tmp_
     trainer = rl_trainer(run, engine, resume_mode="resume_path", resume_from_path=str(run / "global_step_4"))
     with pytest.raises(checkpoints.NotWhole, match="data.pt is missing"):
         PPOTrainer._load_checkpoint(trainer)
+
+
+def test_another_number_of_gpus_is_refused(rolling: Any, tmp_path: Path, one_process: None):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils.checkpoint import CheckpointHandler
+
+    for folder in (tmp_path / "global_step_2", tmp_path / "global_step_2" / "actor"):
+        folder.mkdir()
+        for rank in range(2):
+            (folder / f"model_world_size_2_rank_{rank}.pt").touch()
+    checkpoints.vouch(tmp_path / "global_step_2")
+    with pytest.raises(ValueError, match="global_step_2 was saved by 2 ranks, but this run has 1"):
+        CheckpointHandler(Engine(tmp_path), loader(), default_local_dir=str(tmp_path)).load_checkpoint()
+    with pytest.raises(ValueError, match="actor was saved by 2 ranks, but this run has 1"):
+        PPOTrainer._load_checkpoint(rl_trainer(tmp_path, Engine(tmp_path)))
 
 
 def test_rl_refuses_to_save_behind_its_back(rolling: Any, tmp_path: Path):
