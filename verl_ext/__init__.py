@@ -1,8 +1,8 @@
 """Extensions of verl for tool-integrated math RL (ReTool, arXiv:2504.11536).
 
 `VERL_USE_EXTERNAL_MODULES=verl_ext` makes verl import this package at the end of `import verl`, in every process. It
-must stay cheap: all it does is to switch on the CPU platform where torch was built without an accelerator
-(verl_ext/cpu).
+must stay cheap: all it does is to make checkpoints whole or absent (verl_ext/checkpoints.py), and to switch on the CPU
+platform where torch was built without an accelerator (verl_ext/cpu).
 Agent loop, reward manager, sampler and SFT data set are loaded by verl from the paths that the YAMLs in configs/ name.
 """
 
@@ -12,3 +12,4 @@ from verl_ext.cpu import activate_if_needed
 
 # At once where verl is being imported already; without verl in the process (sandbox server, report) never.
 wrapt.register_post_import_hook(activate_if_needed, "verl")
+wrapt.register_post_import_hook("verl_ext.checkpoint_patches:install", "verl")

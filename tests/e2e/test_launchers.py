@@ -1,5 +1,6 @@
 """The launchers of the large runs, on a CPU with the tiny model: their own code path with small sizes."""
 
+import json
 import os
 from pathlib import Path
 
@@ -54,4 +55,5 @@ def test_rl(small: Path, tmp_path: Path, run: str) -> None:
     assert [step for step, _ in steps] == [1, 2]
     assert steps[0][1]["filter_groups/generated"] >= 4
     assert (tmp_path / "out" / "global_step_2" / "actor").is_dir()
+    assert json.loads((tmp_path / "out" / "validation.json").read_text())["values"].keys() == {"0", "2"}
     assert sorted(path.name for path in (tmp_path / "out" / "validation").iterdir()) == ["0.jsonl", "2.jsonl"]

@@ -1,21 +1,164 @@
-"""A run that was killed goes on from its checkpoint when the same command is started again."""
+"""A run that was killed goes on when the same command is started again.
 
+Each case is a chain: a run is killed at one moment, started again, killed at the next, and at last runs to its end.
+`RETOOL_RESUME_MATRIX=1 pytest -m slow tests/e2e/test_resume.py` runs them all, which takes half an hour; CI a few.
+"""
+
+import json
+import os
+import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import kill_tree, launch, read_metrics, run_to_end
+from verl_ext import checkpoints
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+SFT = [
+    "trainer.total_training_steps=14",
+    "trainer.save_freq=4",
+    f"data.train_max_samples={8 * 64}",  # step 8 ends an epoch
+    "trainer.total_epochs=2",
+    "trainer.test_freq=4",
+    "data.val_max_samples=64",
+    "retool.checkpoints.keep_last=1",
+    "retool.checkpoints.best_metric=val/loss",
+    "retool.checkpoints.best_mode=max",  # the highest loss is that of step 4, of the first start: it must stay
+]
+RL = [
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=2",
+    "retool.checkpoints.keep_last=null",
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",  # 2 updates a step
+    "actor_rollout_ref.rollout.n=4",
+    "algorithm.filter_groups.max_num_gen_batches=1",
+]
+COLOCATE_ASYNC = [
+    "trainer.v1.trainer_mode=colocate_async",
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.agent_loop.manager.LeanAgentLoopManager",
+]
 
-def wait_for(path: Path, text: str, process, log: Path, timeout_s: float = 400) -> None:
-    deadline = time.time() + timeout_s
-    while not (path.exists() and path.read_text().strip() == text):
-        assert process.poll() is None and time.time() < deadline, log.read_text(errors="replace")[-4000:]
-        time.sleep(0.2)
+# For each start that is killed: `<moment>:<n>` of moments.py, and the step of the checkpoint that the next one resumes.
+Kills = list[tuple[str, int]]
+SFT_KILLS: Kills = [("update:6", 4), ("data:1", 4), ("shard:2", 8), ("update:2", 8)]
+RL_KILLS: list[Kills] = [[("rollout:3", 2), ("update:2", 2)], [("shard:2", 2), ("data:1", 2)]]
+CHOSEN: list[tuple[str, str, Kills]] = [
+    ("sft", "auto", [("update:6", 4), ("data:2", 8)]),
+    ("sync", "auto", [("shard:2", 2)]),
+    ("colocate_async", "resume_path", [("rollout:3", 2)]),
+]
+MATRIX = [
+    *(("sft", mode, SFT_KILLS) for mode in ("auto", "resume_path")),
+    *(
+        (trainer, mode, kills)
+        for trainer in ("sync", "colocate_async")
+        for mode in ("auto", "resume_path")
+        for kills in RL_KILLS
+    ),
+]
+CASES = MATRIX if os.environ.get("RETOOL_RESUME_MATRIX") else CHOSEN
+
+
+@dataclass
+class Run:
+    """A run's folder, and how it is started."""
+
+    kind: str  # sft | sync | colocate_async
+    out: Path
+    small: Path
+    sandbox: str = ""
+    starts: list[list[int]] = field(default_factory=list)  # steps that each start logged
+
+    def start(self, *overrides: str, **environment: str):
+        if self.starts:
+            time.sleep(1.1)  # metrics files are named by the second
+        script, settings = ("run_tiny_sft.sh", SFT) if self.kind == "sft" else ("run_tiny_dapo.sh", RL)
+        settings = [*settings, *(COLOCATE_ASYNC if self.kind == "colocate_async" else [])]
+        environment |= {
+            "DATA_DIR": str(self.small / "data"),
+            "MODEL_PATH": str(self.small / "sft" / "merged"),
+            "OUTPUT_DIR": str(self.out),
+            "SANDBOX_URL": self.sandbox,
+        }
+        return launch(script, self.log, *settings, *overrides, **environment)
+
+    @property
+    def log(self) -> Path:
+        return self.out / "log.txt"
+
+    def kill_at(self, moment: str, *overrides: str) -> None:
+        """Start it, and SIGKILL all its processes when it is at the moment."""
+        stopped, python = self.out / f"stopped-{len(self.starts)}", self.out / "python"
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text(
+            f"#!/bin/sh\nexport VERL_USE_EXTERNAL_MODULES=verl_ext,moments PYTHONPATH={Path(__file__).parent}\n"
+            f'exec {sys.executable} "$@"\n'
+        )
+        python.chmod(0o755)
+        process = self.start(*overrides, PYTHON=str(python), RETOOL_STOP_AT=moment, RETOOL_STOPPED=str(stopped))
+        try:
+            deadline = time.time() + 300
+            while not stopped.exists():
+                assert process.poll() is None and time.time() < deadline, self.tail()
+                time.sleep(0.02)
+        finally:
+            kill_tree(process.pid)
+        self.note_steps()
+
+    def finish(self, *overrides: str) -> None:
+        run_to_end(self.start(*overrides), self.log)
+        self.note_steps()
+
+    def note_steps(self) -> None:
+        newest = sorted(self.out.glob("metrics*.jsonl"))
+        rows = map(json.loads, newest[-1].read_text().splitlines() if newest else [])
+        self.starts.append([row["step"] for row in rows if "val/loss" not in row["data"]])
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-4000:]
+
+    def go_through(self, kills: Kills, mode: str) -> None:
+        """Kill it at each moment and start it again, then let it end; each start must begin where it should."""
+        overrides: list[str] = []
+        for moment, step in kills:
+            self.kill_at(moment, *overrides)
+            assert checkpoints.whole_steps(self.out) == checkpoints.steps(self.out), "a half-written one was left"
+            assert checkpoints.tracked_step(self.out) == checkpoints.steps(self.out)[-1] == step
+            if mode == "resume_path":
+                point = checkpoints.path_of(self.out, step)
+                overrides = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path='{point}'"]
+        self.finish(*overrides)
+        for (_, step), logged in zip(kills, self.starts[1:], strict=True):
+            assert logged[:1] in ([step + 1], []), self.starts  # []: it was killed in its first step
+
+
+def losses(run: Run) -> dict[int, float]:
+    return {step: data["train/loss"] for step, data in read_metrics(run.out, lambda data: "train/loss" in data)}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(small: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Step -> loss of the SFT run that nothing kills."""
+    run = Run("sft", tmp_path_factory.mktemp("whole"), small)
+    run.finish()
+    return losses(run)
+
+
+@pytest.mark.parametrize(("mode", "kills"), [case[1:] for case in CASES if case[0] == "sft"])
+def test_sft_has_the_losses_of_an_uninterrupted_run(
+    small: Path, tmp_path: Path, uninterrupted: dict[int, float], mode: str, kills: Kills
+) -> None:
+    run = Run("sft", tmp_path / "sft", small)
+    run.go_through(kills, mode)
+    assert run.starts[0] == [1, 2, 3, 4, 5] and run.starts[-1] == [9, 10, 11, 12, 13, 14]
+    assert checkpoints.whole_steps(run.out) == [4, 14], "the best and the last"
+    assert len(uninterrupted) == 14 and losses(run) == pytest.approx(uninterrupted, rel=1e-5)
 
 
 def optimizer_steps(checkpoint: Path) -> set[float]:
@@ -32,80 +175,25 @@ def prompts_drawn(checkpoint: Path) -> int:
     return torch.load(checkpoint / "data.pt", weights_only=False)["_num_yielded"]
 
 
-def test_rl_goes_on_after_sigkill(small: Path, tmp_path: Path) -> None:
-    out, log = tmp_path / "rl", tmp_path / "rl" / "log.txt"
-    overrides = [
-        "trainer.total_training_steps=4",
-        "trainer.save_freq=2",
-        "trainer.max_actor_ckpt_to_keep=null",
-        "data.train_batch_size=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "actor_rollout_ref.rollout.n=4",
-        "algorithm.filter_groups.max_num_gen_batches=1",
-    ]
+@pytest.mark.parametrize(("trainer", "mode", "kills"), [case for case in CASES if case[0] != "sft"])
+def test_rl_ends_at_its_last_step(small: Path, tmp_path: Path, trainer: str, mode: str, kills: Kills) -> None:
     with running_server() as url:
-        environment = {
-            "DATA_DIR": str(small / "data"),
-            "MODEL_PATH": str(small / "sft" / "merged"),
-            "OUTPUT_DIR": str(out),
-            "SANDBOX_URL": url,
-        }
-        process = launch("run_tiny_dapo.sh", log, *overrides, **environment)
-        try:
-            wait_for(out / "latest_checkpointed_iteration.txt", "2", process, log)
-        finally:
-            kill_tree(process.pid)
-        assert not (out / "global_step_4").exists(), "the run ended before it was killed; nothing was tested"
-        time.sleep(1.1)  # metrics files are named by the second
-        run_to_end(launch("run_tiny_dapo.sh", log, *overrides, **environment), log)
-
-    starts = [read_metrics_of(path) for path in sorted(out.glob("metrics*.jsonl"))]
-    assert starts[1] == [3, 4], starts
-    assert (out / "latest_checkpointed_iteration.txt").read_text() == "4"
-    assert optimizer_steps(out / "global_step_2") == {4.0}  # 2 steps x 2 mini-batches
-    assert optimizer_steps(out / "global_step_4") == {8.0}, "the optimizer started anew"
-    assert prompts_drawn(out / "global_step_2") >= 8
-    assert prompts_drawn(out / "global_step_4") >= prompts_drawn(out / "global_step_2") + 8, "the data started anew"
+        run = Run(trainer, tmp_path / "rl", small, url)
+        run.go_through(kills, mode)
+    assert run.starts[0][:2] == [1, 2] and run.starts[-1] == [3, 4]
+    early, late = run.out / "global_step_2", run.out / "global_step_4"
+    assert optimizer_steps(early) == {4.0}
+    assert optimizer_steps(late) == {8.0}, "the optimizer started anew"
+    assert prompts_drawn(early) >= 8
+    assert prompts_drawn(late) >= prompts_drawn(early) + 8, "the data started anew"
 
 
-def read_metrics_of(path: Path) -> list[int]:
-    """Steps that one start of an RL run logged."""
-    import json
-
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
-
-
-def test_sft_after_sigkill_has_the_losses_of_an_uninterrupted_run(small: Path, tmp_path: Path) -> None:
-    def start(out: Path, log: Path):
-        return launch(
-            "run_tiny_sft.sh",
-            log,
-            *("trainer.total_training_steps=14", "trainer.save_freq=6", "trainer.test_freq=100", "data.val_files=null"),
-            DATA_DIR=str(small / "data"),
-            MODEL_PATH=str(small / "sft" / "merged"),
-            OUTPUT_DIR=str(out),
-        )
-
-    whole = tmp_path / "whole"
-    run_to_end(start(whole, whole / "log.txt"), whole / "log.txt")
-    broken, log = tmp_path / "broken", tmp_path / "broken" / "log.txt"
-    process = start(broken, log)
-    try:
-        # Not when the tracker names step 6: verl 0.9.1 writes it before the other rank has saved its data-loader state.
-        deadline = time.time() + 300
-        while 7 not in dict(read_metrics(broken)):
-            assert process.poll() is None and time.time() < deadline, log.read_text(errors="replace")[-4000:]
-            time.sleep(0.05)
-    finally:
-        kill_tree(process.pid)
-    assert not (broken / "global_step_12").exists(), "the run went on for too long; nothing was tested"
-    time.sleep(1.1)
-    run_to_end(start(broken, log), log)
-
-    def losses(folder: Path) -> dict[int, float]:
-        return {step: data["train/loss"] for step, data in read_metrics(folder, lambda data: "train/loss" in data)}
-
-    expected, found = losses(whole), losses(broken)
-    assert sorted(found) == list(range(1, 15))
-    resumed = range(7, 15)
-    assert [found[step] for step in resumed] == pytest.approx([expected[step] for step in resumed], rel=1e-5)
+def test_a_half_written_checkpoint_is_refused_by_path(small: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "sft" / "global_step_6"
+    broken.mkdir(parents=True)
+    (broken / "model_world_size_2_rank_0.pt").write_bytes(b"PK")
+    run = Run("sft", tmp_path / "sft", small)
+    process = run.start("trainer.resume_mode=resume_path", f"trainer.resume_from_path='{broken}'")
+    assert process.wait(120) != 0
+    assert f"trainer.resume_from_path={broken} is not a whole checkpoint: it has no checkpoint.json" in run.tail()
+    assert not list(run.out.glob("metrics*.jsonl")), "it trained"

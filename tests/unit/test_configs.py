@@ -19,6 +19,8 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.checkpoints import Rolling
+
 ROOT = Path(__file__).parents[2]
 VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])  # found, not imported: that takes 5 s
 RUNS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
@@ -51,6 +53,9 @@ KEYS_WITHOUT_EFFECT = {
     "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "retool.max_tool_response_tokens",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "actor_rollout_ref.rollout.val_kwargs.temperature",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "trainer.max_actor_ckpt_to_keep": "retool.checkpoints.keep_last; refused at the start",
+    "trainer.max_critic_ckpt_to_keep": "the same",
+    "trainer.max_ckpt_to_keep": "the same",
 }
 
 # The published runs: verl-recipe@48ea0a7 retool/run_qwen2-32b_{sft,dapo}.sh, and for SFT the defaults of verl 0.6.1.
@@ -219,7 +224,8 @@ def test_no_key_without_effect_is_set(run: str):
 
 
 def test_every_section_without_effect_exists_in_verl():
-    assert [key for key in KEYS_WITHOUT_EFFECT if not is_known(key, schema("qwen2-32b_dapo"))] == []
+    schemas = [schema("qwen2-32b_dapo"), schema("qwen2-32b_sft")]
+    assert [key for key in KEYS_WITHOUT_EFFECT if not any(is_known(key, tree) for tree in schemas)] == []
 
 
 @pytest.mark.parametrize("run", RL_RUNS)
@@ -228,6 +234,15 @@ def test_verl_ext_reads_every_retool_key(run: str):
     retool = leaves(OmegaConf.to_container(composed_once(run).retool, resolve=False))
     assert [key for key in retool if not re.search(rf"\b{key.split('.')[-1]}\b", source)] == []
     assert retool.keys() == leaves(own_yaml("qwen2-32b_dapo")["retool"]).keys()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_checkpoints_roll_by_a_validation_that_the_run_has(run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    config = composed(run, f"trainer.default_local_dir={tmp_path}")
+    trainer, retool = config.trainer, OmegaConf.to_container(config.retool)
+    rolling = Rolling.from_config({"trainer": OmegaConf.to_container(trainer, resolve=True), "retool": retool})
+    assert retool["checkpoints"].keys() == {"keep_last", "best_metric", "best_mode"}
+    assert rolling.keep_last >= 1 and caplog.text == ""
 
 
 @pytest.mark.parametrize(("run", "key", "expected"), [(r, k, v) for r in PUBLISHED for k, v in PUBLISHED[r].items()])
