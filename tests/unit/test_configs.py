@@ -138,7 +138,7 @@ def is_within(key: str, section: str) -> bool:
 
 @functools.cache
 def dataclass_fields(name: str) -> frozenset[str]:
-    """Fields of a config dataclass of verl's or ours and its bases, from the source: what instantiating it would accept."""
+    """Fields of a config dataclass of verl or ours, and its bases, from the source: what making it would accept."""
     folders = [VERL / folder for folder in ("workers/config", "trainer/config", "utils/profiler", "utils/skip")]
     for folder in [*folders, ROOT / "verl_ext" / "trainer"]:
         for path in sorted(folder.rglob("*.py")):

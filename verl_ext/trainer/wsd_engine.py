@@ -1,6 +1,6 @@
-"""The FSDP engine with one more learning-rate schedule; imported, and so registered, by `lr_schedule.ScheduledOptimizerConfig`.
+"""The FSDP engine with one more learning-rate schedule; `lr_schedule.py` imports, and so registers, it.
 
-verl's registry asks for an engine of this machine's vendor before it takes the general one (workers/engine/base.py:426,
+verl's registry asks for an engine of this machine's vendor before it takes the general one (workers/engine/base.py:413,
 0.9.1), and has none for FSDP: that place is ours. An engine of another kind refuses "wsd" by itself.
 """
 
