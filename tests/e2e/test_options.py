@@ -1,4 +1,4 @@
-"""One RL run of the tiny model in the real stack with all named options on; each leaves its trace in what is written."""
+"""One RL run of the tiny model in the real stack with all named options on; each leaves its trace in what it writes."""
 
 import json
 from collections import Counter
