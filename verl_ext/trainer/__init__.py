@@ -32,4 +32,5 @@ def extend_trainers(v1: ModuleType) -> None:
     registry = v1.trainer_base.TRAINER_REGISTRY
     for name, trainer in registry.items():
         if not issubclass(trainer, RunTrainer):
-            registry[name] = type(f"Run{trainer.__name__}", (RunTrainer, trainer), {"__doc__": trainer.__doc__})
+            namespace = {"__doc__": trainer.__doc__, "__module__": RunTrainer.__module__}
+            registry[name] = type(f"Run{trainer.__name__}", (RunTrainer, trainer), namespace)

@@ -66,7 +66,7 @@ class RunTrainer(PPOTrainer):
         early_stop = read_settings(config, "early_stop", EarlyStop)
         if schedule or light:
             self._plan = ValidationPlan(config.trainer.test_freq, schedule, light)
-        if early_stop and not config.trainer.val_only:
+        if early_stop and not config.trainer.get("val_only", False):
             self._watch = EarlyStopWatch(early_stop, StepJournal(folder / "early_stop.jsonl"))
         if (light or early_stop) and not schedule and config.trainer.test_freq <= 0:
             raise ValueError(
