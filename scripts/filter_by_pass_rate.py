@@ -13,6 +13,8 @@ Bands:
   rarely-solved  keeps what is solved in at most 25% of the samples, but at least once, by this model or by that of
                  --solved-by. GLM-5 (arXiv:2602.15763) keeps what its predecessor rarely solves and stronger models
                  can; it gives no number, 25% is ours
+
+The rows that are kept get one more column, `pass_rate`, where `retool.adaptive_n` finds how hard they are.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from verl_ext.data.pass_rates import histogram, is_kept, record, tally
 from verl_ext.evaluation import read_dump
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 from verl_ext.supervise import CommandFailed, Supervisor
+from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN
 
 REPO = Path(__file__).resolve().parents[1]
 MAX_RATES = {"not-easy": 0.625, "rarely-solved": 0.25}
@@ -99,8 +102,9 @@ def generate(data: Path, frame: pd.DataFrame, work: Path, args: argparse.Namespa
 
 def filter_problems(
     frame: pd.DataFrame, dumps: Sequence[Path], teachers: Sequence[Path], args: argparse.Namespace
-) -> list[bool]:
-    """Which rows are kept; prints how many and why, and writes a JSON line on each row beside `args.out`.
+) -> pd.DataFrame:
+    """The rows that are kept, with their pass rates; prints how many and why, and writes a JSON line on each row beside
+    `args.out`.
 
     Raises:
         SystemExit: problems without a judged sample, and --unjudged does not say what to do with them.
@@ -130,13 +134,14 @@ def filter_problems(
     print(f"{len(frame):,} problems, {len(unjudged):,} without a judged sample, {sum(kept):,} kept")
     lines = zip(range(len(frame)), frame["extra_info"], own, kept, strict=True)
     args.out.with_suffix(".pass_rates.jsonl").write_text("".join(f"{record(*line)}\n" for line in lines))
-    return kept
+    rates = [each.pass_rate for each in own]
+    return frame.assign(**{PASS_RATE_COLUMN: pd.array(rates, dtype="Float64")})[kept]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="parquet in verl's RL columns")
-    parser.add_argument("--out", type=Path, required=True, help="parquet of the rows that are kept, unchanged")
+    parser.add_argument("--out", type=Path, required=True, help="parquet of the rows that are kept")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--dumps", type=Path, nargs="+", help="JSONL files of samples")
     source.add_argument("--generate", type=Path, metavar="LAUNCHER", help="of recipe/retool; reads its variables")
@@ -163,10 +168,10 @@ def main() -> None:
     except (CommandFailed, SandboxNotReady) as error:
         raise SystemExit(f"filter_by_pass_rate: {error}") from None
     kept = filter_problems(frame, dumps, args.solved_by, args)
-    if not any(kept):
+    if kept.empty:
         raise SystemExit("No problem is left; nothing was written. Widen the band: --band, --max-rate.")
     part = args.out.with_name(f"{args.out.name}.part")
-    frame[kept].to_parquet(part)
+    kept.to_parquet(part)
     os.replace(part, args.out)
     print(f"wrote {args.out}")
 

@@ -22,7 +22,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +67,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
     advantage of that session, whose baseline it does not enter (verl/trainer/ppo/v1/utils.py:148). So the advantages of
     a filled group are those of its valid rollouts alone. Other estimators would count it twice.
 
+    The groups of a batch may differ in size. `on_group_end`, where a trainer sets it, is told the uid of each training
+    group that ended, and `acc` of those of its rollouts that the world did not fail.
+
     Args:
         sampler_kwargs: `poll_interval_s`; `void_turn_filter`, whether a rollout with a turn that has neither code nor
             answer is left out like a failed one (SimpleTIR, arXiv:2509.02479, which keeps it in the baseline); and
@@ -96,6 +99,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._is_spent = False  # that many were
         self._taken: dict[str, str] = {}  # uid -> kind of the groups in the newest batch
         self._filled = 0  # of these
+        self.on_group_end: Callable[[str, list[float]], None] | None = None
         self._rng = random.Random(0)  # draws the rollouts that are repeated
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
@@ -209,6 +213,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
             self._groups[uid] = self._classify_group(group)
             self._seen.groups[self._groups[uid].kind] += 1
             self._seen.excluded["raised"] += uid in raised
+            if self.on_group_end:
+                judged = [extra["reward_extra_info"] for _, extra in group if self._exclusion(extra) not in FAILURES]
+                self.on_group_end(uid, [info["acc"] for info in judged])
 
     def _classify_group(self, rows: list[tuple[str, dict]]) -> _Group:
         group, values = _Group("useful"), set()

@@ -411,3 +411,27 @@ def test_stale_groups_are_dropped_in_asynchronous_modes(make):
 def test_max_num_gen_batches_must_be_1_at_least(make):
     with pytest.raises(ValueError, match="max_num_gen_batches is 0; expected at least 1"):
         make([MIXED], batch_size=1, max_num_gen_batches=0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trainer_that_asks_is_told_how_every_group_ended(make, mode):
+    """Also those that are left out, but without what the world failed."""
+    groups = [RIGHT, [info(1, void_turns=1), info(0)], SANDBOX_DOWN, RAISED, MIXED]
+    queue, buffer = make(groups, batch_size=5, mode=mode, enable=False)
+    queue.outcomes = iter([MIXED] * 2)
+    told = []
+    buffer.on_group_end = lambda uid, accs: told.append((uid, accs))
+    buffer.sample(1, "train", 5)
+    first = [(f"uid-{i}", accs) for i, accs in enumerate([[1, 1], [1, 0], [1], [], [0, 1]])]
+    assert sorted(told)[:5] == first and len(told) == len({uid for uid, _ in told}) == 7
+
+
+def test_groups_of_unequal_size_are_filled_replaced_and_trained_on_each_by_its_own_rule(make):
+    three, five = group_of(1, 0, 1), group_of(1, 0, 1, 0, 1, failed=(1, 3))  # 3 of 5 valid, but all right: replaced
+    eight, two = group_of(1, 0, 1, 0, 1, 0, 1, 0, failed=(0, 1, 2)), group_of(0, 1)  # 5 of 8 valid: filled
+    half = group_of(1, 0, 1, 0, failed=(0, 1))  # 2 of 4: replaced
+    queue, buffer = make([three, five, eight, half, two, group_of(1, 1, 0, 0, 0)], batch_size=4)
+    batch, metrics = buffer.sample(1, "train", 4)
+    sizes = {uid: len(keys_of(batch, uid)) for uid in queue.groups}
+    assert sizes == {"uid-0": 3, "uid-1": 0, "uid-2": 8, "uid-3": 0, "uid-4": 2, "uid-5": 5}
+    assert (metrics["failure/groups_filled"], metrics["failure/groups_dropped"]) == (1, 1)

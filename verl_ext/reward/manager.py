@@ -12,7 +12,7 @@ It is registered as "retool" too, for processes that have imported this module. 
 import asyncio
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,7 +22,7 @@ from verl.experimental.reward_loop.reward_manager import register
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from verl_ext.reward.score import Score
-from verl_ext.reward.shaping import overlong_penalty, piecewise_length_penalty, tool_bonus
+from verl_ext.reward.shaping import PIECEWISE, overlong_penalty, piecewise_length_penalty, tool_bonus
 from verl_ext.reward.unverified import UnverifiedLog
 from verl_ext.reward.verifiers import Verifiers
 
@@ -44,7 +44,8 @@ class RewardOptions:
         overlong_factor: weight of the penalty (`overlong_buffer_cfg.penalty_factor`).
         overlong_counts: "response" counts all response tokens, as DAPO does; "model" leaves tool output out. For both
             length penalties.
-        length_penalty: "piecewise" adds `shaping.piecewise_length_penalty`; None adds none.
+        length_penalty: points (tokens, penalty) of `shaping.piecewise_length_penalty`; in a YAML "piecewise" stands for
+            its default ones. None adds no penalty.
         tool_bonus: the published run's, not the paper's: a wrong answer gets 0.1 per tool call, up to -0.6 in all.
         reward_floor: the reward is never below this; None (DAPO) sets no floor.
         random_reward_p: control experiment. The trained reward is +1 with this probability whatever the response,
@@ -58,7 +59,7 @@ class RewardOptions:
     overlong_buffer: int | None = None
     overlong_factor: float = 1.0
     overlong_counts: str = "response"
-    length_penalty: str | None = None
+    length_penalty: Sequence[tuple[float, float]] | None = None
     tool_bonus: bool = False
     reward_floor: float | None = None
     random_reward_p: float | None = None
@@ -91,11 +92,17 @@ class RewardOptions:
         if buffer_cfg.get("enable", False):
             settings["overlong_buffer"] = buffer_cfg.get("len")
             settings["overlong_factor"] = buffer_cfg.get("penalty_factor", 1.0)
+        points = settings.get("length_penalty")
+        if isinstance(points, str) and points != "piecewise":
+            raise ValueError(
+                f"length_penalty is {points!r}: expected 'piecewise', [[tokens, penalty], ...], or null for none."
+            )
+        if points is not None:
+            settings["length_penalty"] = PIECEWISE if points == "piecewise" else tuple(map(tuple, points))
+            piecewise_length_penalty(torch.tensor([0]), settings["length_penalty"])  # raises here, at start-up
         options = cls(**settings)
         if options.overlong_counts not in ("response", "model"):
             raise ValueError(f"overlong_counts is {options.overlong_counts!r}: expected 'response' or 'model'.")
-        if options.length_penalty not in (None, "piecewise"):
-            raise ValueError(f"length_penalty is {options.length_penalty!r}: expected 'piecewise', or null for none.")
         if options.random_reward_p is not None and not 0.0 <= options.random_reward_p <= 1.0:
             raise ValueError(f"random_reward_p is {options.random_reward_p}: expected a probability, or null.")
         if buffer_cfg.get("enable", False):  # raises here, at start-up, if the lengths do not fit
@@ -186,8 +193,10 @@ class RetoolRewardManager(RewardManagerBase):
         if not (sandbox_failed or unverified):
             counted = num_model_tokens if self.options.overlong_counts == "model" else num_tokens
             parts["reward_overlong"] = self._overlong(counted)
-            if self.options.length_penalty == "piecewise":
-                parts["reward_length"] = piecewise_length_penalty(torch.tensor([counted])).item()
+            if self.options.length_penalty:
+                parts["reward_length"] = piecewise_length_penalty(
+                    torch.tensor([counted]), self.options.length_penalty
+                ).item()
             if self.options.tool_bonus and train_acc == 0.0:
                 parts["reward_tool_bonus"] = tool_bonus(torch.tensor([extra_fields.get("tool_calls", 0)])).item()
         reward = sum(parts.values())

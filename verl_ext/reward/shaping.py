@@ -1,5 +1,7 @@
 """What is added to +1/-1, as pure tensor functions: no config, no logging. All are off unless a YAML names them."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -31,19 +33,29 @@ def overlong_penalty(response_length: Tensor, *, max_length: int, buffer: int) -
     return -(excess.to(torch.float32) / buffer).clamp(0.0, 1.0)
 
 
-def piecewise_length_penalty(response_length: Tensor) -> Tensor:
-    """Mild length penalty of two slopes, continuous, and constant beyond its last point.
+def piecewise_length_penalty(response_length: Tensor, points: Sequence[tuple[float, float]] = PIECEWISE) -> Tensor:
+    """Mild length penalty: straight lines between points, constant beyond the last.
 
-    0 below 8,000 tokens, -0.01 per 1,000 up to 12,000, -0.05 per 1,000 up to 16,384.
+    By default 0 below 8,000 tokens, -0.01 per 1,000 up to 12,000, -0.05 per 1,000 up to 16,384, as the write-up of the
+    published run recommends (bojieli/ai-agent-book@99cee91, chapter7/retool/README.md, without a run to show for it).
 
     Args:
         response_length: int64[num_responses], tokens.
+        points: (tokens, penalty), at least two, tokens ascending, penalties from 0 downwards.
     Returns:
         float32[num_responses] in [-0.2592, 0]. 10000 -> -0.02, 12000 -> -0.04, 14000 -> -0.14, 16384 -> -0.2592.
+    Raises:
+        ValueError: the points are not of that form.
     """
+    starts, penalties = [start for start, _ in points], [penalty for _, penalty in points]
+    if len(points) < 2 or penalties[0] != 0 or sorted(set(starts)) != starts or sorted(penalties)[::-1] != penalties:
+        raise ValueError(
+            f"length_penalty has the points {list(points)!r}: expected two or more [tokens, penalty] with ascending "
+            "tokens and penalties that fall from 0."
+        )
     length = response_length.to(torch.float64)
     penalty = torch.zeros_like(length)
-    for (start, before), (end, after) in zip(PIECEWISE, PIECEWISE[1:], strict=False):
+    for (start, before), (end, after) in zip(points, points[1:], strict=False):
         penalty += (after - before) * ((length - start) / (end - start)).clamp(0.0, 1.0)
     return penalty.to(torch.float32)
 

@@ -121,7 +121,7 @@ def solved(text, correct, of=8):
     return [sample_row(text, int(i < correct), i) for i in range(of)]
 
 
-def test_the_file_keeps_its_rows_and_columns_less_the_easy_ones(command, data, tmp_path):
+def test_the_file_keeps_its_rows_and_columns_less_the_easy_ones_and_gets_the_pass_rates(command, data, tmp_path):
     import pandas as pd
 
     dump = write_dump(tmp_path / "0.jsonl", solved("a", 8) + solved("b", 5) + solved("c", 0) + solved("d", 1))
@@ -130,7 +130,8 @@ def test_the_file_keeps_its_rows_and_columns_less_the_easy_ones(command, data, t
     assert "4 problems, 0 without a judged sample, 3 kept" in printed
     before, after = pd.read_parquet(data), pd.read_parquet(tmp_path / "out.parquet").reset_index(drop=True)
     for i, j in ((1, 0), (3, 2)):
-        assert str(before.iloc[i].to_dict()) == str(after.iloc[j].to_dict())
+        assert str(before.iloc[i].to_dict()) == str(after.drop(columns="pass_rate").iloc[j].to_dict())
+    assert after["pass_rate"].tolist() == [0.625, 0.0, 0.125]
     rates = [json.loads(line) for line in (tmp_path / "out.pass_rates.jsonl").read_text().splitlines()]
     assert rates[1] == {"row": 1, "id": "b", "samples": 8, "correct": 5, "pass_rate": 0.625, "kept": True}
     assert [rate["kept"] for rate in rates] == [False, True, True, True]
@@ -147,10 +148,14 @@ def test_several_dumps_add_up(command, tmp_path):
 
 
 def test_problems_without_a_judged_sample_need_a_decision(command, tmp_path):
+    import pandas as pd
+
     dump = write_dump(tmp_path / "0.jsonl", solved("a", 8) + solved("b", 5) + solved("c", 0))
     with pytest.raises(SystemExit, match=r"1 of 4 problems have no judged sample \(the first is row 3\)"):
         command("--dumps", dump)
     assert command("--dumps", dump, "--unjudged", "keep")[1] == ["b", "c", "d"]
+    kept = pd.read_parquet(tmp_path / "out.parquet")
+    assert kept["pass_rate"].tolist()[:2] == [0.625, 0.0] and pd.isna(kept["pass_rate"].iloc[2])
     assert command("--dumps", dump, "--unjudged", "drop")[1] == ["b", "c"]
 
 

@@ -221,6 +221,12 @@ def test_piecewise_penalty_counts_what_it_is_told_to(make_manager):
     assert score(make_manager(**options, overlong_counts="model"), *segments)[0] == 1.0
 
 
+def test_piecewise_penalty_takes_points_from_the_yaml(make_manager):
+    manager = make_manager(length_penalty=[[10, 0], [20, -0.1], [30, -0.5]])
+    assert score(manager, "a" * 15 + r"\boxed{42}")[0] == pytest.approx(0.7)  # 25 tokens: -0.3
+    assert score(manager, r"\boxed{42}")[0] == 1.0
+
+
 def test_failed_sample_gets_no_part_of_any_penalty_or_bonus(make_manager):
     manager = make_manager(max_response_length=20000, length_penalty="piecewise", tool_bonus=True)
     failed = {"finish_reason": "sandbox_failure", "tool_calls": 3}
@@ -319,6 +325,7 @@ def test_random_reward_is_repeatable_and_depends_on_the_seed(make_manager):
         ({"overlong_counts": "tokens"}, "overlong_counts is 'tokens'"),
         ({"random_reward_p": 1.5}, "random_reward_p is 1.5"),
         ({"length_penalty": "linear"}, "length_penalty is 'linear'"),
+        ({"length_penalty": [[10, -0.1], [20, -0.2]]}, r"length_penalty has the points \[\(10, -0.1\)"),
         ({"verifiers": {"code": "verl_ext.reward.Nothing"}}, "'verl_ext.reward.Nothing', which cannot be imported"),
         ({"verifiers": {"code": {"url": "x"}}}, "verifier for 'code' is None"),
         ({"custom_path": "pkg://verl.utils.reward_score.math_dapo"}, "custom_reward_function.path is .pkg://verl"),

@@ -45,6 +45,18 @@ def test_piecewise_penalty_has_two_slopes_and_no_jump():
     assert steps.max() <= 0 and steps.min() > -0.0001  # 0.05 / 1000 a token at the most
 
 
+@pytest.mark.parametrize(
+    "points", [[(10, 0)], [(10, -0.1), (20, -0.2)], [(20, 0), (10, -0.1)], [(10, 0), (20, 0.1)], [(10, 0), (10, -0.1)]]
+)
+def test_points_that_are_no_falling_line_are_refused(points):
+    import torch
+
+    from verl_ext.reward.shaping import piecewise_length_penalty
+
+    with pytest.raises(ValueError, match="expected two or more"):
+        piecewise_length_penalty(torch.tensor([1]), points)
+
+
 def test_tool_bonus_is_the_published_runs():
     """The published code: min(-0.6, -1 + 0.1 * (num_turns - 2) / 2), where n calls make 2 n + 2 turns."""
     import torch

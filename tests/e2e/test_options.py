@@ -1,0 +1,141 @@
+"""One RL run of the tiny model in the real stack with all named options on; each leaves its trace in what it writes."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
+from tests.e2e.test_resume import optimizer_steps
+from verl_ext.sandbox.launch import running_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+LR = 1e-4
+OVERRIDES = [
+    *("trainer.total_training_steps=12", "trainer.save_freq=4", "trainer.max_actor_ckpt_to_keep=null"),
+    *("data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=3", "actor_rollout_ref.rollout.n=8"),
+    "trainer.val_before_train=true",
+    "++reward.reward_kwargs.random_reward_p=0.5",  # so small a model solves nothing, and equal groups teach nothing
+    f"trainer.v1.sampler.custom_sampler.path={REPO}/tests/e2e/recording_sampler.py",
+    "trainer.v1.sampler.custom_sampler.name=RecordingReplayBuffer",
+    "++reward.reward_kwargs.length_penalty=[[10,0],[50,-0.5]]",
+    "retool.adaptive_n.enable=true",
+    "retool.adaptive_n.phases=[[0,6],[3,8]]",
+    *("retool.adaptive_n.easy_n=4", "retool.adaptive_n.hard_n=10"),
+    *("retool.validation_schedule.enable=true", "retool.validation_schedule.phases=[[0,1],[3,2]]"),
+    *("retool.light_validation.enable=true", "retool.light_validation.problems=6"),
+    *("retool.light_validation.n=2", "retool.light_validation.full_every=3"),
+    *("retool.early_stop.enable=true", "retool.early_stop.patience=2", "retool.early_stop.min_delta=0.9"),
+    *("actor_rollout_ref.actor.optim.lr_scheduler_type=wsd", f"actor_rollout_ref.actor.optim.lr={LR}"),
+    *("actor_rollout_ref.actor.optim.lr_warmup_steps=2", "actor_rollout_ref.actor.optim.min_lr_ratio=0.1"),
+    *("actor_rollout_ref.actor.optim.lr_decay_steps_ratio=0.75", "actor_rollout_ref.actor.optim.lr_decay_type=linear"),
+]
+FULL, LIGHT = {0, 3, 6}, {1, 2, 4}  # steps: every step, then even ones, and multiples of 3 in any case
+
+
+@pytest.fixture(scope="module")
+def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run, which was started twice with the same command."""
+    folder = tmp_path_factory.mktemp("options")
+    data, out = folder / "data", folder / "run"
+    data.mkdir()
+    (data / "eval.parquet").symlink_to(small / "data" / "eval.parquet")
+    problems = pd.read_parquet(small / "data" / "rl_train.parquet")
+    rates = [(1.0, 0.0, None)[i % 3] for i in range(len(problems))]  # easy, hard, not known
+    problems.assign(pass_rate=pd.array(rates, dtype="Float64")).to_parquet(data / "rl_train.parquet")
+    with running_server() as url:
+        for start in (1, 2):
+            log = out / f"log{start}.txt"
+            process = launch(
+                "run_tiny_dapo.sh",
+                log,
+                *OVERRIDES,
+                f"trainer.validation_data_dir={out}/validation",
+                f"++trainer.v1.sampler.sampler_kwargs.record_to={out}/batches.jsonl",
+                DATA_DIR=str(data),
+                MODEL_PATH=str(small / "sft" / "merged"),
+                OUTPUT_DIR=str(out),
+                SANDBOX_URL=url,
+            )
+            run_to_end(process, log)
+    return out
+
+
+def test_the_groups_have_the_sizes_of_their_phase_and_difficulty_and_baselines_of_their_own(run: Path) -> None:
+    data = pd.read_parquet(run.parent / "data" / "rl_train.parquet")
+    rate_of = dict(zip((info["index"] for info in data["extra_info"]), data["pass_rate"], strict=True))
+    assert len(rate_of) == len(data)
+    records = [json.loads(line) for path in (run / "trajectories").iterdir() for line in open(path)]
+    problem_of = {record["uid"]: record["index"] for record in records}
+    batches = [json.loads(line) for line in open(run / "batches.jsonl")]
+    assert len(batches) == 6
+    sizes = Counter()
+    for step, batch in enumerate(batches, 1):
+        groups: dict[str, dict[str, tuple[float, float]]] = {}
+        for key, score, advantage in zip(batch["keys"], batch["scores"], batch["advantages"], strict=True):
+            if not key.startswith("pad"):
+                uid, session, _ = key.rsplit("_", 2)
+                groups.setdefault(uid, {})[session] = (score, advantage)
+        assert len(groups) == 6
+        for uid, group in groups.items():
+            rate = rate_of[problem_of[uid]]
+            n = (6 if step < 3 else 8) if pd.isna(rate) else {1.0: 4, 0.0: 10}[rate]
+            taken = sum(key.startswith(f"{uid}_") for key in batch["keys"])
+            assert taken == n, (step, uid, rate)  # also where the world failed some: filled to the same size
+            sizes[n] += 1
+            scores = pd.Series([score for score, _ in group.values()])
+            expected = (scores - scores.mean()) / (scores.std() + 1e-6)
+            assert [advantage for _, advantage in group.values()] == pytest.approx(list(expected), abs=1e-3)
+    assert {4, 10} < set(sizes) <= {4, 6, 8, 10}
+
+
+def test_a_step_has_two_updates_whatever_its_responses(run: Path) -> None:
+    assert optimizer_steps(run / "global_step_6") == {12.0}
+    for _, data in read_metrics(run, lambda data: "actor/lr" in data):
+        assert 4 <= data["rollout_n/min"] <= data["rollout_n/mean"] <= data["rollout_n/max"] <= 10
+    rates = [json.loads(line) for line in (run / "pass_rates.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in rates] == [1, 2, 3, 4, 5, 6] and all(record["rates"] for record in rates)
+
+
+def test_validations_come_by_the_schedule_and_most_are_light(run: Path) -> None:
+    rows = {
+        folder: {int(path.stem): len(path.read_text().splitlines()) for path in (run / folder).iterdir()}
+        for folder in ("validation", "validation_light")
+    }
+    problems = len(pd.read_parquet(run.parent / "data" / "eval.parquet"))
+    assert rows == {"validation": dict.fromkeys(FULL, problems), "validation_light": dict.fromkeys(LIGHT, 6 * 2)}
+    metrics = read_metrics(run)
+    assert {step for step, data in metrics if any(name.startswith("val-core/") for name in data)} == FULL
+    light = [name.split("/") for step, data in metrics if step in LIGHT for name in data]
+    assert {step for step, data in metrics if any(name.startswith("val-light/") for name in data)} == LIGHT
+    assert ["val-light", "acc", "mean@2"] in [[parts[0], *parts[2:]] for parts in light]
+
+
+def test_the_run_stops_early_with_a_checkpoint_and_stays_stopped(run: Path) -> None:
+    first, second = ((run / f"log{start}.txt").read_text(errors="replace") for start in (1, 2))
+    assert "early stop: the run ends after step 6, because the mean validation accuracy has not risen" in first
+    assert "early stop: ended at step 6; the last checkpoint is of step 6." in first
+    assert (
+        "early stop: this run ended at step 6, because" in second and "To train on: retool.early_stop.enable" in second
+    )
+    assert sorted(path.name for path in run.glob("global_step_*")) == ["global_step_4", "global_step_6"]
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert [step for step, data in read_metrics(run, lambda data: "actor/lr" in data)] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, data in read_metrics(run, lambda data: "early_stop/value" in data)] == sorted(FULL)
+
+
+def test_the_learning_rate_warms_up_stays_and_decays(run: Path) -> None:
+    """verl logs the rate of the next step. 2 steps of warm-up from 10%; 9 of decay to 10%, from step 3 on: 10% each."""
+    rates = [data["actor/lr"] for _, data in read_metrics(run, lambda data: "actor/lr" in data)]
+    assert rates == pytest.approx([LR * rate for rate in (0.55, 1, 1, 0.9, 0.8, 0.7)])
+
+
+def test_the_length_penalty_is_in_the_rewards(run: Path) -> None:
+    rows = [json.loads(line) for line in (run / "validation" / "3.jsonl").read_text().splitlines()]
+    assert all(-0.5 <= row["reward_length"] <= 0 for row in rows) and any(row["reward_length"] < -0.05 for row in rows)
+    for row in rows:
+        parts = [row[f"reward_{name}"] for name in ("base", "overlong", "length", "tool_bonus")]
+        assert row["score"] == pytest.approx(sum(parts), abs=1e-5)

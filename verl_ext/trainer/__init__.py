@@ -1,0 +1,36 @@
+"""Options of an RL run that verl 0.9.1 has no key for, as subclasses of its v1 trainers, and a learning-rate schedule.
+
+`adaptive_n.py`, `validation.py`, `early_stop.py` hold what each option decides, `run_trainer.py` where verl does it,
+`lr_schedule.py` and `wsd_engine.py` the schedule. Their keys: `retool.*` and `optim.*` in configs/qwen2-32b_dapo.yaml.
+"""
+
+import importlib.metadata
+from types import ModuleType
+
+VERL_VERSION = "0.9.1"
+
+
+def extend_trainers(v1: ModuleType) -> None:
+    """Put our subclass of every trainer in verl's registry, under the trainer's own name.
+
+    `verl.trainer.ppo.v1.register_trainer` takes new names only, and verl takes a trainer of a new name for an
+    asynchronous one (trainer_base.py:153, 731, 902, 912, 1004, 1499 in 0.9.1): hence the entries are replaced.
+
+    Args:
+        v1: the imported package `verl.trainer.ppo.v1`.
+    Raises:
+        RuntimeError: verl has another version than the one whose trainers are extended.
+    """
+    version = importlib.metadata.version("verl")
+    if version != VERL_VERSION:
+        raise RuntimeError(
+            f"verl_ext.trainer extends the trainers of verl {VERL_VERSION}, but found {version}. Install "
+            f"verl=={VERL_VERSION}, or check verl_ext/trainer/run_trainer.py against the new trainer_base.py."
+        )
+    from verl_ext.trainer.run_trainer import RunTrainer
+
+    registry = v1.trainer_base.TRAINER_REGISTRY
+    for name, trainer in registry.items():
+        if not issubclass(trainer, RunTrainer):
+            namespace = {"__doc__": trainer.__doc__, "__module__": RunTrainer.__module__}
+            registry[name] = type(f"Run{trainer.__name__}", (RunTrainer, trainer), namespace)

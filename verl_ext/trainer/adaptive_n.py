@@ -1,0 +1,139 @@
+"""How many responses a prompt gets, by the phase of training and by how often its problem was solved so far.
+
+The rule and its numbers are those that the write-up of the published run recommends ("Intelligent Dynamic Sampling
+Strategy", bojieli/ai-agent-book@99cee91, chapter7/retool/README.md). That text reports no run with them, and neither do
+we.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verl_ext.trainer.journal import StepJournal
+from verl_ext.trainer.settings import check_phases, in_phase
+
+PASS_RATE_COLUMN = "pass_rate"  # of a data file (scripts/filter_by_pass_rate.py); null where it is not known
+
+
+@dataclass(frozen=True)
+class AdaptiveN:
+    """Settings of `retool.adaptive_n`.
+
+    Attributes:
+        phases: [[first step, responses per prompt], ...]; the first one begins at 0.
+        easy_above: a problem whose last `easy_visits` pass rates were all above this is easy,
+        easy_visits: groups of the same problem, one after the other,
+        easy_n: and gets this many responses, or the phase's number if that is less.
+        hard_below: a problem whose last pass rate was below this is hard,
+        hard_n: and gets this many responses, or the phase's number if that is more.
+    Raises:
+        ValueError: a number of responses is below 2 (a group of one has its raw reward as advantage), or a pass rate
+            or the phases make no sense.
+    """
+
+    phases: Sequence[Sequence[int]]
+    easy_above: float
+    easy_visits: int
+    easy_n: int
+    hard_below: float
+    hard_n: int
+
+    def __post_init__(self) -> None:
+        check_phases("adaptive_n", self.phases, lowest=2)
+        if min(self.easy_n, self.hard_n) < 2 or self.easy_visits < 1:
+            raise ValueError(f"retool.adaptive_n: expected easy_n, hard_n >= 2 and easy_visits >= 1, got {self}")
+        if not 0 <= self.hard_below <= self.easy_above <= 1:
+            raise ValueError(f"retool.adaptive_n: expected 0 <= hard_below <= easy_above <= 1, got {self}")
+
+
+def difficulty(rates: Sequence[float], settings: AdaptiveN) -> str:
+    """ "easy", "hard" or "" from a problem's pass rates, oldest first, as the settings define them."""
+    if len(rates) >= settings.easy_visits and min(rates[-settings.easy_visits :]) > settings.easy_above:
+        return "easy"
+    return "hard" if rates and rates[-1] < settings.hard_below else ""
+
+
+def number_of_responses(step: int, rates: Sequence[float], settings: AdaptiveN) -> int:
+    """Responses of one prompt at a training step (from 1)."""
+    n = in_phase(settings.phases, step)
+    bounds = {"easy": min(n, settings.easy_n), "hard": max(n, settings.hard_n)}
+    return bounds.get(difficulty(rates, settings), n)
+
+
+def problem_id(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Names a problem by its prompt: a data file need not number its rows."""
+    return hashlib.blake2b(json.dumps(messages, default=str).encode(), digest_size=8).hexdigest()
+
+
+class AdaptiveSampling:
+    """Decides for each prompt that is submitted, and learns from each group that ends.
+
+    A problem that this run has not seen yet is judged by the pass rate in its data row, if there is one, as if it had
+    been measured `easy_visits` times.
+    """
+
+    def __init__(self, settings: AdaptiveN, journal: StepJournal):
+        self.settings = settings
+        self._journal = journal
+        self._rates: dict[str, list[float]] = {}  # problem -> its last `easy_visits` pass rates in this run
+        self._problems: dict[str, str] = {}  # uid of a group in flight -> problem
+        self._observed: list[tuple[str, float]] = []  # since the last step
+        self._given: list[tuple[int, str]] = []  # likewise: (responses, difficulty) of each prompt
+
+    def resume(self, step: int) -> None:
+        for record in self._journal.resume(step):
+            for problem, rate in record["rates"]:
+                self._remember(problem, rate)
+
+    def assign(
+        self, step: int, uids: Sequence[str], prompts: Sequence[Sequence[Mapping]], known_rates: Sequence[float | None]
+    ) -> list[int]:
+        """Responses for each prompt.
+
+        Args:
+            step: of training, from 1.
+            uids: one per group.
+            prompts: messages of each.
+            known_rates: pass rate of each from its data row; None or NaN where it has none.
+        """
+        numbers = []
+        for uid, prompt, known in zip(uids, prompts, known_rates, strict=True):
+            problem = self._problems[uid] = problem_id(prompt)
+            before = [] if known is None or math.isnan(known) else [known] * self.settings.easy_visits
+            rates = before + self._rates.get(problem, [])
+            numbers.append(number_of_responses(step, rates, self.settings))
+            self._given.append((numbers[-1], difficulty(rates, self.settings)))
+        return numbers
+
+    def observe(self, uid: str, accs: Sequence[float]) -> None:
+        """A group ended; `accs` is the correctness of those responses that the world did not fail."""
+        problem = self._problems.pop(uid, None)  # None: in flight since before a resume
+        if problem is not None and len(accs) > 0:
+            rate = round(float(np.mean(accs)), 4)
+            self._remember(problem, rate)
+            self._observed.append((problem, rate))
+
+    def end_step(self, step: int) -> dict[str, float]:
+        """Write what was learned; returns metrics of the prompts that were submitted since the last call, if any."""
+        self._journal.append(step, rates=self._observed)
+        given, self._given, self._observed = self._given, [], []
+        if not given:
+            return {}
+        numbers = [n for n, _ in given]
+        return {
+            "rollout_n/mean": float(np.mean(numbers)),
+            "rollout_n/min": float(min(numbers)),
+            "rollout_n/max": float(max(numbers)),
+            "rollout_n/easy": float(np.mean([kind == "easy" for _, kind in given])),  # share of the prompts
+            "rollout_n/hard": float(np.mean([kind == "hard" for _, kind in given])),
+        }
+
+    def _remember(self, problem: str, rate: float) -> None:
+        rates = self._rates.setdefault(problem, [])
+        rates.append(rate)
+        del rates[: -self.settings.easy_visits]

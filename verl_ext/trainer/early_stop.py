@@ -1,0 +1,105 @@
+"""Watches a validation metric, and says when a run should end: no more progress, or a collapse."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from verl_ext.trainer.journal import StepJournal
+
+_MEAN_ACC = re.compile(r"val-core/.+/acc/mean@\d+")
+
+
+@dataclass(frozen=True)
+class EarlyStop:
+    """Settings of `retool.early_stop`.
+
+    Attributes:
+        metric: name of a validation metric of which more is better; None takes the mean of `val-core/*/acc/mean@*`
+            over the data sources, of full validations.
+        patience: validations in a row without progress that end the run.
+        min_delta: progress is a value that exceeds the best one at the last progress by at least this.
+        max_drop: a value that is more than this below the best one ends the run at once; None: never.
+    Raises:
+        ValueError: a setting is out of range.
+    """
+
+    metric: str | None
+    patience: int
+    min_delta: float
+    max_drop: float | None
+
+    def __post_init__(self) -> None:
+        if self.patience < 1 or self.min_delta < 0 or (self.max_drop is not None and self.max_drop <= 0):
+            raise ValueError(f"retool.early_stop: expected patience >= 1, min_delta >= 0, max_drop > 0, got {self}")
+
+
+def reason_to_stop(values: Sequence[float], settings: EarlyStop) -> str | None:
+    """Why a run with these validation values, oldest first, should end; None while it should go on."""
+    if not values:
+        return None
+    best, without_progress = values[0], 0
+    for value in values[1:]:
+        if value >= best + settings.min_delta and value > best:
+            best, without_progress = value, 0
+        else:
+            without_progress += 1
+    if settings.max_drop is not None and max(values) - values[-1] > settings.max_drop:
+        return f"fell to {values[-1]:.4g}, more than max_drop={settings.max_drop} below its best, {max(values):.4g}"
+    if without_progress >= settings.patience:
+        return (
+            f"has not risen by min_delta={settings.min_delta} above {best:.4g} in {without_progress} validations "
+            f"(patience={settings.patience}); it is {values[-1]:.4g}"
+        )
+    return None
+
+
+def watched_value(metrics: Mapping[str, float], settings: EarlyStop, *, light: bool) -> float | None:
+    """The value that counts in one validation's metrics; None if the metric is of the other kind, light or full.
+
+    Raises:
+        ValueError: the metric is not there, or not a finite number.
+    """
+    if settings.metric is None:
+        if light:
+            return None
+        found = [value for name, value in metrics.items() if _MEAN_ACC.fullmatch(name)]
+    else:
+        if light != settings.metric.startswith("val-light"):
+            return None
+        found = [metrics[settings.metric]] if settings.metric in metrics else []
+    value = sum(found) / len(found) if found else math.nan
+    if not math.isfinite(value):
+        wanted = settings.metric or "val-core/*/acc/mean@*"
+        names = sorted(name for name in metrics if "/mean@" in name)
+        raise ValueError(
+            f"retool.early_stop.metric: {wanted} is {'not finite' if found else 'not'} among the validation metrics. "
+            f"Expected one of {', '.join(names)}."
+        )
+    return value
+
+
+class EarlyStopWatch:
+    """The values of a run so far, over all its starts."""
+
+    def __init__(self, settings: EarlyStop, journal: StepJournal):
+        self.settings = settings
+        self._journal = journal
+        self._values: dict[int, float] = {}  # step -> value; a step that is validated again counts once
+
+    def resume(self, step: int) -> None:
+        self._values = {record["step"]: record["value"] for record in self._journal.resume(step)}
+
+    def observe(self, step: int, metrics: Mapping[str, float], *, light: bool) -> dict[str, float]:
+        """Note a validation; returns metrics of the watch, none if the validation is not of the watched kind."""
+        value = watched_value(metrics, self.settings, light=light)
+        if value is None:
+            return {}
+        self._values[step] = value
+        self._journal.append(step, value=value)
+        return {"early_stop/value": value, "early_stop/best": max(self._values.values())}
+
+    def reason(self) -> str | None:
+        values = [self._values[step] for step in sorted(self._values)]
+        reason = reason_to_stop(values, self.settings)
+        return reason and f"{self.settings.metric or 'the mean validation accuracy'} {reason}"

@@ -1,0 +1,202 @@
+"""Where verl's v1 trainers meet the options of `retool.*`: adaptive n, when and how to validate, early stop.
+
+With all of them off, every method here is verl's own. Line numbers are of verl 0.9.1, trainer/ppo/v1/trainer_base.py.
+"""
+
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+from tensordict import NonTensorData, TensorDict
+from transfer_queue import KVBatchMeta
+from verl.experimental.agent_loop import AgentLoopManager
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
+from verl.utils import tensordict_utils as tu
+from verl.utils.dataset.rl_dataset import collate_fn
+
+from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveN, AdaptiveSampling
+from verl_ext.trainer.early_stop import EarlyStop, EarlyStopWatch
+from verl_ext.trainer.journal import StepJournal
+from verl_ext.trainer.settings import read_settings
+from verl_ext.trainer.validation import (
+    LightValidation,
+    LightValidationLoader,
+    ValidationPlan,
+    ValidationSchedule,
+    as_light,
+)
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+
+class RunTrainer(PPOTrainer):
+    """Base, beside a trainer of verl, of the classes that `extend_trainers` makes.
+
+    Raises:
+        ValueError: an option is on that the rest of the config leaves without effect.
+    """
+
+    def __init__(self, config: DictConfig):
+        super().__init__(config)
+        folder = Path(config.trainer.default_local_dir)
+        self._sampling: AdaptiveSampling | None = None
+        self._plan: ValidationPlan | None = None
+        self._watch: EarlyStopWatch | None = None
+        self._is_light = False  # whether the validation that runs is
+        self._last_saved = 0  # step of the newest checkpoint
+
+        adaptive_n = read_settings(config, "adaptive_n", AdaptiveN)
+        if adaptive_n:
+            self._sampling = AdaptiveSampling(adaptive_n, StepJournal(folder / "pass_rates.jsonl"))
+            if not hasattr(self.replay_buffer, "on_group_end") or config.algorithm.adv_estimator != "grpo":
+                raise ValueError(
+                    "retool.adaptive_n needs GRPO's baselines and a sampler that tells how groups ended, got algorithm."
+                    f"adv_estimator={config.algorithm.adv_estimator} and {type(self.replay_buffer).__name__}. "
+                    "Name verl_ext.replay_buffer.DapoReplayBuffer under trainer.v1.sampler.custom_sampler."
+                )
+            self.replay_buffer.on_group_end = self._sampling.observe
+
+        schedule = read_settings(config, "validation_schedule", ValidationSchedule)
+        light = read_settings(config, "light_validation", LightValidation)
+        early_stop = read_settings(config, "early_stop", EarlyStop)
+        if schedule or light:
+            self._plan = ValidationPlan(config.trainer.test_freq, schedule, light)
+        if early_stop and not config.trainer.get("val_only", False):
+            self._watch = EarlyStopWatch(early_stop, StepJournal(folder / "early_stop.jsonl"))
+        if (light or early_stop) and not schedule and config.trainer.test_freq <= 0:
+            raise ValueError(
+                f"trainer.test_freq is {config.trainer.test_freq}, so that the run never validates: "
+                "retool.light_validation and retool.early_stop need it above 0, or retool.validation_schedule."
+            )
+
+    def fit(self, agent_loop_manager: AgentLoopManager) -> None:
+        """As verl's, which is called when the checkpoint is loaded; a run that was stopped early stays stopped."""
+        self._last_saved = self.global_steps
+        if self._sampling:
+            self._sampling.resume(self.global_steps)
+        if self._watch:
+            self._watch.resume(self.global_steps)
+            if reason := self._watch.reason():
+                logger.warning(
+                    "early stop: this run ended at step %d, because %s. To train on: retool.early_stop.enable=false, "
+                    "or other settings of it.",
+                    *(self.global_steps, reason),
+                )
+                self._shutdown_dump_executor()
+                return
+        super().fit(agent_loop_manager)
+
+    # Adaptive n ------------------------------------------------------------------------------------------------------
+
+    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        batch = super().step(metrics, timing_raw)
+        if self._sampling:
+            metrics.update(self._sampling.end_step(self.global_steps))
+        return batch
+
+    def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
+        if self._sampling:
+            numbers = self._sampling.assign(
+                self.global_steps,
+                _column(batch, "uid"),
+                _column(batch, "raw_prompt"),
+                _column(batch, PASS_RATE_COLUMN),
+            )
+            tu.assign_non_tensor_stack(batch, "__rollout_n__", numbers)  # read by verl's worker, agent_loop_tq.py:115
+        return super()._submit_batch_to_rollout(batch)
+
+    def _updates_per_step(self) -> int:
+        prompts = self.config.data.train_batch_size // self.parameter_sync_step
+        return math.ceil(prompts / self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
+
+    def _get_required_batch_multiple(self, dp_size: int) -> int:
+        """With groups of unequal size a mini-batch is a share of the batch (line 1593 counts `rollout.n` per prompt).
+
+        So a step has as many updates whatever its number of responses, and none of padding alone, which would have no
+        token to average over.
+        """
+        return dp_size * self._updates_per_step() if self._sampling else super()._get_required_batch_multiple(dp_size)
+
+    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """Line 1809 takes ppo_mini_batch_size x rollout.n as the responses of a mini-batch."""
+        if not self._sampling:
+            return super()._update_actor(batch, metrics)
+        actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
+        configured = actor.ppo_mini_batch_size, rollout.n
+        actor.ppo_mini_batch_size, rollout.n = len(batch) // self._updates_per_step(), 1
+        try:
+            return super()._update_actor(batch, metrics)
+        finally:
+            actor.ppo_mini_batch_size, rollout.n = configured
+
+    # Validation ------------------------------------------------------------------------------------------------------
+
+    def on_step_end(self) -> None:
+        """The last hook before line 494 asks whether `global_steps % trainer.test_freq == 0`."""
+        super().on_step_end()
+        if self._plan:
+            never = self.global_steps + 1
+            self.config.trainer.test_freq = 1 if self._plan.is_due(self.global_steps) else never
+
+    def _validate(self) -> dict[str, float]:
+        light = self._plan is not None and self._plan.is_light(self.global_steps, self.total_training_steps)
+        metrics = self._validate_lightly(self._plan.light) if light else super()._validate()
+        if self._watch:
+            metrics.update(self._watch.observe(self.global_steps, metrics, light=light))
+            if reason := self._watch.reason():
+                logger.warning("early stop: the run ends after step %d, because %s.", self.global_steps, reason)
+                self.total_training_steps = self.global_steps  # line 470 begins no further step
+        return metrics
+
+    def _validate_lightly(self, light: LightValidation) -> dict[str, float]:
+        full_loader, self._is_light = self.val_dataloader, True
+        self.val_dataloader = LightValidationLoader(self.val_dataset, light, collate_fn)
+        try:
+            return as_light(super()._validate())
+        finally:
+            self.val_dataloader, self._is_light = full_loader, False
+
+    def _dump_generations(self, *args: Any, dump_path: str, **kwargs: Any) -> None:
+        """A folder of their own for light validations: what reads the dumps takes those of a folder for comparable."""
+        super()._dump_generations(*args, dump_path=f"{dump_path}_light" if self._is_light else dump_path, **kwargs)
+
+    # Early stop ------------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self) -> None:
+        super()._save_checkpoint()
+        self._last_saved = self.global_steps
+
+    def on_train_end(self) -> None:
+        """verl comes here when a run ends before its last step; it has counted `global_steps` one up already."""
+        super().on_train_end()
+        last_step = self.global_steps - 1
+        if not self._watch or not self._watch.reason():
+            return
+        if self.config.trainer.save_freq > 0 and self._last_saved < last_step:
+            self._free_rollout_memory()
+            self.global_steps = last_step
+            self._save_checkpoint()
+        logger.warning("early stop: ended at step %d; the last checkpoint is of step %d.", last_step, self._last_saved)
+
+    def _free_rollout_memory(self) -> None:
+        """As before an update: the actor may need the memory that vLLM holds."""
+        if hasattr(self, "switch_to_trainer"):  # separate_async
+            if self.current_mode == HybridEngineMode.ROLLOUT:
+                self.switch_to_trainer()
+            return
+        if self.trainer_mode != "sync":
+            self.checkpoint_manager.abort_replicas()
+        self.checkpoint_manager.sleep_replicas()
+
+
+def _column(batch: TensorDict, name: str) -> list[Any]:
+    """A column of a batch of prompts as plain values; None in each row where the data set does not have it."""
+    if name not in batch:
+        return [None] * len(batch)
+    value = batch.get(name)
+    return [value.data] * len(batch) if isinstance(value, NonTensorData) else value.tolist()

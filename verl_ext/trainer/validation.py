@@ -1,0 +1,96 @@
+"""When a run validates, and on how much: frequency by phase of training, and a light form of most validations.
+
+Both decide from the step alone, so a resumed run validates where an unbroken one would. The numbers in the configs are
+those that the write-up of the published run recommends ("Dynamic Adjustment of Validation Strategy",
+bojieli/ai-agent-book@99cee91, chapter7/retool/README.md).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from verl_ext.trainer.settings import check_phases, in_phase
+
+
+@dataclass(frozen=True)
+class ValidationSchedule:
+    """Settings of `retool.validation_schedule`: [[first step, steps between validations], ...]."""
+
+    phases: Sequence[Sequence[int]]
+
+    def __post_init__(self) -> None:
+        check_phases("validation_schedule", self.phases, lowest=1)
+
+
+@dataclass(frozen=True)
+class LightValidation:
+    """Settings of `retool.light_validation`.
+
+    Attributes:
+        problems: of the validation set, evenly spaced, the same ones every time.
+        n: responses per problem.
+        full_every: steps; a validation at a multiple of it is full. So are the one before training and the last.
+    Raises:
+        ValueError: one of them is below 1.
+    """
+
+    problems: int
+    n: int
+    full_every: int
+
+    def __post_init__(self) -> None:
+        if min(self.problems, self.n, self.full_every) < 1:
+            raise ValueError(f"retool.light_validation: expected numbers of at least 1, got {self}")
+
+
+@dataclass(frozen=True)
+class ValidationPlan:
+    """Which steps have a validation, and which of these a light one. `test_freq` is verl's, without schedule."""
+
+    test_freq: int
+    schedule: ValidationSchedule | None = None
+    light: LightValidation | None = None
+
+    def __post_init__(self) -> None:
+        intervals = [every for _, every in self.schedule.phases] if self.schedule else [self.test_freq]
+        if self.light and all(every % self.light.full_every == 0 for every in intervals):
+            raise ValueError(
+                f"retool.light_validation.full_every is {self.light.full_every}, and the run validates every "
+                f"{', '.join(map(str, intervals))} steps: no validation would be light. Make full_every larger."
+            )
+
+    def is_due(self, step: int) -> bool:
+        """Whether the run validates after this step; after its last step it always does."""
+        every = in_phase(self.schedule.phases, step) if self.schedule else self.test_freq
+        return step % every == 0 or (self.light is not None and step % self.light.full_every == 0)
+
+    def is_light(self, step: int, last_step: int) -> bool:
+        return self.light is not None and 0 < step < last_step and step % self.light.full_every != 0
+
+
+class LightValidationLoader:
+    """Stands for verl's validation data loader: a fixed part of the problems, each with its own number of responses."""
+
+    def __init__(self, dataset: Dataset, light: LightValidation, collate_fn: Callable[[list[dict]], dict[str, Any]]):
+        count = min(light.problems, len(dataset))
+        self._subset = Subset(dataset, [i * len(dataset) // count for i in range(count)])
+        self._n = light.n
+        self._collate_fn = collate_fn
+
+    def __len__(self) -> int:
+        return 1  # batch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for batch in DataLoader(self._subset, batch_size=len(self._subset), collate_fn=self._collate_fn):
+            batch["__rollout_n__"] = np.array([self._n] * len(self._subset), dtype=object)
+            yield batch
+
+
+def as_light(metrics: dict[str, float]) -> dict[str, float]:
+    """Metrics of a light validation under names of their own: their problems are others than those of a full one."""
+    return {
+        name.replace("val-core/", "val-light/").replace("val-aux/", "val-light-aux/"): v for name, v in metrics.items()
+    }

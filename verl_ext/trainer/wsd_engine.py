@@ -1,0 +1,41 @@
+"""The FSDP engine with one more learning-rate schedule; `lr_schedule.py` imports, and so registers, it.
+
+verl's registry asks for an engine of this machine's vendor before it takes the general one (workers/engine/base.py:413,
+0.9.1), and has none for FSDP: that place is ours. An engine of another kind refuses "wsd" by itself.
+"""
+
+import os
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import get_wsd_schedule
+from verl.utils.device import get_vendor
+from verl.workers.engine import EngineRegistry, FSDPEngineWithLMHead
+
+from verl_ext.trainer.lr_schedule import wsd_steps
+
+
+@EngineRegistry.register(
+    model_type="language_model",
+    backend=["fsdp", "fsdp2"],
+    device=["cuda", "npu"],
+    vendor=os.getenv("VERL_ENGINE_VENDOR") or get_vendor(),
+)
+class WSDEngineWithLMHead(FSDPEngineWithLMHead):
+    """See `ScheduledOptimizerConfig`."""
+
+    def _build_lr_scheduler(self, optimizer: Optimizer) -> LRScheduler:
+        config = self.optimizer_config
+        if config.lr_scheduler_type != "wsd":
+            return super()._build_lr_scheduler(optimizer)
+        warmup, decay = wsd_steps(config)
+        if self.rank == 0:
+            print(f"Total steps: {config.total_training_steps}, {warmup} of them warm-up, the last {decay} decay")
+        return get_wsd_schedule(
+            optimizer,
+            num_warmup_steps=warmup,
+            num_decay_steps=decay,
+            num_training_steps=config.total_training_steps,
+            decay_type=config.lr_decay_type,
+            min_lr_ratio=config.min_lr_ratio or 0.0,
+        )
