@@ -84,7 +84,7 @@ class HermesProtocol:
             for _ in found[limit:]
         ]
 
-    def reply(self, outputs: Sequence[str], *, ended: bool) -> str:
+    def reply(self, outputs: Sequence[str], *, ended: bool) -> list[str]:
         return self._tool_turns.render(outputs)
 
     def write(self, content: str, calls: Sequence[Call]) -> str:

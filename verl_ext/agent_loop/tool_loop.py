@@ -21,7 +21,7 @@ from cachetools import LRUCache
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, ToolListWrap
 
 from verl_ext.agent_loop.hermes_protocol import HermesProtocol
-from verl_ext.agent_loop.protocol import Call, MalformedCall, cut_output
+from verl_ext.agent_loop.protocol import Call, MalformedCall, SegmentEncoder, cut_output
 from verl_ext.agent_loop.protocols import make_protocol
 from verl_ext.agent_loop.tool_use import ToolUse
 from verl_ext.agent_loop.toolbox import Toolbox
@@ -107,6 +107,7 @@ class RetoolAgentLoop(AgentLoopBase):
             max_parallel_calls=self.rollout_config.multi_turn.max_parallel_calls,
             repair_json=settings.repair_json,
         )
+        self._encoder = SegmentEncoder(self.tokenizer)
         can_call_tools = isinstance(self.protocol, HermesProtocol)
         self.tools = Toolbox(settings, tools.tools if tools and can_call_tools else [])
         # vLLM stops at every end token of generation_config.json (Qwen2.5 has two); all of them are special tokens.
@@ -273,8 +274,8 @@ class RetoolAgentLoop(AgentLoopBase):
         """
         limit = min(self.max_tool_response_tokens, max(room // (2 * len(texts)), 0))
         while True:
-            shown = [cut_output(self.tokenizer, text, limit) for text in texts]
-            ids = self.tokenizer.encode(self.protocol.reply(shown, ended=ended), add_special_tokens=False)
+            shown = [cut_output(self.tokenizer, text, limit, self._encoder.encode_output) for text in texts]
+            ids = self._encoder.encode(self.protocol.reply(shown, ended=ended))
             excess = len(ids) - room
             if excess <= 0:
                 return ids, sum(cut != text for cut, text in zip(shown, texts, strict=True))
