@@ -132,6 +132,7 @@ def roll_out() -> Callable[..., Any]:
         logprobs: bool = True,
         tools: Iterable[Any] = (),
         max_parallel_calls: int = 1,
+        agent_loop_manager_class: str | None = "verl_ext.agent_loop.manager.LeanAgentLoopManager",
         prompt: dict[str, Any] | None = None,
         **settings: Any,
     ) -> tuple[Any, ScriptedServer, ScriptedSandbox]:
@@ -160,6 +161,7 @@ def roll_out() -> Callable[..., Any]:
                         "response_length": response_length,
                         "prompt_length": 5000,
                         "multi_turn": {"max_parallel_calls": max_parallel_calls},
+                        "agent": {"agent_loop_manager_class": agent_loop_manager_class},
                     }
                 },
                 "retool": retool | {"sandbox": sandbox_settings},

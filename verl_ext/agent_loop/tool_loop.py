@@ -25,6 +25,7 @@ from verl_ext.agent_loop.protocol import Call, MalformedCall, SegmentEncoder, cu
 from verl_ext.agent_loop.protocols import make_protocol
 from verl_ext.agent_loop.tool_use import ToolUse
 from verl_ext.agent_loop.toolbox import Toolbox
+from verl_ext.agent_loop.trajectory_log import check_trajectory_log
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -86,13 +87,14 @@ class RetoolAgentLoop(AgentLoopBase):
             gives its schema; code always runs by `retool.sandbox`.
         protocol: "code" or "hermes"; None takes `retool.protocol`.
     Raises:
-        ValueError: an unknown protocol.
+        ValueError: an unknown protocol, or trajectories are to be logged and nothing would write them.
     """
 
     shared = True  # `run` keeps what belongs to a sample to itself: LeanAgentLoopWorker takes one instance for all
 
     def __init__(self, *args: Any, tools: ToolListWrap | None = None, protocol: str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        check_trajectory_log(self.config)
         settings = self.config.retool
         self.max_tool_calls = settings.max_tool_calls
         self.run_last_code = settings.run_last_code

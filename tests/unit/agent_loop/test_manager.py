@@ -134,6 +134,7 @@ def test_the_protocol_is_that_of_the_sample_or_else_of_the_run(agent_name, confi
 
     config = OmegaConf.load(ROOT / "configs" / "tiny_dapo.yaml")
     rollout = {"response_length": 10, "prompt_length": 10, "multi_turn": {"max_parallel_calls": 1}}
+    rollout["agent"] = config.actor_rollout_ref.rollout.agent
     retool = OmegaConf.merge(config.retool, {"protocol": configured, "trajectory_log": {"folder": ""}})
     worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
     worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool, "data": {}})
