@@ -143,7 +143,7 @@ def _call(call: Mapping[str, Any]) -> Call:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the arguments of {name!r} are no JSON: {error}") from None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError(f"expected a tool call with name and arguments, but found {function}")
@@ -155,7 +155,7 @@ def _schemas(tools: Any) -> dict[str, dict]:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the tools are no JSON: {error}") from None
     tools = _plain(tools)
     if not tools:

@@ -37,6 +37,7 @@ class TrajectoryLog:
             maxBytes=int(max_mb * 2**20),
             backupCount=max_files - 1,
             encoding="utf-8",
+            errors="backslashreplace",  # of a lone surrogate JSON's own escape
             delay=True,
         )
 

@@ -166,6 +166,36 @@ def test_a_stop_that_an_abort_has_split_is_found_again(roll_out, tokenizer, enco
     assert server.calls[1]["prompt_ids"] == output.prompt_ids + call + encode(BLOCK_2)
 
 
+@pytest.mark.parametrize("rest", ["so it is 3. ", "", "<code>1</code>"])
+def test_a_stop_that_an_abort_has_split_counts_before_a_later_one(roll_out, tokenizer, encode, answer, rest):
+    """The resumed request went on and wrote another call, at whose stop the server did stop."""
+    call = encode("<code>print(1+1)") + [i for c in "</code>" for i in encode(c)]
+    later = encode(f"{rest}<code>print(9)</code>")
+    output, server, sandbox = roll_out(tokenizer, [call + later, answer], ["2"])
+    assert sandbox.codes == ["print(1+1)"]
+    assert output.response_ids == call + encode(BLOCK_2) + answer
+
+
+def test_a_special_token_without_a_name_ends_an_answer_before_the_budget_does(roll_out, tokenizer, encode):
+    """Llama 3 ends turns with tokens that its tokenizer names nowhere: the server stopped there, so it is one."""
+    nameless = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    assert nameless not in tokenizer.all_special_ids
+    turn = encode("\\boxed{2}") + [nameless]
+    output, *_ = roll_out(tokenizer, [turn], response_length=len(turn) + 1)
+    assert output.extra_fields["finish_reason"] == "answer" and output.extra_fields["truncated"] == 0.0
+    output, *_ = roll_out(tokenizer, [turn], response_length=len(turn))  # the budget's end, for all one knows
+    assert output.extra_fields["finish_reason"] == "max_tokens"
+
+
+def test_a_stop_tag_that_is_a_special_token_does_not_end_the_assistants_turn(roll_out, tokenizer, encode, answer):
+    from tokenizers import AddedToken
+
+    special = copy.deepcopy(tokenizer)
+    special.add_tokens([AddedToken("</code>", special=True)], special_tokens=True)
+    output, *_ = roll_out(special, [encode(CALL), answer], ["2"])
+    assert output.response_ids == encode(CALL) + encode(BLOCK_2) + answer
+
+
 def test_a_turn_cut_by_the_budget_ends_with_max_tokens(roll_out, tokenizer, encode):
     output, *_ = roll_out(tokenizer, [encode("<code>print(1+1)")], response_length=4)
     assert len(output.response_ids) == 4
@@ -216,9 +246,10 @@ def test_a_sandbox_failure_ends_the_rollout_and_is_no_error_of_the_model(roll_ou
     assert output.response_ids == encode(CALL)
 
 
-def test_an_aborted_turn_keeps_what_was_sampled(roll_out, tokenizer, encode):
+@pytest.mark.parametrize("stop_reason", ["aborted", "error"])
+def test_an_aborted_turn_keeps_what_was_sampled_and_is_not_the_models_doing(roll_out, tokenizer, encode, stop_reason):
     call = encode(CALL)
-    output, _, sandbox = roll_out(tokenizer, [(call, "aborted", {})], ["2"])
+    output, _, sandbox = roll_out(tokenizer, [(call, stop_reason, {})], ["2"])
     assert output.extra_fields["finish_reason"] == "aborted"
     assert output.response_ids == call and sandbox.codes == []
 

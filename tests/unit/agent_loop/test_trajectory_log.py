@@ -5,6 +5,12 @@ import pytest
 from verl_ext.agent_loop.trajectory_log import TrajectoryLog, trajectory_record
 
 
+def test_a_character_that_no_text_can_have_is_kept(tmp_path):
+    log = TrajectoryLog(tmp_path, max_mb=1, max_files=2)
+    log.write({"code": "print('\ud800\u20ac')"})
+    assert lines_of(tmp_path) == [{"code": "print('\ud800\u20ac')"}]
+
+
 def lines_of(folder):
     return [json.loads(line) for path in folder.iterdir() for line in open(path, encoding="utf-8")]
 
