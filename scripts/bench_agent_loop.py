@@ -95,10 +95,12 @@ def make_loop(tokenizer: Any, engine: Engine) -> Any:
 
     from verl_ext.agent_loop.tool_loop import RetoolAgentLoop
 
-    retool = OmegaConf.load(REPO / "configs" / "tiny_dapo.yaml").retool
+    config = OmegaConf.load(REPO / "configs" / "tiny_dapo.yaml")
+    retool = config.retool
     retool.max_tool_calls = CALLS
     retool.trajectory_log.folder = ""
     rollout = {"response_length": 1000, "prompt_length": 200, "multi_turn": {"max_parallel_calls": 1}}
+    rollout["agent"] = config.actor_rollout_ref.rollout.agent
     loop = RetoolAgentLoop(
         trainer_config=SimpleNamespace(
             config=OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool})

@@ -38,6 +38,12 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 FAILURES = ("sandbox_failure", "verifier_unknown", "aborted")  # of a rollout, outside the model
 
+_REMEDIES = {  # by the most frequent reason, where nearly everything fails
+    "sandbox_failure": "Start the sandbox (the agent loop's warnings say what it answered)",
+    "verifier_unknown": "See the reward manager's warnings for what could not be verified",
+    "aborted": "See the log of the rollout servers",
+    "raised": "Correct what the log has as 'Error in _run_prompt'",
+}
 _MIN_KEEP_RATE = 0.1  # never expect less than one useful group in ten, or one bad step would flood the next
 _KEEP_RATE_DECAY = 0.5  # weight of the newest step in the expected share of useful groups
 
@@ -92,6 +98,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 "batches that a step may generate before it takes what it has."
             )
         self.void_turn_filter = sampler_kwargs.void_turn_filter
+        # In `separate_async` a step takes so many batches, over which verl averages every metric of ours
+        # (trainer/ppo/v1/utils.py:94, 0.9.1): counts are multiplied by it, so that a step's count comes out.
+        self._batches_per_step = self.trainer_config.get("parameter_sync_step", 1)
         self.keep_rate = 1.0
         self._groups: dict[str, _Group] = {}  # uid -> training groups that ended and are still in the queue
         self._seen = _Seen()
@@ -118,8 +127,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
             batch, metrics = self._sample_sync(global_steps, partition_id, batch_size)
         else:
             batch, metrics = super().sample(global_steps, partition_id, batch_size)
-            metrics["filter_groups/filled_with_equal"] = float(sum(kind != "useful" for kind in self._taken.values()))
-        metrics = {**self._metrics(), "failure/groups_filled": float(self._filled), **metrics}
+            num_equal = sum(kind != "useful" for kind in self._taken.values())
+            metrics["filter_groups/filled_with_equal"] = self._count(num_equal)
+        metrics = {**self._metrics(), "failure/groups_filled": self._count(self._filled), **metrics}
         self._seen, self._is_spent = _Seen(), False
         return batch, metrics
 
@@ -190,10 +200,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
 
     def _stop_if_the_world_is_down(self, failed: int, limit: float, global_steps: int) -> None:
         if failed > limit:
+            reasons = {reason: count for reason, count in self._seen.excluded.most_common() if count}
+            remedy = _REMEDIES.get(next(iter(reasons), ""), "See the log for why")
             raise RuntimeError(
                 f"{failed} of {self._seen.groups.total()} prompt groups of step {global_steps} failed for reasons "
-                f"outside the model ({dict(self._seen.excluded)}; the agent loop's warnings say more). Start the "
-                "sandbox, then resume the run."
+                f"outside the model ({reasons}). {remedy}, then resume the run."
             )
 
     def _uids(self, kind: str) -> set[str]:
@@ -227,7 +238,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             if reason is None:
                 group.valid.append(key)
                 if self.filter_metric is not None:
-                    values.add(extra["reward_extra_info"][self.filter_metric])
+                    values.add(self._metric(extra["reward_extra_info"]))
             else:
                 group.excluded.append(key)
                 num_failed += reason in FAILURES
@@ -238,6 +249,15 @@ class DapoReplayBuffer(ReplayBufferAsync):
         elif len(values) == 1:
             group.kind = "equal"
         return group
+
+    def _metric(self, info: Mapping[str, Any]) -> Any:
+        if self.filter_metric not in info:
+            numbers = sorted(name for name, value in info.items() if isinstance(value, float))
+            raise ValueError(
+                f"algorithm.filter_groups.metric is {self.filter_metric!r}, which the reward manager does not give. "
+                f"Expected one of {', '.join(numbers)}."
+            )
+        return info[self.filter_metric]
 
     def _exclusion(self, extra: Mapping[str, Any]) -> str | None:
         """Why a rollout is kept out of baseline and loss, or None."""
@@ -283,15 +303,20 @@ class DapoReplayBuffer(ReplayBufferAsync):
         snapshot |= dict(zip(copies, tags, strict=True))
         self._filled += 1
 
+    def _count(self, number: int) -> float:
+        return float(number * self._batches_per_step)
+
     def _metrics(self) -> dict[str, float]:
         seen = self._seen
         infos = [rollout["reward_extra_info"] for rollout in seen.rollouts]
         metrics = {
             "filter_groups/keep_rate": seen.groups["useful"]
             / max(seen.groups["useful"] + seen.groups["equal"] + seen.groups["void"], 1),
-            "filter_groups/failed": float(seen.groups["failed"]),
-            "failure/groups_dropped": float(seen.groups["failed"]),
-            **{f"failure/{reason}": float(seen.excluded[reason]) for reason in (*FAILURES, "void_turn", "raised")},
+            "filter_groups/failed": self._count(seen.groups["failed"]),
+            "failure/groups_dropped": self._count(seen.groups["failed"]),
+            **{
+                f"failure/{reason}": self._count(seen.excluded[reason]) for reason in (*FAILURES, "void_turn", "raised")
+            },
             **tool_metrics([rollout for rollout in seen.rollouts if "tool_use" in rollout]),  # not of others' loops
         }
         if infos:

@@ -14,8 +14,9 @@ from omegaconf import DictConfig, ListConfig
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from verl_ext.agent_loop.protocol import SegmentEncoder
 from verl_ext.agent_loop.protocols import make_protocol
-from verl_ext.sft_trace import split_trace
+from verl_ext.sft_trace import Segment, split_trace
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class RetoolSFTDataset(Dataset):
         if self.bad_rows not in ("error", "drop"):
             raise ValueError(f"data.retool.bad_rows is {self.bad_rows!r}; expected 'error' or 'drop'.")
         self._template_kwargs = dict(config.get("apply_chat_template_kwargs") or {})
+        self._encoder = SegmentEncoder(tokenizer)
         self._protocol = make_protocol(
             config.retool.protocol, tokenizer, self._template_kwargs, max_parallel_calls=_ANY_NUMBER
         )
@@ -86,8 +88,8 @@ class RetoolSFTDataset(Dataset):
         if not self.segments:
             raise ValueError(f"None of {len(rows)} SFT rows in {files} can be used: {self.dropped[:3]}.")
 
-    def _segments(self, number: int, messages: Any, tools: Any) -> list[tuple[str, bool]] | None:
-        """(text, trained on?) of one row; None where it is a bad one that is left out."""
+    def _segments(self, number: int, messages: Any, tools: Any) -> list[Segment] | None:
+        """Prompt and response of one row; None where it is a bad one that is left out."""
         try:
             prompt, schemas, response = split_trace(messages, tools, self._protocol, self.tokenizer.eos_token)
         except ValueError as error:
@@ -100,14 +102,17 @@ class RetoolSFTDataset(Dataset):
         text = self.tokenizer.apply_chat_template(
             prompt, tools=schemas, add_generation_prompt=True, tokenize=False, **self._template_kwargs
         )
-        return [(text, False), *response]
+        return [Segment([text], False), *response]
 
-    def _drop_long(self, traces: dict[int, list[tuple[str, bool]]]) -> list[int]:
+    def _drop_long(self, traces: dict[int, list[Segment]]) -> list[int]:
         """Row numbers of the traces that are too long."""
         # No text has more tokens than bytes: most traces need not be tokenised to know that they fit.
-        unsure = {n: t for n, t in traces.items() if sum(len(text.encode()) for text, _ in t) > self.max_length}
-        encoded = iter(self._encode([segment for trace in unsure.values() for segment in trace]))
-        lengths = {number: sum(len(next(encoded)) for _ in trace) for number, trace in unsure.items()}
+        unsure = {
+            number: trace
+            for number, trace in traces.items()
+            if sum(len(part.encode()) for segment in trace for part in segment.parts) > self.max_length
+        }
+        lengths = {number: sum(map(len, self._encode(trace))) for number, trace in unsure.items()}
         long = {number: length for number, length in lengths.items() if length > self.max_length}
         for number, length in long.items():
             reason = f"has {length} tokens, more than data.max_length={self.max_length}"
@@ -118,11 +123,8 @@ class RetoolSFTDataset(Dataset):
             self.dropped.append((number, reason))
         return list(long)
 
-    def _encode(self, segments: list[tuple[str, bool]]) -> list[list[int]]:
-        if not segments:
-            return []
-        texts = [text for text, _ in segments]
-        return self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    def _encode(self, segments: list[Segment]) -> list[list[int]]:
+        return [self._encoder.encode(segment.parts) for segment in segments]
 
     def __len__(self) -> int:
         return len(self.segments)
@@ -131,7 +133,7 @@ class RetoolSFTDataset(Dataset):
         segments = self.segments[index]
         encoded = self._encode(segments)
         input_ids = torch.tensor([token for ids in encoded for token in ids])[: self.max_length]
-        loss_mask = torch.tensor([int(own) for ids, (_, own) in zip(encoded, segments, strict=True) for _ in ids])
+        loss_mask = torch.tensor([int(each.own) for ids, each in zip(encoded, segments, strict=True) for _ in ids])
         return {
             "input_ids": input_ids,
             "position_ids": torch.arange(len(input_ids)),

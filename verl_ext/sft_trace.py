@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
@@ -34,16 +34,25 @@ class _Turn:
     text: str | None = None  # content and call as they stand in the trace, where its code is between tags
 
 
-def split_trace(messages: Any, tools: Any, protocol: ToolProtocol, eos: str) -> tuple[list[dict], list | None, list]:
+class Segment(NamedTuple):
+    """A stretch of a conversation that is encoded by itself."""
+
+    parts: list[str]  # for `SegmentEncoder`
+    own: bool  # written by the model, and trained on
+
+
+def split_trace(
+    messages: Any, tools: Any, protocol: ToolProtocol, eos: str
+) -> tuple[list[dict], list | None, list[Segment]]:
     """Split a conversation into prompt and response.
 
     Args:
         messages: system and user messages, then the assistant's, each with calls followed by the tools' answers; the
             last one without calls.
         tools: schemas in OpenAI's form, as a list or as JSON text; None for the interpreter alone.
-        eos: text of the token that ends a turn.
+        eos: text of the token that ends a turn; "" where there is no tokenizer.
     Returns:
-        The prompt's messages; the tools that go into its template; and the response as (text, written by the model?).
+        The prompt's messages; the tools that go into its template; and the response.
     Raises:
         ValueError: it is no such conversation, or has a call that the agent loop would refuse; says why.
     """
@@ -57,15 +66,15 @@ def split_trace(messages: Any, tools: Any, protocol: ToolProtocol, eos: str) -> 
     if last.calls or last.outputs:
         raise ValueError("the last message must be the assistant's answer, without a call")
     last.content = _DOUBLED.sub(r"\\boxed{\1}", last.content)
-    segments: list[tuple[str, bool]] = []
+    segments: list[Segment] = []
     for turn in turns[:-1]:
         segments += _segments(turn, schemas, protocol, eos)
     if protocol.stop is not None and protocol.stop in last.content:
         raise ValueError(f"the answer has {protocol.stop}, where a rollout would have run code")
-    return prompt, protocol.schemas(schemas), [*segments, (last.content, True), (eos, True)]
+    return prompt, protocol.schemas(schemas), [*segments, _own(last.content, eos), Segment([eos], True)]
 
 
-def _segments(turn: _Turn, schemas: dict, protocol: ToolProtocol, eos: str) -> list[tuple[str, bool]]:
+def _segments(turn: _Turn, schemas: dict, protocol: ToolProtocol, eos: str) -> list[Segment]:
     keep = turn.text is not None and isinstance(protocol, CodeProtocol)
     text = turn.text if keep else protocol.write(turn.content, turn.calls)
     ended = protocol.call_ends_turn
@@ -76,7 +85,15 @@ def _segments(turn: _Turn, schemas: dict, protocol: ToolProtocol, eos: str) -> l
     if protocol.stop is not None and text.index(protocol.stop) + len(protocol.stop) < len(text):
         raise ValueError(f"text behind the first {protocol.stop} of a turn, where a rollout would have stopped")
     outputs = [format_output(output, "") for output in turn.outputs]
-    return [(text, True), *[(eos, True)] * ended, (protocol.reply(outputs, ended=ended), False)]
+    end = [Segment([eos], True)] * ended
+    return [_own(text, eos), *end, Segment(protocol.reply(outputs, ended=ended), False)]
+
+
+def _own(text: str, eos: str) -> Segment:
+    """What the model wrote of a turn, before its end token."""
+    if eos and eos in text:
+        raise ValueError(f"the end token {eos} within a turn, where a rollout would have ended: {text[-200:]!r}")
+    return Segment([text], True)
 
 
 def _turns(messages: list[dict]) -> Iterator[_Turn]:
@@ -126,7 +143,7 @@ def _call(call: Mapping[str, Any]) -> Call:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the arguments of {name!r} are no JSON: {error}") from None
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError(f"expected a tool call with name and arguments, but found {function}")
@@ -138,7 +155,7 @@ def _schemas(tools: Any) -> dict[str, dict]:
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"the tools are no JSON: {error}") from None
     tools = _plain(tools)
     if not tools:

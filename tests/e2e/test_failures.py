@@ -258,3 +258,24 @@ def test_the_asynchronous_trainer_takes_the_same_sampler(small: Path, tmp_path: 
         assert 0 <= data["tool/code_ratio"] <= 1 and data["failure/aborted"] == 0
         assert sum(value for name, value in data.items() if name.startswith("finish/")) == pytest.approx(1.0)
     assert os.listdir(run.out / "trajectories")
+
+
+def test_rollouts_on_a_server_of_their_own_while_the_actor_learns(small: Path, tmp_path: Path) -> None:
+    """verl's mode `separate_async`, two mini-batches a step; the weights go through shared memory."""
+    with running_server() as url, faulty(url, random.Random(2)) as (faulty_url, _):
+        overrides = ("hardware=cpu_separate", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
+        run = Run(tmp_path / "rl", small, faulty_url, *overrides).finish()
+    metrics = dict(run.metrics())
+    assert sorted(metrics) == [1, 2] and len(run.batches()) == 4
+    check_advantages(run)
+    # Both mini-batches of step 1 come from the first weights, and so do their old log-probs, although the first has
+    # changed the weights when the second is taken.
+    assert metrics[1]["training/rollout_probs_diff_max"] < 1e-3 < metrics[2]["training/rollout_probs_diff_max"]
+    trajectories = run.trajectories()
+    assert {version for t in trajectories for version in t["versions"]} >= {0, 1}  # the new weights came
+    failed = [t for t in trajectories if t["finish_reason"] == "sandbox_failure"]
+    assert run.total("failure/sandbox_failure") <= len(failed)  # some may end when the last batch has been taken
+    for data in metrics.values():
+        assert data["failure/aborted"] == 0  # what a weight sync interrupts goes on
+        assert sum(value for name, value in data.items() if name.startswith("finish/")) == pytest.approx(1.0)
+    assert not list(Path("/dev/shm").glob("retool_weights_*"))

@@ -35,6 +35,36 @@ def tokenizer(tiny_tools: SimpleNamespace) -> Any:
     return tiny_tools.build_model.build_tokenizer()
 
 
+@pytest.fixture(scope="session")
+def qwen_tokenizer() -> Any:
+    """A byte-level BPE as Qwen2.5's, small and trained on the traces, with its added tokens and its chat template."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    words = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        (REPO / "tests/data/traces.jsonl").read_text(encoding="utf-8").splitlines(),
+        trainers.BpeTrainer(vocab_size=2000, special_tokens=special, initial_alphabet=alphabet, show_progress=False),
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.add_tokens([AddedToken(tag, special=False, normalized=False) for tag in ("<tool_call>", "</tool_call>")])
+    tokenizer.chat_template = (REPO / "tests/data/qwen2.5_chat_template.jinja").read_text()
+    return tokenizer
+
+
 @dataclass
 class ScriptedServer:
     """The far side of `server_manager`: answers each turn with the next of `turns`, cut to `max_tokens` as vLLM would.
@@ -102,6 +132,7 @@ def roll_out() -> Callable[..., Any]:
         logprobs: bool = True,
         tools: Iterable[Any] = (),
         max_parallel_calls: int = 1,
+        agent_loop_manager_class: str | None = "verl_ext.agent_loop.manager.LeanAgentLoopManager",
         prompt: dict[str, Any] | None = None,
         **settings: Any,
     ) -> tuple[Any, ScriptedServer, ScriptedSandbox]:
@@ -130,6 +161,7 @@ def roll_out() -> Callable[..., Any]:
                         "response_length": response_length,
                         "prompt_length": 5000,
                         "multi_turn": {"max_parallel_calls": max_parallel_calls},
+                        "agent": {"agent_loop_manager_class": agent_loop_manager_class},
                     }
                 },
                 "retool": retool | {"sandbox": sandbox_settings},

@@ -335,6 +335,21 @@ def test_every_class_that_a_config_names_exists(run: str):
         assert name in defined_classes(path.removeprefix("pkg://")), f"{path} has no class {name}"
 
 
+def test_separate_rollouts_on_a_cpu_have_what_verl_wants():
+    tree = {name: value for name, value in own_yaml("hardware/cpu_separate").items() if name != "defaults"}
+    keys = [key for key in leaves(tree) if not any(is_within(key, section) for section in OPEN_SECTIONS)]
+    assert [key for key in keys if not is_known(key, schema("tiny_dapo"))] == []
+    config = composed("tiny_dapo", "hardware=cpu_separate")
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
+    mini_batches = trainer.v1.separate_async.parameter_sync_step * config.actor_rollout_ref.actor.ppo_mini_batch_size
+    assert config.data.train_batch_size == mini_batches
+    servers = rollout.nnodes * rollout.n_gpus_per_node
+    assert config.ray_kwargs.ray_init.num_gpus == servers + trainer.nnodes * trainer.n_gpus_per_node
+    engine = importlib.util.find_spec(rollout.checkpoint_engine.custom_backend_module)
+    assert f'register("{rollout.checkpoint_engine.backend}")' in Path(engine.origin).read_text()
+    assert trainer.device == "cpu" and rollout.agent.agent_loop_manager_class.endswith(".LeanAgentLoopManager")
+
+
 # Launchers -----------------------------------------------------------------------------------------------------------
 
 

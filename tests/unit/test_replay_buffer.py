@@ -98,6 +98,7 @@ def make(monkeypatch):
         metric="train_acc",
         mode="sync",
         void_turn_filter=False,
+        parameter_sync_step=1,
     ):
         queue = FakeQueue(outcomes, partition)
         for name in ("kv_list", "kv_batch_get", "kv_batch_put", "kv_clear"):
@@ -105,7 +106,7 @@ def make(monkeypatch):
         filter_groups = {"enable": enable, "metric": metric, "max_num_gen_batches": max_num_gen_batches}
         buffer = DapoReplayBuffer(
             trainer_mode=mode,
-            trainer_config=OmegaConf.create({}),
+            trainer_config=OmegaConf.create({"parameter_sync_step": parameter_sync_step}),
             max_off_policy_threshold=None,
             max_off_policy_strategy="drop",
             sampler_kwargs=OmegaConf.create(
@@ -221,9 +222,19 @@ def test_at_max_num_gen_batches_equal_groups_fill_up_and_the_log_says_so(make, c
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_world_that_fails_everything_stops_the_run(make, mode):
-    queue, buffer = make([SANDBOX_DOWN] * 100, batch_size=2, max_num_gen_batches=3, mode=mode)
-    with pytest.raises(RuntimeError, match=r"\d+ of \d+ prompt groups of step 4 failed for reasons outside the model"):
+@pytest.mark.parametrize(
+    ("failed", "remedy"),
+    [
+        (SANDBOX_DOWN, "Start the sandbox"),
+        (UNVERIFIED, "See the reward manager's warnings"),
+        (ABORTED, "See the log of the rollout servers"),
+        (RAISED, "Correct what the log has as 'Error in _run_prompt'"),
+    ],
+)
+def test_a_world_that_fails_everything_stops_the_run_and_says_what_to_do(make, mode, failed, remedy):
+    queue, buffer = make([failed] * 100, batch_size=2, max_num_gen_batches=3, mode=mode)
+    said = rf"\d+ of \d+ prompt groups of step 4 failed for reasons outside the model \(.*\)\. {remedy}.*then resume"
+    with pytest.raises(RuntimeError, match=said):
         buffer.sample(4, "train", 2)
     assert 6 < len(queue.groups) <= 6 + 2 + 6  # stops once more than 3 x 2 have failed
 
@@ -406,6 +417,30 @@ def test_stale_groups_are_dropped_in_asynchronous_modes(make):
     buffer.refill_fn = lambda count: queue.submit(count, global_steps=3)
     batch, metrics = buffer.sample(3, "train", 1)
     assert sampled(batch) == [2] and metrics["training/off_policy/evicted_samples"] == 1
+
+
+def test_counts_of_a_step_are_counts_although_verl_averages_over_its_mini_batches(make):
+    from verl.trainer.ppo.v1.utils import MetricsAggregator
+
+    whole, filled = group_of(1, 0, 1), group_of(1, 0, 1, failed=(2,))
+    queue, buffer = make(
+        [SANDBOX_DOWN, whole, RAISED, SANDBOX_DOWN, filled], batch_size=1, mode="separate_async", parameter_sync_step=2
+    )
+    aggregator = MetricsAggregator()
+    for _ in range(2):  # what is replaced for the first batch: 0; for the second: 2 and 3
+        batch, metrics = buffer.sample(1, "train", 1)
+        aggregator.add_step_metrics(metrics, sample_count=len(batch.keys))
+        queue.submit(len(queue.groups) == 2)
+    step = aggregator.get_aggregated_metrics()
+    expected = {"sandbox_failure": 3, "raised": 1, "groups_dropped": 3, "groups_filled": 1}
+    assert {name: step[f"failure/{name}"] for name in expected} == expected
+    assert step["filter_groups/failed"] == 3 and step["train/acc"] < 1
+
+
+def test_a_metric_that_the_reward_manager_does_not_give_is_named(make):
+    queue, buffer = make([MIXED], batch_size=1, metric="seq_reward")
+    with pytest.raises(ValueError, match="filter_groups.metric is 'seq_reward'.*Expected one of acc, .*train_acc"):
+        buffer.sample(1, "train", 1)
 
 
 def test_max_num_gen_batches_must_be_1_at_least(make):

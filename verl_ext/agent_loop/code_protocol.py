@@ -40,10 +40,14 @@ class CodeProtocol:
             return [MalformedCall("unknown_tool", "there is no interpreter here; answer without code")]
         return [Call(CODE_TOOL, {"code": code}, start)]
 
-    def reply(self, outputs: Sequence[str], *, ended: bool) -> str:
+    def reply(self, outputs: Sequence[str], *, ended: bool) -> list[str]:
         """An `<interpreter>` block; behind an end token, in a user's turn, as the assistant's is over."""
         (output,) = outputs
-        return self._user_turn.render([interpreter_block(output).strip()]) if ended else interpreter_block(output)
+        before, after = "\n<interpreter>\n", "\n</interpreter>\n"
+        if ended:
+            turn_start, _, turn_end = self._user_turn.render([""])
+            before, after = turn_start + before.lstrip(), after.rstrip() + turn_end
+        return [before, output, after]
 
     def write(self, content: str, calls: Sequence[Call]) -> str:
         if not calls:
@@ -65,11 +69,6 @@ def extract_code(text: str) -> str:
         MalformedCall: no `<code>` before `</code>`, or nothing between them.
     """
     return _last_block(text)[0]
-
-
-def interpreter_block(output: str) -> str:
-    """The text between two model turns, tags included."""
-    return f"\n<interpreter>\n{output}\n</interpreter>\n"
 
 
 def _last_block(text: str) -> tuple[str, int]:

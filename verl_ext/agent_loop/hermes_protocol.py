@@ -16,7 +16,6 @@ from verl_ext.agent_loop.protocol import CODE_TOOL, Call, ChatReply, MalformedCa
 CALL_START, CALL_STOP = "<tool_call>", "</tool_call>"
 
 _INVALID_ESCAPE = re.compile(r'(\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})|\\')
-_CODE_BLOCK = re.compile(r"<code>.*?</code>", re.DOTALL)
 _JSON_TYPES = {
     "string": str,
     "number": (int, float),
@@ -84,7 +83,7 @@ class HermesProtocol:
             for _ in found[limit:]
         ]
 
-    def reply(self, outputs: Sequence[str], *, ended: bool) -> str:
+    def reply(self, outputs: Sequence[str], *, ended: bool) -> list[str]:
         return self._tool_turns.render(outputs)
 
     def write(self, content: str, calls: Sequence[Call]) -> str:
@@ -101,7 +100,8 @@ class HermesProtocol:
             return []
         if CALL_STOP in text:
             return [MalformedCall("unopened_tag", f"{CALL_STOP} without {CALL_START}")]
-        if _CODE_BLOCK.search(text):
+        code_start = text.find("<code>")  # a regular expression would take quadratic time where a model repeats a tag
+        if 0 <= code_start < text.rfind("</code>"):
             return [MalformedCall("other_protocol", f"write calls as JSON between {CALL_START} and {CALL_STOP}")]
         return []
 
@@ -110,7 +110,7 @@ class HermesProtocol:
         repaired = False
         try:
             call = json.loads(body)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also: a number of 5000 digits, a thousand brackets
             call, repaired = self._repair(body), True
             if call is None:
                 raise MalformedCall(
@@ -143,11 +143,11 @@ class HermesProtocol:
 
     def _repair(self, body: str) -> Any:
         """The JSON of `body` with raw control characters and invalid escapes in strings taken literally, or None."""
-        if not self._repair_json:
+        if not self._repair_json or CALL_START in body:  # then an earlier call was left open
             return None
         try:
             return json.loads(_INVALID_ESCAPE.sub(lambda match: match.group(1) or r"\\", body), strict=False)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return None
 
 

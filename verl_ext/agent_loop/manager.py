@@ -57,7 +57,8 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         if self.distillation_enabled or self.processor is not None:
             raise NotImplementedError(
                 "LeanAgentLoopWorker rolls out text without a teacher model, but the model has a processor for images "
-                "or distillation is on. Set rollout.agent.agent_loop_manager_class=null to take verl's own workers."
+                "or distillation is on. Take verl's own workers: rollout.agent.agent_loop_manager_class=null and "
+                "retool.trajectory_log.enable=false."
             )
         self._loop_classes: dict[str, tuple[type, dict]] = {}
         self._shared_loops: dict[str, AgentLoopBase] = {}
@@ -111,13 +112,13 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
         finally:
             group.running -= 1
-        if group.running == 0 and group.keys:
-            await tq.async_kv_batch_put(
-                keys=group.keys,
-                fields=list_of_dict_to_tensordict(group.rows),
-                tags=group.tags,
-                partition_id="val" if trajectory["validate"] else "train",
-            )
+            if group.running == 0 and group.keys:  # also where this one raised: validation counts the others
+                await tq.async_kv_batch_put(
+                    keys=group.keys,
+                    fields=list_of_dict_to_tensordict(group.rows),
+                    tags=group.tags,
+                    partition_id="val" if trajectory["validate"] else "train",
+                )
 
     def _make_loop(self, agent_name: str) -> AgentLoopBase:
         if agent_name not in self._loop_classes:

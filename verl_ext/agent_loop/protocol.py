@@ -6,11 +6,14 @@ answered. Agent loop (RL, evaluation) and data set (SFT) both take it from there
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from typing import Any, Protocol
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AddedToken, PreTrainedTokenizerBase
 
 CODE_TOOL = "code_interpreter"
 CODE_SCHEMA = {  # as in the published run, verl-recipe@48ea0a7 retool/sandbox_fusion_tool_config.yaml
@@ -75,11 +78,13 @@ class ToolProtocol(Protocol):
             ended: its last token is an end token.
         """
 
-    def reply(self, outputs: Sequence[str], *, ended: bool) -> str:
-        """All text between a turn with calls and the model's next turn.
+    def reply(self, outputs: Sequence[str], *, ended: bool) -> list[str]:
+        """All text between a turn with calls and the model's next turn, for `SegmentEncoder`.
 
         Args:
             outputs: one text per item of `parse`.
+        Returns:
+            The outputs at odd places, and at even ones what frames them.
         """
 
     def write(self, content: str, calls: Sequence[Call]) -> str:
@@ -101,12 +106,12 @@ class ChatReply:
         self._tokenizer, self._role, self._kwargs = tokenizer, role, dict(template_kwargs or {})
         self._frames: dict[int, list[str]] = {}  # number of replies -> text before, between and behind them
 
-    def render(self, texts: Sequence[str]) -> str:
-        """The text behind the end token of the model's turn, up to where its next turn begins."""
+    def render(self, texts: Sequence[str]) -> list[str]:
+        """From behind the end token of the model's turn up to where its next begins: frame, text, frame, ..., frame."""
         if len(texts) not in self._frames:
             self._frames[len(texts)] = self._frame(len(texts))
         before, *behind = self._frames[len(texts)]
-        return before + "".join(text + frame for text, frame in zip(texts, behind, strict=True))
+        return [before, *chain.from_iterable(zip(texts, behind, strict=True))]
 
     def _frame(self, count: int) -> list[str]:
         calls = [
@@ -140,6 +145,62 @@ class ChatReply:
         return [*frames, behind]
 
 
+class SegmentEncoder:
+    """Encodes what stands between two turns of the model, so that what a tool says is text and nothing more.
+
+    A tool may print `<|im_end|>`, `</interpreter>` or what else is an added token of the tokenizer (special or not, but
+    not mere white space): in an output it is encoded in pieces, as any text, and in the frame around it, which the
+    protocol or the chat template wrote, as that token. So no output can end its turn, or begin another.
+
+    Where a tag of the protocol is no added token, as `</interpreter>` is none of Qwen2.5's, the printed tag looks to
+    the model like the real one: outputs are shown as they are, not escaped. Only the model could take it for that:
+    calls, end and answer of a rollout are read from the model's own tokens.
+
+    Raises:
+        ValueError: the tokenizer takes such a text for the token even so.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        self._plain_tokenizer, self._added = _plain_tokenizer(tokenizer)
+
+    def encode_output(self, text: str) -> list[int]:
+        """The tokens of a tool's text by itself."""
+        return self._plain_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def encode(self, parts: Sequence[str]) -> list[int]:
+        """The tokens of a segment: of `ToolProtocol.reply`, or `[text]` of the model or the prompt."""
+        if not any(map(self._has_added_token, parts[1::2])):
+            return self._tokenizer.encode("".join(parts), add_special_tokens=False)
+        ids: list[int] = []
+        for i, part in enumerate(parts):
+            ids += self.encode_output(part) if i % 2 else self._tokenizer.encode(part, add_special_tokens=False)
+        return ids
+
+    def _has_added_token(self, text: str) -> bool:
+        return any(token in text for token in self._added)
+
+
+@lru_cache(maxsize=8)
+def _plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """A copy to encode text with, and the added tokens that it splits: those that are not mere white space.
+
+    A copy, because `split_special_tokens` is a state that all threads share, and spares tokens that are not special.
+    Copying takes 1 s with a vocabulary of 150,000.
+    """
+    added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    copy = deepcopy(tokenizer)
+    copy.add_tokens([AddedToken(token.content, special=True) for token in added.values()], special_tokens=True)
+    for token in added.values():
+        ids = copy.encode(token.content, add_special_tokens=False, split_special_tokens=True)
+        if set(ids) & added.keys():
+            raise ValueError(
+                f"The tokenizer makes a token of its own of the text {token.content!r} also where it is told to split "
+                "it, so that a tool's output could forge a turn. Take a byte-level BPE tokenizer."
+            )
+    return copy, [token.content for token in added.values()]
+
+
 def strip_fence(code: str) -> str:
     """The code as the model wrote it, less one Markdown fence around it."""
     fenced = _FENCE.match(code)
@@ -162,19 +223,20 @@ def format_output(stdout: str, stderr: str, *, traceback: str = "full") -> str:
     return "\n".join(part for part in (stdout.strip(), error) if part) or "(no output)"
 
 
-def cut_output(tokenizer: PreTrainedTokenizerBase, text: str, limit: int) -> str:
+def cut_output(tokenizer: PreTrainedTokenizerBase, text: str, limit: int, encode: Callable[[str], list[int]]) -> str:
     """`text` with at most `limit` tokens: its head, a note of how many characters are missing, its tail.
 
     The note comes on top of `limit`; a text that is shorter than its note would be stays whole. A long text is first
-    bound by characters, so that the work does not grow with what a program prints.
+    bound by characters, so that the work does not grow with what a program prints. `encode` is that of the output
+    (`SegmentEncoder.encode_output`).
     """
     if len(text.encode()) <= limit:  # no text has more tokens than bytes
         return text
     bound = _CHARS_PER_TOKEN * limit
-    ids = tokenizer.encode(text[: bound + 1], add_special_tokens=False)
+    ids = encode(text[: bound + 1])
     if len(text) <= bound and len(ids) <= limit:
         return text
-    tail_ids = ids if len(text) <= bound else tokenizer.encode(text[-bound - 1 :], add_special_tokens=False)
+    tail_ids = ids if len(text) <= bound else encode(text[-bound - 1 :])
     # Cut at whole characters: a token may end within one.
     head = os.path.commonprefix([text, tokenizer.decode(ids[: limit - limit // 2])])
     tail_text = tokenizer.decode(tail_ids[len(tail_ids) - limit // 2 :])

@@ -21,14 +21,17 @@ from cachetools import LRUCache
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, ToolListWrap
 
 from verl_ext.agent_loop.hermes_protocol import HermesProtocol
-from verl_ext.agent_loop.protocol import Call, MalformedCall, cut_output
+from verl_ext.agent_loop.protocol import Call, MalformedCall, SegmentEncoder, cut_output
 from verl_ext.agent_loop.protocols import make_protocol
 from verl_ext.agent_loop.tool_use import ToolUse
 from verl_ext.agent_loop.toolbox import Toolbox
+from verl_ext.agent_loop.trajectory_log import check_trajectory_log
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
+# Why the engine ended a request, where that was neither the model's end nor its budget (vllm/v1/engine/__init__.py:43).
+_FAILED_STOPS = ("aborted", "abort", "error")
 _CUT_STEP = 8  # tokens; where a reply does not fit, so many more than what is too much are cut from each output
 
 
@@ -86,13 +89,14 @@ class RetoolAgentLoop(AgentLoopBase):
             gives its schema; code always runs by `retool.sandbox`.
         protocol: "code" or "hermes"; None takes `retool.protocol`.
     Raises:
-        ValueError: an unknown protocol.
+        ValueError: an unknown protocol, or trajectories are to be logged and nothing would write them.
     """
 
     shared = True  # `run` keeps what belongs to a sample to itself: LeanAgentLoopWorker takes one instance for all
 
     def __init__(self, *args: Any, tools: ToolListWrap | None = None, protocol: str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        check_trajectory_log(self.config)
         settings = self.config.retool
         self.max_tool_calls = settings.max_tool_calls
         self.run_last_code = settings.run_last_code
@@ -107,10 +111,14 @@ class RetoolAgentLoop(AgentLoopBase):
             max_parallel_calls=self.rollout_config.multi_turn.max_parallel_calls,
             repair_json=settings.repair_json,
         )
+        self._encoder = SegmentEncoder(self.tokenizer)
         can_call_tools = isinstance(self.protocol, HermesProtocol)
         self.tools = Toolbox(settings, tools.tools if tools and can_call_tools else [])
-        # vLLM stops at every end token of generation_config.json (Qwen2.5 has two); all of them are special tokens.
         self.end_ids = set(self.tokenizer.all_special_ids)
+        # vLLM stops at every end token of generation_config.json, and not all of them have a name in the tokenizer
+        # (Llama 3 has three). A special token that a turn ends with, before its budget does, is one.
+        added = self.tokenizer.added_tokens_decoder.items()
+        self.special_ids = {i for i, token in added if token.special and token.content != self.protocol.stop}
         self._prompts: LRUCache = LRUCache(maxsize=1024)  # uid -> task; the samples of a group share their prompt
         self._stop_params = self._make_stop_params()
         self._seeds = {"data": self.data_config.get("seed"), "rollout": self.rollout_config.get("seed")}
@@ -188,7 +196,7 @@ class RetoolAgentLoop(AgentLoopBase):
         log_probs = list(output.log_probs or []) if params.get("logprobs") else [0.0] * len(ids)
         if len(log_probs) != len(ids):
             raise ValueError(f"The server sent {len(log_probs)} log-probs for {len(ids)} tokens.")
-        aborted = output.stop_reason == "aborted"
+        aborted = output.stop_reason in _FAILED_STOPS
         text = self.tokenizer.decode(ids)
         if not aborted and (kept := self._length_up_to_stop(ids, text)) < len(ids):
             ids, log_probs = ids[:kept], log_probs[:kept]
@@ -199,7 +207,8 @@ class RetoolAgentLoop(AgentLoopBase):
             rollout.turns.append(
                 {"text": text, "tokens": len(ids), "decode_s": seconds, "versions": versions, "calls": []}
             )
-        return text, bool(ids) and ids[-1] in self.end_ids, aborted
+        end_ids = self.end_ids | self.special_ids if rollout.room else self.end_ids
+        return text, bool(ids) and ids[-1] in end_ids, aborted
 
     def _length_up_to_stop(self, ids: list[int], text: str) -> int:
         """How many tokens hold the turn up to its stop: all, unless the engine missed the stop and went on.
@@ -209,7 +218,9 @@ class RetoolAgentLoop(AgentLoopBase):
         the tool's answer, is dropped. A last token may carry characters past the stop.
         """
         stop = self.protocol.stop
-        if stop is None or stop not in text or text.endswith(stop) or stop not in self.tokenizer.decode(ids[:-1]):
+        if stop is None or stop not in text or text.index(stop) + len(stop) == len(text):
+            return len(ids)
+        if stop not in self.tokenizer.decode(ids[:-1]):
             return len(ids)
         low, high = 1, len(ids) - 1  # smallest number of tokens with the stop in their text
         while low < high:
@@ -258,7 +269,7 @@ class RetoolAgentLoop(AgentLoopBase):
             if outcome.reward is not None:
                 rollout.tool_rewards.append(outcome.reward)
         said = iter(outcomes)
-        texts = [next(said).output if isinstance(call, Call) else str(call) for call in calls]
+        texts = [_encodable(next(said).output if isinstance(call, Call) else str(call)) for call in calls]
         reply, was_cut = self._encode_reply(texts, ended, rollout.room - answer_tokens)
         use.outputs_cut += was_cut
         if reply is None:
@@ -273,8 +284,8 @@ class RetoolAgentLoop(AgentLoopBase):
         """
         limit = min(self.max_tool_response_tokens, max(room // (2 * len(texts)), 0))
         while True:
-            shown = [cut_output(self.tokenizer, text, limit) for text in texts]
-            ids = self.tokenizer.encode(self.protocol.reply(shown, ended=ended), add_special_tokens=False)
+            shown = [cut_output(self.tokenizer, text, limit, self._encoder.encode_output) for text in texts]
+            ids = self._encoder.encode(self.protocol.reply(shown, ended=ended))
             excess = len(ids) - room
             if excess <= 0:
                 return ids, sum(cut != text for cut, text in zip(shown, texts, strict=True))
@@ -343,3 +354,8 @@ class RetoolAgentLoop(AgentLoopBase):
             metrics=AgentLoopMetrics(generate_sequences=use.generate_s, tool_calls=use.tool_s),
             extra_fields=extra_fields,
         )
+
+
+def _encodable(text: str) -> str:
+    """`text` with lone surrogates spelt out: a model can write one in JSON, and a tool or a message may repeat it."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -12,6 +12,8 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from verl_ext.agent_loop.tool_use import end_reason
 
 
@@ -35,12 +37,34 @@ class TrajectoryLog:
             maxBytes=int(max_mb * 2**20),
             backupCount=max_files - 1,
             encoding="utf-8",
+            errors="backslashreplace",  # of a lone surrogate JSON's own escape
             delay=True,
         )
 
     def write(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(record, ensure_ascii=False, default=str)
         self._handler.emit(logging.makeLogRecord({"msg": line}))
+
+
+def check_trajectory_log(config: DictConfig) -> None:
+    """Raise where trajectories are to be logged and nothing would write them; called when a run starts.
+
+    A record has the rewards, which the agent loop does not know: it is written by the agent-loop workers, and verl's
+    own would put it into the data storage instead.
+
+    Args:
+        config: of the run.
+    Raises:
+        ValueError: `retool.trajectory_log.enable` with verl's own agent-loop manager.
+    """
+    if not OmegaConf.select(config, "retool.trajectory_log.enable"):
+        return
+    if OmegaConf.select(config, "actor_rollout_ref.rollout.agent.agent_loop_manager_class") is None:
+        raise ValueError(
+            "retool.trajectory_log.enable is true, but actor_rollout_ref.rollout.agent.agent_loop_manager_class is "
+            "null, and verl's own agent-loop workers write no trajectories. Name "
+            "verl_ext.agent_loop.manager.LeanAgentLoopManager there, or set retool.trajectory_log.enable=false."
+        )
 
 
 def trajectory_record(

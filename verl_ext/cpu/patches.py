@@ -4,6 +4,7 @@ A patch of a module that is slow to import is applied when that module is import
 """
 
 import importlib.metadata
+import logging
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -37,6 +38,8 @@ def install() -> None:
     wrapt.register_post_import_hook(_stand_in_for_flash_attention, "transformers.modeling_flash_attention_utils")
     wrapt.register_post_import_hook(_allow_flash_attention, "transformers.modeling_utils")
     wrapt.register_post_import_hook(_vectorise_log_probs, "verl.utils.torch_functional")
+    wrapt.register_post_import_hook(_copy_saved_weights, "verl.utils.fsdp_utils")
+    wrapt.register_post_import_hook(_log_without_flush, "verl.trainer.ppo.v1.trainer_separate_async")
 
     from verl.plugin.platform import set_platform
 
@@ -128,3 +131,34 @@ def _vectorise_log_probs(module: ModuleType) -> None:
     It loops over the tokens of a packed batch, to save memory; that is most of the loss's time for a tiny model.
     """
     module.logprobs_from_logits_v2 = module.logprobs_from_logits_naive
+
+
+def _copy_saved_weights(module: ModuleType) -> None:
+    """verl/utils/fsdp_utils.py:1146 `fsdp2_sharded_save_to_cpu` (0.9.1) saves `param.detach().cpu()`.
+
+    Of a parameter on the CPU that is the parameter itself, which goes on learning: where `separate_async` has a
+    `parameter_sync_step` above 1, the old log-probs of later mini-batches would be those of the current weights. (On
+    GPUs the same holds with `param_offload`.)
+    """
+    original = module.fsdp2_sharded_save_to_cpu
+
+    def fsdp2_sharded_save_to_cpu(model: Any) -> tuple[dict, Any]:
+        state, spec = original(model)
+        return {name: (weight.clone(), placement) for name, (weight, placement) in state.items()}, spec
+
+    module.fsdp2_sharded_save_to_cpu = fsdp2_sharded_save_to_cpu
+
+
+def _log_without_flush(module: ModuleType) -> None:
+    """verl/trainer/ppo/v1/trainer_separate_async.py:179 (0.9.1) calls `logger.info(..., flush=True)`, a TypeError.
+
+    That is where `hybrid_engine` is off, as in configs/hardware/cpu_separate.yaml. On GPUs, VERL_LOGGING_LEVEL=WARN
+    goes around it.
+    """
+
+    class Adapter(logging.LoggerAdapter):
+        def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
+            kwargs.pop("flush", None)
+            return msg, kwargs
+
+    module.logger = Adapter(module.logger, {})

@@ -21,6 +21,7 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager import register
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
+from verl_ext.agent_loop.trajectory_log import check_trajectory_log
 from verl_ext.reward.score import Score
 from verl_ext.reward.shaping import PIECEWISE, overlong_penalty, piecewise_length_penalty, tool_bonus
 from verl_ext.reward.unverified import UnverifiedLog
@@ -131,10 +132,12 @@ class RetoolRewardManager(RewardManagerBase):
         """Called by verl. `compute_score` and the reward model's arguments are not used.
 
         Raises:
-            ValueError: `reward.reward_kwargs` has an unknown or impossible setting, or a custom reward function is
-                configured, which this manager would ignore.
+            ValueError: `reward.reward_kwargs` has an unknown or impossible setting, a custom reward function is
+                configured, which this manager would ignore, or a trajectory log that nothing would write (the loops
+                are built with the first rollouts; this is the first of ours to see the run's configuration).
         """
         super().__init__(config, tokenizer, compute_score)
+        check_trajectory_log(config)
         custom = (config["reward"].get("custom_reward_function") or {}).get("path")
         if custom:
             raise ValueError(

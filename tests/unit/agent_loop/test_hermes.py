@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,43 @@ def test_a_good_call(parse, text, arguments, why):
     (call,) = parse("Thinking. " + text + "<|im_end|>")
     assert call.arguments == arguments, why
     assert call.start == len("Thinking. ") and not call.repaired
+
+
+@pytest.mark.parametrize(
+    "body",
+    ["[" * 3000, '{"name": "code_interpreter", "arguments": {"code": %s}}' % ("1" * 5000)],
+    ids=["nested too deep", "a number of 5000 digits"],
+)
+@pytest.mark.parametrize("repair_json", [False, True])
+def test_what_pythons_decoder_gives_up_on_is_the_models_error(parse, body, repair_json):
+    (error,) = parse(f"<tool_call>{body}</tool_call>", repair_json=repair_json)
+    assert error.kind == "bad_json" and "the call is not valid JSON" in str(error)
+
+
+@pytest.mark.parametrize(
+    "text", ["<code>" * 13_000, "</code>" + "<code>" * 13_000, "<tool_call>" * 2000 + "</tool_call>"]
+)
+def test_a_model_that_repeats_a_tag_does_not_hold_up_the_others(parse, text):
+    """All rollouts of a worker share a thread. Quadratic searches took 14 s here."""
+    started = time.perf_counter()
+    parse(text, repair_json=True)
+    assert time.perf_counter() - started < 2
+
+
+def test_a_lone_surrogate_is_shown_and_not_raised(roll_out, tokenizer, turn):
+    """JSON can spell a character that no text can have, and no tokenizer takes."""
+    texts = ['<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', call_text(code="print(1)"), "\\boxed{1}"]
+    output, *_ = roll_out(
+        tokenizer,
+        [turn(text) for text in texts],
+        ["1 \ud800"],
+        protocol="hermes",
+        response_length=500,
+        max_tool_response_tokens=100,
+    )
+    shown = tokenizer.decode(output.response_ids)
+    assert 'unknown tool "\\ud800"' in shown and reply("1 \\ud800") in shown
+    assert output.extra_fields["finish_reason"] == "answer"
 
 
 def test_an_answer_is_no_call(parse):

@@ -109,13 +109,15 @@ def test_trajectories_go_to_their_log_and_not_into_the_storage(roll_out_prompt) 
     assert all("trajectory" not in extra for extra in fields.get("extra_fields").tolist())
 
 
-def test_a_sample_that_raises_makes_its_group_a_failure(roll_out_prompt) -> None:
+@pytest.mark.parametrize("raises_after_s", [0.0, 0.05], ids=["first", "last"])
+def test_a_sample_that_raises_makes_its_group_a_failure_whose_rest_is_stored(roll_out_prompt, raises_after_s) -> None:
     async def fail() -> list[int]:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(raises_after_s)
         raise OSError("a bug")
 
-    stored = roll_out_prompt([*samples_of([3, 1]), fail])
-    assert stored == [("train:p", "running"), ("train:p", "failure")]
+    running, (keys, _), status = roll_out_prompt([*samples_of([3, 1]), fail])
+    assert keys == "train:['p_1_0', 'p_0_0']"
+    assert status == ("train:p", "failure")
 
 
 @pytest.mark.parametrize(
@@ -134,6 +136,7 @@ def test_the_protocol_is_that_of_the_sample_or_else_of_the_run(agent_name, confi
 
     config = OmegaConf.load(ROOT / "configs" / "tiny_dapo.yaml")
     rollout = {"response_length": 10, "prompt_length": 10, "multi_turn": {"max_parallel_calls": 1}}
+    rollout["agent"] = config.actor_rollout_ref.rollout.agent
     retool = OmegaConf.merge(config.retool, {"protocol": configured, "trajectory_log": {"folder": ""}})
     worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
     worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool, "data": {}})

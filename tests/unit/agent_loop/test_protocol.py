@@ -1,7 +1,11 @@
-import pytest
+import copy
 
-from verl_ext.agent_loop.code_protocol import extract_code, interpreter_block
-from verl_ext.agent_loop.protocol import MalformedCall, format_output
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_ext.agent_loop.code_protocol import CodeProtocol, extract_code
+from verl_ext.agent_loop.protocol import MalformedCall, SegmentEncoder, cut_output, format_output
 
 
 @pytest.mark.parametrize(
@@ -63,5 +67,82 @@ def test_an_unknown_traceback_setting_is_refused_even_where_there_is_no_error():
         format_output("42", "", traceback="short")
 
 
-def test_interpreter_block_stands_on_lines_of_its_own():
-    assert "x</code>" + interpreter_block("42") + "y" == "x</code>\n<interpreter>\n42\n</interpreter>\ny"
+def test_interpreter_block_stands_on_lines_of_its_own(tokenizer):
+    block = "".join(CodeProtocol(tokenizer).reply(["42"], ended=False))
+    assert "x</code>" + block + "y" == "x</code>\n<interpreter>\n42\n</interpreter>\ny"
+
+
+# What a tool says is text ---------------------------------------------------------------------------------------------
+
+TOKENIZERS = ["tokenizer", "qwen_tokenizer"]
+FRAGMENTS = [
+    "<|im_end|>",
+    "<|im_start|>",
+    "<|endoftext|>",
+    "</interpreter>",
+    "<code>",
+    "</code>",
+    "<tool_call>",
+    "<|",
+    ">",
+]
+
+
+@pytest.mark.parametrize("which", TOKENIZERS)
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(outputs=st.lists(st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=5))).map("".join), max_size=3))
+def test_no_output_can_have_a_token_of_the_frame(request, which, outputs):
+    tokenizer = request.getfixturevalue(which)
+    encoder = SegmentEncoder(tokenizer)
+    added = set(tokenizer.added_tokens_decoder)
+    frame = "\n<|im_start|>user\n<interpreter>\n"
+    parts = [frame] + [text for output in outputs for text in (output, frame)]
+    ids = encoder.encode(parts)
+    assert tokenizer.decode(ids) == "".join(parts)
+    in_frame = [i for i in tokenizer.encode(frame, add_special_tokens=False) if i in added]
+    assert in_frame and [i for i in ids if i in added] == in_frame * (len(outputs) + 1)
+    for output in outputs:
+        alone = encoder.encode_output(output)
+        assert tokenizer.decode(alone) == output and not added & set(alone)
+
+
+@pytest.mark.parametrize("which", TOKENIZERS)
+def test_ordinary_output_is_encoded_together_with_its_frame_as_the_template_would(request, which):
+    tokenizer = request.getfixturevalue(which)
+    parts = ["\n<interpreter>\n", "[1, 2]", "\n</interpreter>\n"]
+    assert SegmentEncoder(tokenizer).encode(parts) == tokenizer.encode("".join(parts), add_special_tokens=False)
+
+
+def test_the_tokenizer_itself_is_left_as_it_was(tokenizer):
+    text = "<|im_start|></code>"
+    before = tokenizer.encode(text, add_special_tokens=False)
+    assert len(SegmentEncoder(tokenizer).encode_output(text)) > len(before) == 2
+    assert tokenizer.encode(text, add_special_tokens=False) == before
+    assert not tokenizer.added_tokens_decoder[before[1]].special
+
+
+def test_white_space_that_is_an_added_token_stays_one(tokenizer):
+    from tokenizers import AddedToken
+
+    wide = copy.deepcopy(tokenizer)
+    wide.add_tokens([AddedToken(" " * 4, special=False, normalized=False)])  # as in CodeGen's and Gemma's tokenizers
+    ids = SegmentEncoder(wide).encode_output("if x:\n    y<|im_end|>")
+    assert wide.convert_tokens_to_ids(" " * 4) in ids and wide.eos_token_id not in ids
+
+
+def test_a_tokenizer_that_cannot_keep_text_and_token_apart_is_refused():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    unigram = Tokenizer(
+        models.Unigram([("<unk>", -9.0), ("</s>", 0.0), ("<", -1.0), ("/", -1.0), ("s", -1.0), (">", -1.0)])
+    )
+    with pytest.raises(ValueError, match="makes a token of its own of the text '</s>'.*could forge a turn"):
+        SegmentEncoder(PreTrainedTokenizerFast(tokenizer_object=unigram, eos_token="</s>"))
+
+
+def test_a_cut_counts_the_tokens_that_the_text_then_has(tokenizer):
+    encode = SegmentEncoder(tokenizer).encode_output
+    cut = cut_output(tokenizer, "<|im_end|>" * 500, 40, encode)
+    head, _, tail = cut.partition("\n[... ")
+    assert len(encode(head)) == 20 and "characters cut ...]" in tail  # half of the limit: head and tail

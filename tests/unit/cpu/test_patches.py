@@ -136,3 +136,32 @@ def test_a_rocm_build_or_an_npu_plug_in_is_an_accelerator(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch_npu")
     assert not is_cpu_only()
+
+
+def test_saved_weights_stay_as_they_were_when_the_model_goes_on_learning(cpu_platform):
+    """verl saves `param.cpu()`, which on a CPU is the parameter itself."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from verl.utils.fsdp_utils import fsdp2_sharded_load_from_cpu, fsdp2_sharded_save_to_cpu
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = torch.nn.Linear(2, 2)
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        before = model.weight.full_tensor().clone()
+        state, spec = fsdp2_sharded_save_to_cpu(model)
+        with torch.no_grad():
+            model.weight.add_(1.0)
+        fsdp2_sharded_load_from_cpu(model, state, spec)
+        assert torch.equal(model.weight.full_tensor(), before)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_log_line_of_the_separate_asynchronous_trainer_does_not_raise(cpu_platform, caplog):
+    from verl.trainer.ppo.v1 import trainer_separate_async
+
+    with caplog.at_level("INFO"):
+        trainer_separate_async.logger.info("hybrid replicas disabled", flush=True)  # as in its _setup
+    assert "hybrid replicas disabled" in caplog.text
