@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +15,7 @@ from socket import create_connection, create_server
 import pytest
 
 from tests.e2e.conftest import REPO, kill_tree, launch, read_metrics, run_to_end
-from verl_ext.cpu.warm_python import ENVIRONMENT, warm_python
+from verl_ext.cpu.warm_python import ENVIRONMENT
 from verl_ext.sandbox import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -39,13 +41,6 @@ def free_port(host: str) -> int:
         return server.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def python() -> Iterator[str]:
-    """Stands for Python: all processes start by fork from one that has the imports."""
-    with warm_python() as executable:
-        yield executable
-
-
 @pytest.fixture
 def cluster(python: str, tmp_path: Path) -> Iterator[dict[str, str]]:
     """The environment of a command on the head of a cluster of two nodes, with a pretended GPU each."""
@@ -55,7 +50,7 @@ def cluster(python: str, tmp_path: Path) -> Iterator[dict[str, str]]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": token_hex(16),
         "RAY_ADDRESS": f"{HEAD}:{port}",
-        "RAY_TMPDIR": os.environ.get("RAY_TMPDIR", "/tmp/ray"),
+        "RAY_TMPDIR": tempfile.mkdtemp(prefix="ray-", dir="/tmp"),  # of its own: Ray notes there which cluster to join
     }
     size = {"NUM_GPUS": "1", "NUM_CPUS": "16"}
     nodes = [ray_cluster(tmp_path / "head", "head", NODE_IP=HEAD, RAY_PORT=str(port), **environment, **size)]
@@ -76,6 +71,7 @@ def cluster(python: str, tmp_path: Path) -> Iterator[dict[str, str]]:
                 node.wait(20)
             finally:
                 kill_tree(node.pid)
+        shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
 
 
 def ray_cluster(log: Path, *arguments: str, **environment: str) -> subprocess.Popen:
