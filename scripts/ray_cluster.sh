@@ -8,7 +8,8 @@
 # Head and worker run until they are stopped (Ctrl-C, SIGTERM), and end their processes then. Who has no token cannot join or
 # run anything: the head makes ~/.ray/auth_token if there is none; the other machines need the same file (or RAY_AUTH_TOKEN).
 #
-# Variables: RAY_PORT (6379), NODE_IP (what Ray finds), NUM_GPUS and NUM_CPUS (all), PYTHON (.venv's).
+# Variables: RAY_PORT (6379), NODE_IP (what Ray finds), NUM_GPUS and NUM_CPUS (all), PYTHON (.venv's), DASHBOARD (false; true
+# for recipe/ray_job.sh: on 127.0.0.1:8265 of the head).
 # Ray's workers have the environment that Ray was started in, so that what a run needs on every node must be set here: also
 # WANDB_API_KEY, HF_HOME, NCCL_*, SANDBOX_TOKEN and the like, if you use them.
 set -euo pipefail
@@ -35,7 +36,7 @@ if [[ -n ${NUM_CPUS-} ]]; then OPTIONS+=(--num-cpus="$NUM_CPUS"); fi
 
 case ${1-} in
   head)
-    ray start --head --port="${RAY_PORT:-6379}" --include-dashboard=false "${OPTIONS[@]}"
+    ray start --head --port="${RAY_PORT:-6379}" --include-dashboard="${DASHBOARD:-false}" "${OPTIONS[@]}"
     ;;
   worker)
     ray start --address="${2:?which address? HOST:PORT of the head, such as 10.0.0.1:6379}" "${OPTIONS[@]}"

@@ -74,6 +74,7 @@ def line_chart(
         title,
         [*_axes(ticks, scale_y, linear_ticks(x_low, x_high, whole=True), scale_x, x_label, y_label), *marks],
         [(each.name, each.x, each.y) for each in series],
+        x_label,
         (x_low, x_high),
         legend=len(series) > 1 or series[0].points,
     )
@@ -110,6 +111,7 @@ def stacked_chart(
         title,
         [*_axes(ticks, scale_y, linear_ticks(x_low, x_high, whole=True), scale_x, x_label, y_label), *marks],
         [(name, x, values) for name, values in parts.items()],
+        x_label,
         (x_low, x_high),
         legend=True,
     )
@@ -185,7 +187,9 @@ def _axes(y_ticks, scale_y, x_ticks, scale_x, x_label: str, y_label: str) -> lis
     return marks
 
 
-def _picture(title: str, marks: Sequence[str], data, x_range: tuple[float, float], *, legend: bool) -> Markup:
+def _picture(
+    title: str, marks: Sequence[str], data, x_label: str, x_range: tuple[float, float], *, legend: bool
+) -> Markup:
     hover = {
         "x0": x_range[0],
         "x1": x_range[1],
@@ -201,7 +205,7 @@ def _picture(title: str, marks: Sequence[str], data, x_range: tuple[float, float
     )
     return Markup(
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"{title}. {ends}")}" '
-        f'data-left="{LEFT}" data-right="{RIGHT}" data-top="{TOP}" data-bottom="{BOTTOM}" '
+        f'data-x="{escape(x_label)}" data-left="{LEFT}" data-right="{RIGHT}" data-top="{TOP}" data-bottom="{BOTTOM}" '
         f'data-chart="{escape(json.dumps(hover, separators=(",", ":")))}">{"".join(marks)}</svg>'
         + (f'<div class="legend">{entries}</div>' if legend else "")
     )

@@ -105,8 +105,11 @@ def read_metrics(paths: Sequence[Path]) -> Metrics:
 
     A resumed process starts its file at a later step, so files are taken in order of their first step, then of the time
     they were written. Values that are no finite numbers are left out.
+
+    Raises:
+        ValueError: a line is of another form; names it.
     """
-    files = [(rows[0]["step"], path.stat().st_mtime, path.name, rows) for path in paths if (rows := _json_lines(path))]
+    files = [(rows[0]["step"], path.stat().st_mtime, path.name, rows) for path in paths if (rows := _metric_rows(path))]
     steps: dict[int, dict[str, float]] = {}
     cold: set[int] = set()
     for *_, rows in sorted(files, key=lambda file: file[:3]):
@@ -231,6 +234,17 @@ def _json_lines(path: Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number}: {error}. Expected one JSON object a line.") from error
             logger.warning("%s: the last line is half written and is left out.", path)
+    return rows
+
+
+def _metric_rows(path: Path) -> list[dict[str, Any]]:
+    rows = _json_lines(path)
+    for number, row in enumerate(rows, 1):
+        if not (isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("data"), dict)):
+            raise ValueError(
+                f"{path}, row {number}: {str(row)[:80]}. Expected a line of verl's file logger, "
+                '{"step": 1, "data": {"actor/entropy": 0.16, ...}}.'
+            )
     return rows
 
 

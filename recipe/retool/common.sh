@@ -57,6 +57,17 @@ sft() {
     "${OVERRIDES[@]}"
 }
 
+# Ray notes in a file which cluster was started last, and leaves it there when that cluster is killed: the next run would wait
+# for minutes for a head that is gone.
+forget_dead_ray() {
+  local file="${RAY_TMPDIR:-${TMPDIR:-/tmp}}/ray/ray_current_cluster" address
+  if [[ -n ${RAY_ADDRESS-} || ! -s $file ]]; then return; fi
+  address=$(< "$file")
+  if timeout 5 bash -c '> "/dev/tcp/$0/$1"' "${address%:*}" "${address##*:}" 2> /dev/null; then return; fi
+  echo "$(basename "$0"): no Ray answers at $address, which $file names; the file is removed, and a new Ray is started." >&2
+  rm -f "$file"
+}
+
 # dapo CONFIG: RL on Ray, from the variables that the launcher's header names.
 dapo() {
   local metrics
@@ -70,6 +81,7 @@ dapo() {
   require TRAIN_FILE data.train_files "Make it: python data/prepare_dapo_math_17k.py, or set TRAIN_FILE."
   require VAL_FILE data.val_files "Make it: python data/prepare_aime.py, or set VAL_FILE."
   $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
+  $PRINT_ONLY || forget_dead_ray
 
   exec "$PYTHON" -m verl.trainer.main_ppo --config-dir=configs --config-name="$1" "${OPTIONS[@]}" \
     actor_rollout_ref.model.path="'$MODEL_PATH'" data.train_files="'$TRAIN_FILE'" data.val_files="'$VAL_FILE'" \

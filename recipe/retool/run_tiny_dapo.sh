@@ -18,6 +18,7 @@ export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file pe
 require DATA_DIR data.train_files "Make it: python data/tiny_tools/prepare.py --out $DATA_DIR"
 require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its last checkpoint (README, Quickstart), or set MODEL_PATH."
 $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
+$PRINT_ONLY || forget_dead_ray
 
 WARM=(-m verl_ext.cpu.warm_python) # the run's processes start by fork, without their imports
 if $PRINT_ONLY; then WARM=(); fi

@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import psutil
 import pytest
+
+from verl_ext.cpu.warm_python import warm_python
 
 REPO = Path(__file__).resolve().parents[2]
 MARK = "RETOOL_E2E"  # in the environment of every process that these tests start
@@ -23,6 +25,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("small")
     pipeline(out, "--stage=data", "--stage=sft", "--stage=merge", "--sft=trainer.total_training_steps=30")
     return out
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[str]:
+    """Stands for Python, with warm_python.ENVIRONMENT: processes start by fork from one that has the imports."""
+    with warm_python() as executable:
+        yield executable
 
 
 def pipeline(out: Path, *arguments: str, timeout_s: float = 900) -> str:

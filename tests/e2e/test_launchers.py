@@ -2,18 +2,20 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import launch, read_metrics, run_to_end
+from verl_ext.cpu.warm_python import ENVIRONMENT
 from verl_ext.sandbox import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("run", ["qwen2-32b_sft"])
-def test_sft(small: Path, tmp_path: Path, run: str) -> None:
+@pytest.mark.parametrize("run", ["qwen2-32b_sft", "qwen2-7b_sft"])
+def test_sft(small: Path, python: str, tmp_path: Path, run: str) -> None:
     """Two ranks that share each sequence (Ulysses), six steps."""
     log = tmp_path / "log"
     process = launch(
@@ -25,6 +27,7 @@ def test_sft(small: Path, tmp_path: Path, run: str) -> None:
         OUTPUT_DIR=str(tmp_path / "out"),
         NNODES="1",
         NPROC_PER_NODE="2",
+        **ENVIRONMENT | {"PYTHON": python},
     )
     run_to_end(process, log)
     losses = [data["train/loss"] for _, data in read_metrics(tmp_path / "out", keep=lambda data: "train/loss" in data)]
@@ -33,10 +36,12 @@ def test_sft(small: Path, tmp_path: Path, run: str) -> None:
     assert (tmp_path / "out" / "global_step_6").is_dir()
 
 
-@pytest.mark.parametrize("run", ["qwen2-32b_dapo", "qwen2-32b_dapo_published"])
-def test_rl(small: Path, tmp_path: Path, run: str) -> None:
-    """Two steps, with validation before and after; the published form with hermes' tool calls and the tool bonus."""
+@pytest.mark.parametrize("run", ["qwen2-32b_dapo", "qwen2-32b_dapo_published", "qwen2-7b_dapo", "qwen3-4b_dapo"])
+def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
+    """Two steps, with validation before and after; the published and the 4B form with hermes' tool calls."""
     log = tmp_path / "log"
+    plain = {"PYTHON": sys.executable}  # one run starts as a user starts it, the others with the imports at hand
+    environment = plain if run == "qwen2-32b_dapo" else ENVIRONMENT | {"PYTHON": python}
     with running_server(options=("--preload", "")) as url:
         process = launch(
             f"run_{run}.sh",
@@ -48,6 +53,7 @@ def test_rl(small: Path, tmp_path: Path, run: str) -> None:
             OUTPUT_DIR=str(tmp_path / "out"),
             SANDBOX_URL=url,
             NNODES="1",
+            **environment,
             RAY_TMPDIR=os.environ.get("RAY_TMPDIR", "/tmp/ray"),
         )
         run_to_end(process, log)

@@ -1,6 +1,7 @@
 """Fixtures that several test modules use. Heavy packages are imported by the fixtures that need them."""
 
 import asyncio
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -14,6 +15,19 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_ext"  # as the launchers do; read when verl is imported
+
+
+@pytest.fixture(scope="session")
+def load_script() -> Callable[[str], ModuleType]:
+    """A script of scripts/ as a module."""
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(name, REPO / "scripts" / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(scope="session")

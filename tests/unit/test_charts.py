@@ -57,7 +57,7 @@ def test_a_line_goes_through_its_values_upwards():
     chart = line_chart([Series("training", [1, 2, 3], [0.0, 0.5, 1.0])], **AXES, include=(0, 1))
     middle_x, middle_y = (LEFT + RIGHT) / 2, (TOP + BOTTOM) / 2
     assert f'd="M{LEFT:.1f},{BOTTOM:.1f}L{middle_x:.1f},{middle_y:.1f}L{RIGHT:.1f},{TOP:.1f}"' in chart
-    assert "RL step</text>" in chart and "share</text>" in chart
+    assert "RL step</text>" in chart and "share</text>" in chart and 'data-x="RL step"' in chart
     assert shown_values(chart)["series"] == [{"name": "training", "x": [1, 2, 3], "y": [0, 0.5, 1]}]
 
 

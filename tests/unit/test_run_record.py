@@ -48,6 +48,13 @@ def test_a_half_written_last_line_is_dropped_and_one_in_the_middle_is_an_error(t
         read_metrics([path])
 
 
+@pytest.mark.parametrize("line", ['{"step": 1, "acc": 0.5}', '{"data": {}}', "[1]", "7"])
+def test_a_line_that_is_not_of_the_file_logger_is_named(tmp_path, line):
+    path = write(tmp_path / "metrics.jsonl", [(1, {"a": 1.0})], tail=f"{line}\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl, row 2: .* Expected a line of verl's file logger"):
+        read_metrics([path])
+
+
 def timed(step, gen, update, other=0.5, adv=0.001):
     parts = {"timing_s/gen": gen, "timing_s/update_actor": update, "timing_s/adv": adv}
     return step, parts | {"timing_s/step": gen + update + adv + other, "timing_s/testing": 99.0}

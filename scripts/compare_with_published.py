@@ -1,0 +1,382 @@
+"""A run's metrics beside those of the published ReTool run (data/published): an HTML page, and a table.
+
+    python scripts/compare_with_published.py                                      # the published run alone
+    python scripts/compare_with_published.py --run outputs/qwen2-32b_dapo --sft outputs/qwen2-32b_sft
+
+Reads what verl's file logger wrote (metrics-*.jsonl, joined by step). The page also says which of the published columns
+verl 0.9.1 logs under which name today. Source and licence of the published metrics: data/published/README.md
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+import yaml
+from markupsafe import Markup
+
+from verl_ext.charts import HEIGHT, WIDTH, Series, line_chart
+from verl_ext.report import held_out_source
+from verl_ext.run_record import Metrics, read_metrics
+
+REPO = Path(__file__).resolve().parents[1]
+PUBLISHED = REPO / "data" / "published"
+HELD_OUT = "accuracy on held-out problems"
+ALIGNMENTS = {"step": "step", "updates": "optimizer updates", "prompts": "prompts trained on"}
+
+
+class Batch(NamedTuple):
+    """What one step of a run is: prompts (SFT: traces) trained on, and optimizer updates."""
+
+    prompts: int
+    updates: int
+
+
+PUBLISHED_BATCH = {"rl": Batch(512, 8), "sft": Batch(32, 1)}  # configs/qwen2-32b_{dapo,sft}.yaml
+
+
+class Compared(NamedTuple):
+    """A metric of the published run, and the same of a run today."""
+
+    title: str
+    unit: str
+    published: str  # key
+    today: str  # key
+    note: str = ""
+
+
+COMPARED = {
+    "rl": (
+        Compared(
+            "reward",
+            "mean score",
+            "critic/score/mean",
+            "critic/score/mean",
+            "published: wrong answers got up to 0.4 more for tool calls. Yours: of the groups trained on",
+        ),
+        Compared(HELD_OUT, "share right", "val-core/aime_2025/acc/mean@30", "val-core/<data source>/acc/mean@<n>"),
+        Compared("response length", "tokens", "response_length/mean", "response_length/mean", "tool output included"),
+        Compared(
+            "at the length limit",
+            "share of responses",
+            "response_length/clip_ratio",
+            "train/truncation_rate",
+            "verl's own key counts the responses as long as the batch's longest, which here was the limit",
+        ),
+        Compared("turns", "per response", "num_turns/mean", "num_turns/mean", "2 + 2 x calls; 2 is no call"),
+        Compared("entropy", "nats per token", "actor/entropy", "actor/entropy"),
+        Compared("KL of an update", "nats per token", "actor/ppo_kl", "actor/ppo_kl", "policy from its old log-probs"),
+        Compared("clipped tokens", "share of tokens", "actor/pg_clipfrac", "actor/pg_clipfrac"),
+        Compared("gradient norm", "before clipping", "actor/grad_norm", "actor/grad_norm"),
+        Compared("step", "seconds", "timing_s/step", "timing_s/step", "without validation"),
+        Compared("rollouts", "seconds", "timing_s/gen", "timing_s/gen", "part of the step"),
+        Compared("update", "seconds", "timing_s/update_actor", "timing_s/update_actor", "part of the step"),
+        Compared("throughput", "tokens per s and GPU", "perf/throughput", "perf/throughput", "of the whole step"),
+        Compared(
+            "GPU memory",
+            "GB allocated at most",
+            "perf/max_memory_allocated_gb",
+            "actor/perf/max_memory_allocated_gb",
+            "as torch counts it in one process; 0 on a CPU",
+        ),
+        Compared(
+            "host memory", "GB in use", "perf/cpu_memory_used_gb", "actor/perf/cpu_memory_used_gb", "of the machine"
+        ),
+    ),
+    "sft": (Compared("SFT loss", "nats per token", "train/loss", "train/loss"),),
+}
+
+# Published columns that have another name or meaning today, or none: pattern -> (today's key, what differs). Every
+# other column has its old name; `tests/unit/test_compare_with_published.py` checks both against the keys of a real run.
+MOVED: dict[str, tuple[str | None, str]] = {
+    r"perf/(max_memory_allocated|max_memory_reserved|cpu_memory_used)_gb": (r"actor/perf/\1_gb", ""),
+    r"val-aux/.*?/score/(.*)": (r"val-aux/<data source>/reward/\1", "score and reward were the same number"),
+    r"timing_s/agent_loop/tool_calls/mean": ("tool/seconds", "was the mean of a response's calls; is of one call"),
+    r"timing_s/agent_loop/.*": (None, "verl 0.9.1 does not measure the loop; tool/time_share and trajectories/ do"),
+    r"timing_s/reward": (None, "rewards are computed within the rollouts"),
+    r"timing_s/(start|stop)_profile": (None, "not measured"),
+    r"response_length/clip_ratio": (
+        "train/truncation_rate",
+        "the old key exists: share as long as the batch's longest",
+    ),
+    r"train/lr\(1e-3\)": ("train/lr", "was in thousandths"),
+    r"train/time\(s\)": (None, "verl 0.9.1's SFT trainer logs no time"),
+}
+
+
+class Row(NamedTuple):
+    """One line of the table: (x, value) of the first and the last value, and of ours at the published end."""
+
+    metric: Compared
+    source: str  # data source of ours, for accuracy on held-out problems; else empty
+    published: tuple[tuple[float, float], tuple[float, float]] | None
+    own: tuple[tuple[float, float], tuple[float, float]] | None
+    own_at_end: tuple[float, float] | None  # nearest to the last published x, where ours reaches that far
+
+
+class Part(NamedTuple):
+    """RL or SFT: what is compared."""
+
+    name: str  # rl | sft
+    published: Metrics
+    own: Metrics  # empty where there is none
+    published_batch: Batch
+    own_batch: Batch | None
+    align: str
+
+    def published_curves(self, key: str) -> dict[str, Series]:
+        """By data source where `key` is an accuracy on held-out problems; else under the empty name."""
+        source = held_out_source(key) or ""
+        curve = _curve(_name("published", source), self.published, key, self.published_batch, self.align)
+        return {source: curve} if curve else {}
+
+    def own_curves(self, key: str) -> dict[str, Series]:
+        """Likewise; there may be several data sources."""
+        keys = {"": key}
+        if key.startswith("val-core/<"):
+            found = {name for values in self.own.steps.values() for name in values}
+            keys = {source: name for name in sorted(found) if (source := held_out_source(name))}
+        curves = {
+            source: _curve(_name("yours", source), self.own, name, self.own_batch, self.align)
+            for source, name in keys.items()
+        }
+        return {source: curve for source, curve in curves.items() if curve}
+
+
+def read_part(name: str, paths: Sequence[Path], batch: Batch | None, align: str, *, published: bool = True) -> Part:
+    """The published metrics of `name` (rl, sft), and those in `paths`: files, or folders with metrics*.jsonl.
+
+    Args:
+        batch: of the run in `paths`; None reads it from hydra/config.yaml beside the metrics, if `align` needs it.
+    Raises:
+        FileNotFoundError: a path is not there, or a folder has no metrics.
+        ValueError: a file is of another form, holds none of the metrics compared, or the batch is unknown.
+    """
+    files = [file for path in paths for file in _metric_files(path)]
+    own = read_metrics(files)
+    empty = Metrics({}, set())
+    part = Part(name, empty, own, PUBLISHED_BATCH[name], batch, align)
+    if paths and not any(part.own_curves(metric.today) for metric in COMPARED[name]):
+        found = ", ".join(sorted({key for values in own.steps.values() for key in values})[:5]) or "nothing"
+        raise ValueError(
+            f"{', '.join(map(str, paths))}: none of the metrics of {name.upper()} is there, but {found}. Expected "
+            f"{', '.join(metric.today for metric in COMPARED[name][:2])}. SFT belongs to --sft, RL to --run."
+        )
+    if paths and batch is None and align != "step":
+        part = part._replace(own_batch=read_batch(name, files[0].parent / "hydra" / "config.yaml"))
+    return part._replace(published=read_metrics([PUBLISHED / f"{name}.jsonl"])) if published else part
+
+
+def read_batch(name: str, config: Path) -> Batch:
+    """The batch of a run, from the configuration that Hydra left.
+
+    Raises:
+        ValueError: it is not there, or has no batch size.
+    """
+    if not config.is_file():
+        raise ValueError(f"No {config}, so the batch of your run is unknown. Give it: --{name}-batch PROMPTS[,UPDATES]")
+    values = yaml.safe_load(config.read_text(encoding="utf-8"))
+    try:
+        prompts = values["data"]["train_batch_size"]
+        if name == "sft":
+            return Batch(prompts, 1)
+        return Batch(prompts, prompts // values["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{config} has no {error}; expected the configuration of an {name.upper()} run, or --{name}-batch."
+        ) from error
+
+
+def rows(part: Part) -> list[Row]:
+    """The table: a line per metric that either side has, and per data source of held-out problems."""
+    lines = []
+    for metric in COMPARED[part.name]:
+        published, own = part.published_curves(metric.published), part.own_curves(metric.today)
+        for source in dict.fromkeys([*published, *own]):
+            sides = published.get(source), own.get(source)
+            lines.append(Row(metric, source, *map(_ends, sides), _value_at_end(*sides)))
+    return lines
+
+
+def format_table(part: Part) -> str:
+    """The table for a terminal."""
+    x = ALIGNMENTS[part.align]
+    header = ("metric", "unit", "published", f"{x}", "yours", f"{x}", "yours at the published end")
+    table = [header]
+    for row in rows(part):
+        at_end = f"{row.own_at_end[1]:.4g} ({row.own_at_end[0]:g})" if row.own_at_end else "-"
+        title = f"{row.metric.title}: {row.source}" if row.source else row.metric.title
+        table.append((title, row.metric.unit, *format_ends(row.published), *format_ends(row.own), at_end))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in table)
+
+
+def format_ends(ends: tuple[tuple[float, float], tuple[float, float]] | None) -> tuple[str, str]:
+    """`0.0583 -> 0.251`, `1 - 10`: first and last value, and where."""
+    if ends is None:
+        return "-", "-"
+    (x0, y0), (x1, y1) = ends
+    return (f"{y0:.4g}", f"{x0:g}") if x0 == x1 else (f"{y0:.4g} -> {y1:.4g}", f"{x0:g} - {x1:g}")
+
+
+def columns(published: Metrics, own: Metrics) -> list[dict[str, object]]:
+    """Each published column (of validation one per kind, not per k): today's name or None, what differs, in own run?"""
+    present = {general_key(key) for values in own.steps.values() for key in values}
+    lines = {}
+    for key in (key for step in sorted(published.steps) for key in published.steps[step]):
+        general = general_key(key)
+        today, note = general, ""
+        if moved := next((pattern for pattern in MOVED if re.fullmatch(pattern, key)), None):
+            template, note = MOVED[moved]
+            today = template and general_key(re.sub(moved, template, key))
+        lines[general] = {"published": general, "today": today, "note": note, "present": today in present}
+    return list(lines.values())
+
+
+def general_key(key: str) -> str:
+    """A validation key without its data source and number of samples: val-core/<data source>/acc/mean@<n>."""
+    return re.sub(r"@\d+", "@<n>", re.sub(r"^val-(?:core|aux)/(?!num_turns/)[^/]+/", "val-*/<data source>/", key))
+
+
+def chart(part: Part, metric: Compared) -> Markup | None:
+    """The curves of a metric; None where neither side has it."""
+    series = [*part.published_curves(metric.published).values(), *part.own_curves(metric.today).values()]
+    if not series:
+        return None
+    x_label = f"{part.name.upper()}, {ALIGNMENTS[part.align]}"
+    return line_chart(series, x_label=x_label, y_label=metric.unit, title=metric.title)
+
+
+def write_page(parts: Sequence[Part], out: Path) -> None:
+    """The page, with all charts, tables and the columns' names."""
+    env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([Path(__file__).parent, REPO / "verl_ext"]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = env.get_template("compare_template.html").render(
+        parts=parts,
+        charts={part.name: [(metric, chart(part, metric)) for metric in COMPARED[part.name]] for part in parts},
+        rows=rows,
+        format_ends=format_ends,
+        columns={part.name: columns(part.published, part.own) for part in parts},
+        alignments=ALIGNMENTS,
+        published_readme=(PUBLISHED / "README.md").read_text(encoding="utf-8"),
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page, encoding="utf-8")
+
+
+def write_picture(parts: Sequence[Part], out: Path) -> None:
+    """The charts alone, three in a row, as one SVG file in the page's light colours."""
+    style = (REPO / "verl_ext" / "page_style.html").read_text(encoding="utf-8")
+    colours = dict(re.findall(r"(--[\w-]+): (#\w+);", style.partition("@media")[0]))
+    rules = "".join(re.findall(r"^svg (?:\.|text).*$", style, re.MULTILINE))
+    cells = []
+    charts = [(metric.title, chart(part, metric)) for part in parts for metric in COMPARED[part.name]]
+    for number, (title, svg) in enumerate((title, str(svg)) for title, svg in charts if svg):
+        left, top = number % 3 * (WIDTH + 20), number // 3 * (HEIGHT + 40)
+        svg = re.sub(r' data-chart="[^"]*"', "", svg.partition("</svg>")[0])
+        svg = svg.replace("<svg ", f'<svg x="{left}" y="{top + 30}" width="{WIDTH}" height="{HEIGHT}" ', 1)
+        heading = f'<text class="heading" x="{left + WIDTH / 2}" y="{top + 22}" text-anchor="middle">{title}</text>'
+        cells.append(f"{heading}{svg}</svg>")
+    width, height = 3 * (WIDTH + 20), -(-len(cells) // 3) * (HEIGHT + 40)
+    picture = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">'
+        f"<style>{rules}svg text.heading {{ font-size: 15px; fill: var(--ink); }}</style>"
+        f'<rect width="100%" height="100%" style="fill:var(--card)"/>{"".join(cells)}</svg>\n'
+    )
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(re.sub(r"var\((--[\w-]+)\)", lambda found: colours[found[1]], picture), encoding="utf-8")
+
+
+def _metric_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    files = sorted(path.glob("metrics*.jsonl"))
+    if not files:
+        what = "has no metrics*.jsonl" if path.is_dir() else "is not there"
+        raise FileNotFoundError(
+            f"{path} {what}. Expected the folder of a run (OUTPUT_DIR of its launcher), or its metrics-*.jsonl."
+        )
+    return files
+
+
+def _name(side: str, source: str) -> str:
+    return f"{side}, {source}" if source else side
+
+
+def _curve(name: str, metrics: Metrics, key: str, batch: Batch | None, align: str) -> Series | None:
+    steps, values = metrics.curve(key)
+    factor = 1 if align == "step" or batch is None else getattr(batch, align)
+    is_held_out = held_out_source(key) is not None
+    return Series(name, [step * factor for step in steps], values, points=is_held_out) if steps else None
+
+
+def _ends(curve: Series | None) -> tuple[tuple[float, float], tuple[float, float]] | None:
+    return curve and ((curve.x[0], curve.y[0]), (curve.x[-1], curve.y[-1]))
+
+
+def _value_at_end(published: Series | None, own: Series | None) -> tuple[float, float] | None:
+    if not published or not own or own.x[-1] < published.x[-1]:
+        return None
+    return min(zip(own.x, own.y, strict=True), key=lambda spot: abs(spot[0] - published.x[-1]))
+
+
+def _batch(text: str) -> Batch:
+    found = re.fullmatch(r"([1-9]\d*)(?:,([1-9]\d*))?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is no batch; expected PROMPTS or PROMPTS,UPDATES, such as 512,8")
+    return Batch(int(found[1]), int(found[2] or 1))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description="A run's metrics beside those of the published ReTool run: an HTML page, and a table."
+    )
+    parser.add_argument("--run", type=Path, nargs="+", default=[], help="an RL run: its folder, or metrics-*.jsonl")
+    parser.add_argument("--sft", type=Path, nargs="+", default=[], help="an SFT run, likewise")
+    parser.add_argument("--no-published", action="store_true", help="your run only")
+    parser.add_argument(
+        "--align",
+        choices=ALIGNMENTS,
+        default="step",
+        help="the x axis: trainer steps (default), optimizer updates, or prompts (SFT: traces) trained on. A published "
+        "step is 512 prompts and 8 updates, in SFT 32 traces and 1 update",
+    )
+    for name in PUBLISHED_BATCH:
+        parser.add_argument(
+            f"--{name}-batch",
+            type=_batch,
+            metavar="P[,U]",
+            help="prompts and updates per step of yours, if not in hydra/",
+        )
+    parser.add_argument("--out", type=Path, default=Path("outputs/compare.html"), help="default: outputs/compare.html")
+    parser.add_argument("--picture", type=Path, help="also write the charts as one SVG file")
+    args = parser.parse_args(argv)
+    if args.no_published and not (args.run or args.sft):
+        parser.error("--no-published needs --run or --sft: there is nothing else to show.")
+    wanted = {"rl": (args.run, args.rl_batch), "sft": (args.sft, args.sft_batch)}
+    try:
+        parts = [
+            read_part(name, paths, batch, args.align, published=not args.no_published)
+            for name, (paths, batch) in wanted.items()
+            if paths or not args.no_published
+        ]
+        write_page(parts, args.out)
+        if args.picture:
+            write_picture(parts, args.picture)
+    except (OSError, ValueError) as error:
+        sys.exit(f"compare_with_published.py: {error}")
+    for part in parts:
+        print(f"{part.name.upper()}\n{format_table(part)}\n")
+    print(f"Page: {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""docs/launchers.md names every launcher, and docs/diagnose.md only metrics, settings and files that exist."""
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from verl_ext.agent_loop.protocol import MALFORMED_KINDS
+
+REPO = Path(__file__).resolve().parents[2]
+VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
+DOCS = ("diagnose.md", "launchers.md", "reproduce.md")
+OURS = ("tool", "turn", "finish", "failure", "filter_groups", "train")
+METRIC = re.compile(rf"(?:{'|'.join(OURS)}|training|actor|critic|timing_s|perf|response_length|num_turns)/[\w/]+")
+SETTING = re.compile(r"((?:algorithm|data|actor_rollout_ref|reward|trainer|retool|ray_kwargs)\.[a-z_.0-9]+)(?:=.*)?")
+FILE = re.compile(r"(?:scripts|recipe|docs|data|tests|configs)/[\w./-]+\.(?:sh|py|md|sbatch|yaml)")
+
+
+def code(name: str) -> list[str]:
+    """What stands between single back quotes."""
+    return re.findall(r"`([^`\n]+)`", (REPO / "docs" / name).read_text(encoding="utf-8"))
+
+
+def logged() -> set[str]:
+    keys = set()
+    for name in ("rl_metrics.jsonl", "sft_metrics.jsonl"):
+        for line in (REPO / "tests" / "data" / name).read_text(encoding="utf-8").splitlines():
+            keys |= json.loads(line)["data"].keys()
+    return keys
+
+
+@pytest.fixture(scope="module")
+def settings() -> list[dict]:
+    """The runs of 32B, RL and SFT, as they are composed."""
+    runs = []
+    for run in ("qwen2-32b_dapo", "qwen2-32b_sft"):
+        with initialize_config_dir(str(REPO / "configs"), version_base=None):
+            config = compose(run, overrides=[f"hydra.searchpath=[file://{VERL}/trainer/config]"])
+            runs.append(OmegaConf.to_container(config, resolve=False))
+    return runs
+
+
+def launcher_rows() -> dict[str, list[str]]:
+    lines = (REPO / "docs" / "launchers.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| `run_")]
+    assert all(len(row) == 4 for row in cells)
+    return {row[0].strip("`"): row for row in cells}
+
+
+def test_every_launcher_is_in_the_table_and_the_other_way_round():
+    assert sorted(launcher_rows()) == sorted(path.name for path in (REPO / "recipe" / "retool").glob("run_*.sh"))
+
+
+def test_the_test_that_a_row_names_starts_that_launcher():
+    """A name in the test's source: of the launcher, of its run, or, for the quickstart, in the pipeline it starts."""
+    for name, (_, _, cpu_run, _) in launcher_rows().items():
+        tests = re.findall(r"tests/e2e/\w+\.py", cpu_run)
+        assert tests, name
+        for test in tests:
+            source = (REPO / test).read_text(encoding="utf-8")
+            if test.endswith("test_quickstart.py"):
+                source += (REPO / "verl_ext" / "pipeline.py").read_text(encoding="utf-8")
+            run = name.removeprefix("run_").removesuffix(".sh")
+            assert f'"{run}"' in source or name in source, f"{test} does not start {name}"
+
+
+def test_every_metric_in_the_guides_is_logged():
+    found = {text for name in DOCS for text in code(name) if METRIC.fullmatch(text)}
+    assert len(found) > 30
+    kinds = {f"tool/malformed/{kind}" for kind in MALFORMED_KINDS}
+    missing = found - logged() - kinds
+    assert {key for key in missing if not key.startswith("tool/error/")} - {"perf/max_memory_allocated_gb"} == set(), (
+        "perf/max_memory_allocated_gb is the published run's name"
+    )
+
+
+def test_every_setting_in_the_guides_exists(settings):
+    found = {match[1] for name in DOCS for text in code(name) if (match := SETTING.fullmatch(text))}
+    assert len(found) > 20
+    for key in found:
+        trees = settings
+        for part in key.split("."):
+            trees = [tree[part] for tree in trees if isinstance(tree, dict) and part in tree]
+        assert trees, f"{key} is no setting of the 32B runs"
+
+
+def test_every_file_in_the_guides_exists():
+    text = "\n".join((REPO / "docs" / name).read_text(encoding="utf-8") for name in DOCS)
+    files = set(FILE.findall(text)) - {"recipe/retool/run_NAME.sh"}
+    assert len(files) > 10
+    assert [name for name in sorted(files) if not (REPO / name).exists()] == []
+
+
+def test_published_figures_of_the_guide_are_those_of_the_data():
+    """The tables of docs/reproduce.md, cell by cell, in the data's own rounding."""
+    text = (REPO / "docs" / "reproduce.md").read_text(encoding="utf-8")
+    rows = {name: {} for name in ("rl", "sft")}
+    for name, steps in rows.items():
+        for line in (REPO / "data" / "published" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            steps[entry["step"]] = entry["data"]
+    losses = [f"{rows['sft'][step]['train/loss']:.3f}".lstrip("0") for step in (1, 2, 3, 4, 5, 151, 152)]
+    assert f"| `train/loss` | {' | '.join(losses)} |" in text
+    seconds = [f"{rows['sft'][step]['train/time(s)']:.1f}" for step in (1, 2, 3, 4, 5, 151, 152)]
+    assert f"| seconds | {' | '.join(seconds)} |" in text
+    for step, validated in ((1, 0), (5, 5), (10, 10)):
+        data = rows["rl"][step]
+        accuracy = f"{rows['rl'][validated]['val-core/aime_2025/acc/mean@30']:.3f}".lstrip("0")
+        cells = [
+            str(step),
+            f"{data['critic/score/mean']:.3f}".lstrip("0"),
+            accuracy + (" (step 0)" if validated == 0 else ""),
+            f"{data['response_length/mean']:.0f}",
+            f"{100 * data['response_length/clip_ratio']:.1f}%".removeprefix("0"),
+            f"{data['num_turns/mean']:.1f}",
+            *(f"{data[key]:.3f}".lstrip("0") for key in ("actor/entropy", "actor/grad_norm")),
+            *(f"{data[f'timing_s/{part}']:.0f}" for part in ("step", "gen", "update_actor")),
+        ]
+        assert f"| {' | '.join(cells)} |" in text
