@@ -81,24 +81,25 @@ def make_result(
         },
         "tools": tools,
     }
-    blocks = [f"# {about.get('title') or file}", _settings_block(about)]
+    blocks = [f"# {about.get('title') or file}"]
     if judged < wanted:
         counts = ", ".join(f"{kind} {failed[kind]}" for kind in FAILURES if failed[kind])
         blocks.append(
             f"**{wanted - judged} of {wanted} samples are not judged** (not taken {wanted - len(samples)}"
             f"{'; ' + counts if counts else ''}). They are in no figure; the same command takes them."
         )
-    blocks += map(markdown, evaluation_tables(figures))
-    for group, curve in curves.items():
-        if is_shown(group, figures[group].data_sources) and len(curve["pass@k"]) > 1:
-            blocks.append(markdown(_curve_table(group, curve)))
-    if tools:
-        blocks.append(markdown([["tool metric, all sets", "value"], *([k, f"{v:.4g}"] for k, v in tools.items())]))
+    accuracy, behaviour = evaluation_tables(figures)
+    shown = {group: curve for group, curve in curves.items() if is_shown(group, figures[group].data_sources)}
+    blocks += [markdown(accuracy), markdown(_curve_table(shown)), markdown(behaviour)]
     if compared_with is not None:
         comparison, block = _comparison(file, samples, find_samples(compared_with), settings)
         result["comparison"] = comparison
         blocks.append(block)
-    return result, "\n\n".join(filter(None, blocks)) + "\n"
+    if tools:
+        blocks.append(markdown([["tool metric, all sets", "value"], *([k, f"{v:.4g}"] for k, v in tools.items())]))
+    if about:
+        blocks.append(_settings_table(about))
+    return result, "\n\n".join(blocks) + "\n"
 
 
 def write_result(folder: Path, result: Mapping[str, Any], text: str) -> None:
@@ -177,17 +178,18 @@ def _is_pooled(name: str, difference: Mapping[str, Any]) -> bool:
     return name not in difference[name].data_sources
 
 
-def _settings_block(about: Mapping[str, Any]) -> str:
-    if not about:
-        return ""
+def _settings_table(about: Mapping[str, Any]) -> str:
     rows = [["setting", "value"], *([key, f"`{value}`"] for key, value in flatten(about["settings"]).items())]
     rows += [[key, f"`{about[key]}`"] for key in ("model", "server", "config", "overrides", "sandbox") if key in about]
     return markdown(rows)
 
 
-def _curve_table(group: str, curve: Mapping[str, Mapping[int, Estimate | None]]) -> list[list[str]]:
-    rows = [[str(k), *(format_estimate(curve[name][k]) for name in curve)] for k in curve["pass@k"]]
-    return [[f"{group}: k", *curve], *rows]
+def _curve_table(curves: Mapping[str, Mapping[str, Mapping[int, Estimate | None]]]) -> list[list[str]]:
+    return [["acc by k, 95% interval", "k", "pass@k", "maj@k"]] + [
+        [group, str(k), format_estimate(curve["pass@k"][k]), format_estimate(curve["maj@k"][k])]
+        for group, curve in curves.items()
+        for k in curve["pass@k"]
+    ]
 
 
 def _plain(estimate: Estimate | None) -> dict[str, float] | None:
