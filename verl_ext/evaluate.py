@@ -53,7 +53,6 @@ SHORTHANDS = {  # flag -> (key of the config, type)
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what this process has started, as Ctrl-C does
     try:
         folder = args.samples or take_samples(args)
         result, text = make_result(folder, compared_with=args.compare, draws=args.draws, seed=args.seed)
@@ -142,10 +141,11 @@ def take_samples(args: argparse.Namespace) -> Path:
     set_environment()
     args.out.mkdir(parents=True, exist_ok=True)
     urls = args.sandbox_url or os.environ.get("SANDBOX_URL")
-    with lock_folder(args.out), nullcontext(urls) if urls else running_server(workers=os.cpu_count()) as urls:
-        sandbox = config.retool.sandbox
+    sandbox = config.retool.sandbox
+    sandbox.max_concurrency *= config.actor_rollout_ref.rollout.agent.num_workers  # here is one worker for all of them
+    workers = min(os.cpu_count(), sandbox.max_concurrency)
+    with lock_folder(args.out), nullcontext(urls) if urls else running_server(workers=workers) as urls:
         sandbox.urls = urls.split(",")
-        sandbox.max_concurrency *= config.actor_rollout_ref.rollout.agent.num_workers  # this is the only worker
         config.trainer.default_local_dir = str(args.out)
         config.retool.trajectory_log.enable = False  # samples.jsonl has it all
         config.actor_rollout_ref.model.path = str(args.model or args.tokenizer or "")
@@ -226,4 +226,5 @@ def _model_type(folder: Path) -> str | None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what this process has started, as Ctrl-C does
     main()

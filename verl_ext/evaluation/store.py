@@ -30,7 +30,11 @@ class Store:
         self.folder, self.samples = folder, folder / SAMPLES
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / SETTINGS
-        if path.exists() and self.samples.exists():
+        if self.samples.exists() and self.samples.stat().st_size:
+            if not path.exists():
+                raise OtherSettings(
+                    f"{folder} has {SAMPLES}, but no {SETTINGS} that says how they were taken. Delete it."
+                )
             there, now = (flatten(each) for each in (json.loads(path.read_text())["settings"], settings))
             changed = [key for key in there | now if there.get(key) != now.get(key)]
             if changed:

@@ -46,6 +46,12 @@ def test_other_settings_are_refused_by_name(tmp_path, now, message):
     assert json.loads((tmp_path / "settings.json").read_text())["settings"] == SETTINGS
 
 
+def test_samples_of_unknown_settings_are_refused(tmp_path):
+    (tmp_path / "samples.jsonl").write_text('{"uid": "p_0_0"}\n')
+    with pytest.raises(OtherSettings, match="no settings.json"):
+        Store(tmp_path, SETTINGS, {})
+
+
 def test_a_line_that_a_killed_process_left_half_written_is_dropped(tmp_path):
     store = Store(tmp_path, SETTINGS, {})
     store.add({"uid": "p_0_0"})
