@@ -208,6 +208,24 @@ def test_a_world_that_is_down_stops_the_run(config, tokenizer, tmp_path):
     assert len(rows) == GIVE_UP_AFTER and all(row["acc"] is None for row in rows)
 
 
+def test_failures_among_samples_that_end_well_do_not_stop_the_run(config, tokenizer, tmp_path):
+    from verl_ext.evaluation.sampling import GIVE_UP_AFTER
+
+    class EverySecond(FakeSandbox):
+        calls = 0
+
+        async def run(self, code: str, **limits: Any) -> Any:
+            self.calls += 1
+            self.fails = self.calls % 2
+            return await super().run(code, **limits)
+
+    number, sandbox = 2 * GIVE_UP_AFTER + 2, EverySecond()
+    rows, _ = sample(
+        config, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{2}", n=number, sandbox=sandbox, concurrency=1
+    )
+    assert sum(row["failure"] == "sandbox_failure" for row in rows.values()) == number // 2 > GIVE_UP_AFTER
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
