@@ -5,6 +5,7 @@ start. Everything here runs in one event loop.
 """
 
 import asyncio
+import functools
 import hashlib
 import logging
 import sys
@@ -79,28 +80,29 @@ class Sampler:
         config = OmegaConf.merge(config, {"actor_rollout_ref": {"rollout": {"prompt_length": sys.maxsize}}})
         files = [rollout.multi_turn.get(name) for name in ("tool_config_path", "function_tool_path")]
         tools = load_all_tools(*(str(REPO / file) if file else None for file in files))
-        loops = OmegaConf.load(REPO / rollout.agent.agent_loop_config_path)
         self._default_loop = rollout.agent.default_agent_loop
-        self._loops = {
-            each.name: RetoolAgentLoop(
-                trainer_config=DictConfigWrap(config),
-                server_manager=server,
-                tokenizer=tokenizer,
-                processor=None,
-                dataset_cls=None,
-                data_config=DictConfigWrap(config.data),
-                hf_model_type=hf_model_type,
-                tools=ToolListWrap(tools),
-                protocol=each.get("protocol"),
-            )
-            for each in loops
+        self._protocols = {
+            each.name: each.get("protocol") for each in OmegaConf.load(REPO / rollout.agent.agent_loop_config_path)
         }
+        self._make_loop = functools.partial(
+            RetoolAgentLoop,
+            trainer_config=DictConfigWrap(config),
+            server_manager=server,
+            tokenizer=tokenizer,
+            processor=None,
+            dataset_cls=None,
+            data_config=DictConfigWrap(config.data),
+            hf_model_type=hf_model_type,
+            tools=ToolListWrap(tools),
+        )
+        self._loops: dict[str, RetoolAgentLoop] = {}
         self._reward = RetoolRewardManager(config, tokenizer)
         self._failed_in_a_row: list[str] = []
 
     async def aclose(self) -> None:
-        """Close the connections to the sandbox; all loops share one client."""
-        await next(iter(self._loops.values())).tools.sandbox.aclose()
+        """Close the connections to the sandbox."""
+        for loop in self._loops.values():
+            await loop.tools.sandbox.aclose()
 
     async def check_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Look for what could not be rolled out, before anything is.
@@ -194,8 +196,10 @@ class Sampler:
 
     def _loop(self, row: Mapping[str, Any]) -> RetoolAgentLoop:
         name = row.get("agent_name") or self._default_loop
+        if name not in self._protocols:
+            raise DataError(f"{row['uid']} names the agent loop {name!r}; there are {', '.join(self._protocols)}.")
         if name not in self._loops:
-            raise DataError(f"{row['uid']} names the agent loop {name!r}; there are {', '.join(self._loops)}.")
+            self._loops[name] = self._make_loop(protocol=self._protocols[name])
         return self._loops[name]
 
     def _check_world(self, row: Mapping[str, Any]) -> None:

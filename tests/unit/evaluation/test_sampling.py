@@ -87,9 +87,9 @@ def sample(config, tokenizer, folder, rows, answer, *, n=2, sandbox=None, concur
 
     async def run() -> dict:
         sampler = Sampler(config, tokenizer, server, "qwen2")
+        await sampler.check_prompts(rows)
         for loop in sampler._loops.values():
             loop.tools.sandbox = sandbox or FakeSandbox()
-        await sampler.check_prompts(rows)
         store = Store(folder, SETTINGS, {})
         try:
             await sampler.run(make_tasks(rows, n, 0), store, concurrency=concurrency)
