@@ -212,3 +212,17 @@ def test_more_gpus_than_there_are_are_refused_before_anything_starts(tmp_path):
     rollout = OmegaConf.create({"tensor_model_parallel_size": 4096, "data_parallel_size": 1})
     with pytest.raises(TooFewGpus, match=r"is 4096, but there are \d+ GPUs here"):
         VllmServer(tmp_path, rollout)
+
+
+def test_the_engine_gets_the_runs_settings_without_those_of_training(tmp_path):
+    from verl_ext.evaluation.settings import load_config
+
+    rollout = load_config("tiny_dapo", []).actor_rollout_ref.rollout
+    server = VllmServer(tmp_path, rollout)
+    settings = server._settings
+    assert (settings["model"], settings["max_model_len"], server.max_model_len) == (str(tmp_path), 256, 256)
+    assert (settings["dtype"], settings["block_size"], settings["enforce_eager"]) == ("float32", 32, True)
+    assert rollout.engine_kwargs.vllm.worker_extension_cls and "worker_extension_cls" not in settings
+    assert rollout.load_format == "dummy" and "load_format" not in settings, "random weights would be evaluated"
+    rollout.max_model_len = None
+    assert VllmServer(tmp_path, rollout).max_model_len == 96 + 128  # prompt and response
