@@ -1,63 +1,27 @@
 """The judge's protocol against a real vLLM server, with a tiny model whose weights, and so whose words, are random."""
 
 import asyncio
-import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 
-import psutil
 import pytest
 
-from tests.e2e.conftest import REPO, kill_tree
+from tests.e2e.conftest import REPO
+from tests.e2e.vllm_server import serve
 from verl_ext.reward.verifiers.judge import JudgeVerifier
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-START_S = 240
 
 
 @pytest.fixture(scope="module")
 def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     out = tmp_path_factory.mktemp("judge")
-    model, log = out / "model", out / "server.log"
+    model = out / "model"
     builder = [sys.executable, str(REPO / "data/tiny_tools/build_model.py"), "--out", str(model)]
     subprocess.run(builder, check=True, capture_output=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "1024"]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-    environment.pop("VERL_USE_EXTERNAL_MODULES", None)
-    with open(log, "wb") as sink:
-        server = subprocess.Popen(command, env=environment, stdout=sink, stderr=sink, start_new_session=True)
-    try:
-        wait_until_healthy(server, f"http://127.0.0.1:{port}/health", log)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        children = psutil.Process(server.pid).children(recursive=True) if server.poll() is None else []
-        server.send_signal(signal.SIGINT)
-        psutil.wait_procs(children, timeout=20)
-        kill_tree(server.pid)
-        server.wait()
-
-
-def wait_until_healthy(server: subprocess.Popen, url: str, log: Path) -> None:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        assert server.poll() is None, log.read_text(errors="replace")[-4000:]
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    pytest.fail(f"vLLM was not healthy within {START_S} s: {log.read_text(errors='replace')[-4000:]}")
+    with serve(model, out / "server.log", "--max-model-len", "1024") as url:
+        yield url
 
 
 def judge(base_url: str, responses: list[str], **settings) -> list:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from verl_ext.estimators import bootstrap_ratios, interval_95, majority_acc, pass_at_k, ratio_of_sums
+from verl_ext.estimators import bootstrap_ratios, interval_95, majority_acc, paired_test, pass_at_k, ratio_of_sums
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,37 @@ def test_no_calls_at_all_have_no_error_rate():
     zeros = np.zeros((3, 1))
     value = ratio_of_sums(zeros, zeros)[0]
     assert interval_95(value, bootstrap_ratios(zeros, zeros, draws=10, seed=0)[:, 0]) is None
+
+
+def test_paired_test_by_hand():
+    # Sums of (+-.5, +-.25, +-.25): 1, .5, .5, 0 and their negatives. |sum| of (.5, .25, -.25) is .5: 6 of 8 reach it.
+    # Sign test: 2 of 3 are above 0; at most 1 below: (1 + 3) / 8, twice that is 1.
+    test = paired_test(np.array([0.5, 0.25, -0.25, 0.0]), draws=100, seed=0)
+    assert (test.better, test.worse, test.equal) == (2, 1, 1)
+    assert (test.p_sign_flips, test.p_sign_test) == (6 / 8, 1.0)
+
+    # Five of five above 0: only all + and all - reach the sum, 2/32; sign test 2 * 1/32.
+    test = paired_test(np.full(5, 0.2), draws=100, seed=0)
+    assert (test.p_sign_flips, test.p_sign_test) == (2 / 32, 2 / 32)
+    flipped = paired_test(-np.full(5, 0.2), draws=100, seed=0)
+    assert (flipped.worse, flipped.p_sign_flips, flipped.p_sign_test) == (5, 2 / 32, 2 / 32)
+
+
+def test_paired_test_of_many_problems_draws_signs():
+    rng = np.random.default_rng(3)
+    exact = paired_test(some := rng.normal(0.2, 0.5, 12), draws=5000, seed=0).p_sign_flips  # 2^12 ways
+    drawn = paired_test(some, draws=4000, seed=0).p_sign_flips
+    assert drawn == pytest.approx(exact, abs=0.03) and drawn != exact
+    assert paired_test(np.full(40, 0.5), draws=999, seed=0).p_sign_flips == 1 / 1000  # never 0
+
+
+def test_paired_test_without_any_difference_is_certain_of_nothing():
+    for none in (np.zeros(3), np.zeros(0)):
+        test = paired_test(none, draws=10, seed=0)
+        assert (test.p_sign_flips, test.p_sign_test, test.equal) == (1.0, 1.0, len(none))
+
+
+def test_paired_test_finds_a_false_difference_as_often_as_its_p_says():
+    rng = np.random.default_rng(0)
+    p_values = [paired_test(rng.choice([-0.5, 0, 0.5], 30), draws=400, seed=i).p_sign_flips for i in range(300)]
+    assert np.mean(np.array(p_values) <= 0.1) == pytest.approx(0.1, abs=0.05)

@@ -115,7 +115,7 @@ def test_summary_and_page_hold_the_figures_of_the_dumps(folder):
     assert summary["evaluation"]["before"]["tiny_tools"]["metrics"]["tool/code_ratio"]["value"] == 0.5
     ood = summary["evaluation"]["after"]["tiny_tools_ood_large"]
     assert ood["metrics"]["acc/mean@k"]["value"] == 1.0  # the sandbox failed the other sample
-    assert ood["excluded"] == {"sandbox_failure": 1, "unverified": 0}
+    assert ood["excluded"] == {"sandbox_failure": 1, "server_failure": 0, "unverified": 0}
     assert summary["sft"] == {"steps": 20, "train_loss": 0.2, "val_loss": 0.25}
     assert summary["rl"]["steps"] == 5
     assert summary["rl"]["warm_step"] == {

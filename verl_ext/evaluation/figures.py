@@ -1,10 +1,9 @@
-"""Accuracy and tool use of a verl validation dump with 95% intervals, and differences on the same problems.
+"""Accuracy and tool use of samples with 95% intervals, and differences on the same problems.
 
-Reads the JSONL files of `trainer.validation_data_dir`, one row a sample. It scores nothing: `acc` is what the reward
-manager found. `python -m verl_ext.evaluation DUMP.jsonl [--compare OTHER.jsonl] [--json OUT]`
+Reads the JSONL files of `trainer.validation_data_dir` and of `python -m verl_ext.evaluate`, one row a sample. It scores
+nothing: `acc` is what the reward manager found.
 """
 
-import argparse
 import json
 import math
 from collections import Counter, defaultdict
@@ -15,7 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.estimators import Estimate, bootstrap_ratios, interval_95, majority_acc, pass_at_k, ratio_of_sums
+from verl_ext.estimators import (
+    Estimate,
+    PairedTest,
+    bootstrap_ratios,
+    interval_95,
+    majority_acc,
+    paired_test,
+    pass_at_k,
+    ratio_of_sums,
+)
 
 # Each figure is a ratio of sums over problems, so that one resampling of problems serves them all.
 METRICS = (
@@ -41,6 +49,7 @@ NUMBERS = (
     "sandbox_failure",
 )
 TEXTS = ("input", "output", "uid", "pred", "data_source", "finish_reason")
+FAILURES = ("sandbox_failure", "server_failure", "unverified")  # of the world: such samples are in no figure
 POOLED = ("in_distribution", "out_of_distribution", "overall")
 
 
@@ -55,7 +64,7 @@ class Sample:
     pred: str  # "" when the response gave no answer
     data_source: str
     finish_reason: str
-    acc: float | None  # 0 or 1; None when there is no verdict
+    acc: float | None  # in [0, 1], 1 is right; None when there is no verdict
     score: float
     tool_calls: float
     tool_errors: float
@@ -65,12 +74,15 @@ class Sample:
     truncated: float
     unverified: float
     sandbox_failure: float
+    problem: str = ""  # without template and instructions; what pairs two models. "" in verl's own dumps
 
     @property
     def failure(self) -> str | None:
-        """What in the world, not in the model, kept this sample from being judged; None when it was judged."""
+        """What in the world, not in the model, kept this sample from being judged, of FAILURES; None: it was judged."""
         if self.sandbox_failure:
             return "sandbox_failure"
+        if self.finish_reason == "server_failure":
+            return "server_failure"
         return "unverified" if self.unverified or self.acc is None else None
 
 
@@ -92,13 +104,17 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Difference:
-    """After minus before on the problems that both have a judged sample of."""
+    """After minus before on the problems that both have a judged sample of.
+
+    `test` is of the problems' differences in mean acc.
+    """
 
     data_sources: list[str]
     num_problems: int
     num_unmatched: int  # problems of either dump that the other has no judged sample of
     k: int
     metrics: dict[str, Estimate | None]
+    test: PairedTest
 
 
 def evaluate(
@@ -130,7 +146,7 @@ def evaluate(
             num_problems_scored=len(judged),
             num_problems_short=sum(len(group) < k for group in judged.values()),
             num_samples=len(rows),
-            excluded={kind: sum(row.failure == kind for row in rows) for kind in ("sandbox_failure", "unverified")},
+            excluded={kind: sum(row.failure == kind for row in rows) for kind in FAILURES},
             n=n,
             k=k,
             finish_reasons=dict(sorted(Counter(row.finish_reason for row in rows).items())),
@@ -149,9 +165,12 @@ def compare(
 ) -> dict[str, Difference]:
     """Figures of `after` minus those of `before`, paired by problem: one resampling of problems serves both sides.
 
+    Problems are paired by their own text where both sides have it, else by the input text, chat template included.
+
     Args as for `evaluate`; k defaults to the smaller n of the two. Groups without a common problem are left out.
     """
-    sides = [_by_problem(before), _by_problem(after)]
+    by = "problem" if all(sample.problem for side in (before, after) for sample in side) else "input"
+    sides = [_by_problem(before, by), _by_problem(after, by)]
     _, k = _counts(sides, k)
     judged = [
         {key: kept for key, rows in side.items() if (kept := [row for row in rows if not row.failure])}
@@ -171,6 +190,7 @@ def compare(
             num_unmatched=len({key for side in sides for key in side if key[0] in sources}) - len(keys),
             k=k,
             metrics=_named(ratio_of_sums(*terms[1]) - ratio_of_sums(*terms[0]), resampled[1] - resampled[0]),
+            test=paired_test(terms[1][0][:, 0] - terms[0][0][:, 0], draws=draws, seed=seed),  # the first: acc/mean@k
         )
     return figures
 
@@ -186,8 +206,20 @@ def latest_dump(folder: Path) -> Path | None:
     return max(dumps, key=lambda path: int(path.stem), default=None)
 
 
+def by_k(samples: Sequence[Sample], *, draws: int = 10_000, seed: int = 0) -> dict[str, dict[str, dict[int, Estimate]]]:
+    """Group -> {"pass@k" | "maj@k": k -> estimate}, for n and the powers of two below it. Args as for `evaluate`."""
+    n, _ = _counts([_by_problem(samples)], None)
+    curves: dict[str, dict[str, dict[int, Estimate]]] = {}
+    for k in [*(2**i for i in range(n.bit_length()) if 2**i < n), n]:
+        for group, figures in evaluate(samples, k=k, draws=draws, seed=seed).items():
+            for name, metric in (("pass@k", "acc/best@k"), ("maj@k", "acc/maj@k")):
+                curves.setdefault(group, {}).setdefault(name, {})[k] = figures.metrics[metric]
+    return curves
+
+
 def read_dump(path: Path) -> list[Sample]:
-    """Samples of a verl validation dump; of a session with several outputs only the last, as verl's own metrics do.
+    """Samples of a JSONL file. Of a session with several outputs only the last, as verl's own metrics do; of several
+    rows of one output, which are attempts at it, the last.
 
     Raises:
         ValueError: a row that is no JSON, lacks a key, or has a value of the wrong kind; names the file and line.
@@ -206,7 +238,7 @@ def read_dump(path: Path) -> list[Sample]:
                 ) from error
             parts = sample.uid.rsplit("_", 2)
             session, index = ("_".join(parts[:2]), int(parts[2])) if len(parts) == 3 else (sample.uid, 0)
-            if session not in last or index > last[session][0]:
+            if session not in last or index >= last[session][0]:
                 last[session] = (index, sample)
     return [sample for _, sample in last.values()]
 
@@ -229,8 +261,8 @@ def format_estimate(estimate: Estimate | None, *, sign: bool = False) -> str:
     return f"{estimate.value:{form}} [{estimate.low:{form}}, {estimate.high:{form}}]"
 
 
-def format_evaluation(figures: dict[str, Evaluation]) -> str:
-    """Two tables for a terminal: accuracy with intervals, then tool use."""
+def evaluation_tables(figures: dict[str, Evaluation]) -> list[list[list[str]]]:
+    """Two tables: accuracy with intervals, then tool use."""
     k, n = next((each.k, each.n) for each in figures.values())
     names = [("acc/mean@k", f"mean@{n}")]
     if n > 1:
@@ -245,36 +277,46 @@ def format_evaluation(figures: dict[str, Evaluation]) -> str:
         values = [None if each.metrics[key] is None else each.metrics[key].value for key in METRICS[3:]]
         forms = ["{:.1%}", "{:.1%}", "{:.1%}", "{:.2f}", "{:.1f}", "{:.1%}"]
         behaviour.append([name, *("-" if v is None else form.format(v) for form, v in zip(forms, values, strict=True))])
-    return f"{_align(accuracy)}\n\n{_align(behaviour)}"
+    return [accuracy, behaviour]
+
+
+def comparison_tables(
+    before: dict[str, Evaluation], after: dict[str, Evaluation], difference: dict[str, Difference]
+) -> list[list[list[str]]]:
+    """Accuracy and code use before and after with the paired difference, then the tests of the difference in acc."""
+    shown = {name: each for name, each in difference.items() if is_shown(name, each.data_sources)}
+    tables = []
+    for key, title in (("acc/mean@k", "acc (mean)"), ("tool/code_ratio", "code use")):
+        table = [[f"{title}, 95% interval", "problems", "before", "after", "difference"]]
+        for name, each in shown.items():
+            sides = [format_estimate(side[name].metrics[key]) for side in (before, after)]
+            table.append([name, str(each.num_problems), *sides, format_estimate(each.metrics[key], sign=True)])
+        tables.append(table)
+    tests = [["difference in acc, paired by problem", "better", "worse", "equal", "p (sign flips)", "p (sign test)"]]
+    for name, each in shown.items():
+        counts = [str(count) for count in (each.test.better, each.test.worse, each.test.equal)]
+        tests.append([name, *counts, f"{each.test.p_sign_flips:.3g}", f"{each.test.p_sign_test:.3g}"])
+    return [*tables, tests]
+
+
+def format_evaluation(figures: dict[str, Evaluation]) -> str:
+    """`evaluation_tables` for a terminal."""
+    return "\n\n".join(map(align, evaluation_tables(figures)))
 
 
 def format_comparison(
     before: dict[str, Evaluation], after: dict[str, Evaluation], difference: dict[str, Difference]
 ) -> str:
-    """A table for a terminal: accuracy and code use before and after, and the paired difference."""
-    blocks = []
-    for key, title in (("acc/mean@k", "acc (mean)"), ("tool/code_ratio", "code use")):
-        table = [[f"{title}, 95% interval", "problems", "before", "after", "difference"]]
-        for name, each in difference.items():
-            if not is_shown(name, each.data_sources):
-                continue
-            table.append(
-                [
-                    name,
-                    str(each.num_problems),
-                    format_estimate(before[name].metrics[key]),
-                    format_estimate(after[name].metrics[key]),
-                    format_estimate(each.metrics[key], sign=True),
-                ]
-            )
-        blocks.append(_align(table))
+    """`comparison_tables` for a terminal, and how many problems are not in them."""
+    blocks = list(map(align, comparison_tables(before, after, difference)))
     unmatched = sum(each.num_unmatched for name, each in difference.items() if name not in POOLED)
     if unmatched:
         blocks.append(f"{unmatched} problems have judged samples in one dump only: not in the difference.")
     return "\n\n".join(blocks)
 
 
-def _align(table: list[list[str]]) -> str:
+def align(table: list[list[str]]) -> str:
+    """Rows of cells, the first of them titles, for a terminal."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
@@ -295,16 +337,17 @@ def _sample(row: dict[str, Any]) -> Sample:
         if not isinstance(row[key], int | float) or not math.isfinite(row[key]):
             raise ValueError(f"{key} is {row[key]!r}, not a finite number")
         numbers[key] = float(row[key])
-    if row["acc"] is not None and row["acc"] not in (0, 1):
-        raise ValueError(f"acc is {row['acc']!r}, not 0, 1 or null")
+    if row["acc"] is not None and not (isinstance(row["acc"], int | float) and 0 <= row["acc"] <= 1):
+        raise ValueError(f"acc is {row['acc']!r}, not a number from 0 to 1 or null")
     acc = None if row["acc"] is None else float(row["acc"])
-    return Sample(**{key: row[key] for key in TEXTS}, **numbers, acc=acc, gts=row["gts"])
+    texts = {key: row[key] for key in TEXTS}
+    return Sample(**texts, **numbers, acc=acc, gts=row["gts"], problem=row.get("problem", ""))
 
 
-def _by_problem(samples: Iterable[Sample]) -> dict[tuple[str, str], list[Sample]]:
+def _by_problem(samples: Iterable[Sample], by: str = "input") -> dict[tuple[str, str], list[Sample]]:
     problems = defaultdict(list)
     for sample in samples:
-        problems[sample.data_source, sample.input].append(sample)
+        problems[sample.data_source, getattr(sample, by)].append(sample)
     return dict(problems)
 
 
@@ -339,7 +382,7 @@ def _problem_terms(samples: Sequence[Sample], k: int) -> tuple[list[float], list
     calls = sum(sample.tool_calls for sample in samples)
     terms = [
         (sum(accs) / m, 1),
-        (pass_at_k(m, int(sum(accs)), block), 1),
+        (pass_at_k(m, sum(acc == 1 for acc in accs), block), 1),
         (sum(maj) / len(maj), 1),
         (sum(sample.tool_calls > 0 for sample in samples), m),
         (sum(sample.tool_errors for sample in samples), calls),
@@ -361,37 +404,3 @@ def _stack(terms: list[tuple[list[float], list[float]]]) -> tuple[np.ndarray, np
 
 def _named(values: np.ndarray, resampled: np.ndarray) -> dict[str, Estimate | None]:
     return {name: interval_95(values[i], resampled[:, i]) for i, name in enumerate(METRICS)}
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m verl_ext.evaluation", description=__doc__.split("\n")[0])
-    parser.add_argument("dump", type=Path, help="validation dump (JSONL), or its folder: the highest step in it")
-    parser.add_argument("--compare", type=Path, metavar="OTHER", help="a later dump: prints OTHER minus DUMP, paired")
-    parser.add_argument("--k", type=int, help="samples for best@k and maj@k (default: all of a problem)")
-    parser.add_argument("--draws", type=int, default=10_000, help="bootstrap resamples (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="OUT", help="also write the figures to this file")
-    args = parser.parse_args(argv)
-    settings = {"k": args.k, "draws": args.draws, "seed": args.seed}
-
-    dumps = []
-    for path in filter(None, (args.dump, args.compare)):
-        dump = latest_dump(path) if path.is_dir() else path
-        if dump is None or not dump.is_file():
-            parser.error(f"No dump at {path}. Expected a JSONL file, or a folder with <step>.jsonl.")
-        dumps.append((dump, read_dump(dump)))
-
-    evaluations = [evaluate(samples, **settings) for _, samples in dumps]
-    for (path, _), figures in zip(dumps, evaluations, strict=True):
-        print(f"{path}\n{format_evaluation(figures)}\n")
-    result = {"dump": to_json(evaluations[0])}
-    if args.compare:
-        difference = compare(dumps[0][1], dumps[1][1], **settings)
-        print(f"{dumps[1][0]} minus {dumps[0][0]}\n{format_comparison(*evaluations, difference)}")
-        result |= {"other": to_json(evaluations[1]), "difference": to_json(difference)}
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,16 @@ import random
 import pytest
 
 from verl_ext.estimators import Estimate
-from verl_ext.evaluation import compare, evaluate, format_comparison, format_evaluation, latest_dump, main, read_dump
+from verl_ext.evaluation import (
+    FAILURES,
+    compare,
+    evaluate,
+    format_comparison,
+    format_evaluation,
+    latest_dump,
+    read_dump,
+)
+from verl_ext.evaluation.figures import by_k
 
 
 def row(problem, session, acc, **changes):
@@ -91,6 +100,7 @@ def test_k_beyond_the_samples_is_refused(samples):
         ({"sandbox_failure": 1.0, "finish_reason": "sandbox_failure"}, "sandbox_failure"),
         ({"unverified": 1.0, "finish_reason": "verifier_unknown"}, "unverified"),
         ({"acc": None}, "unverified"),
+        ({"acc": None, "finish_reason": "server_failure"}, "server_failure"),
         ({"sandbox_failure": 1.0, "unverified": 1.0}, "sandbox_failure"),
     ],
 )
@@ -99,7 +109,7 @@ def test_a_sample_that_the_world_failed_is_not_wrong_but_counted_apart(samples, 
     each = evaluate(samples(rows), draws=10)["tiny_tools"]
     assert each.metrics["acc/mean@k"] == Estimate(1.0, 1.0, 1.0)
     assert each.metrics["tool/error_rate"].value == 0.0
-    assert each.excluded == {"sandbox_failure": 0, "unverified": 0} | {kind: 1}
+    assert each.excluded == dict.fromkeys(FAILURES, 0) | {kind: 1}
     assert (each.num_samples, each.num_problems_scored, each.num_problems_short) == (4, 2, 1)
 
 
@@ -182,7 +192,7 @@ def test_of_a_session_with_several_outputs_the_last_counts(samples):
     ("broken", "message"),
     [
         ({key: value for key, value in row("a", 0, 1).items() if key != "tool_calls"}, "no key tool_calls"),
-        (row("a", 0, 1) | {"acc": 0.5}, "acc is 0.5"),
+        (row("a", 0, 1) | {"acc": 1.5}, "acc is 1.5"),
         (row("a", 0, 1, pred=None), "pred is None, not a string"),
         (row("a", 0, 1, tool_errors=None), "tool_errors is None, not a finite number"),
         (row("a", 0, 1, response_tokens=float("nan")), "response_tokens is nan"),
@@ -201,20 +211,42 @@ def test_latest_dump_is_the_one_of_the_highest_step(tmp_path):
     assert latest_dump(tmp_path).name == "40.jsonl"
 
 
-def test_command_prints_both_dumps_and_writes_the_same_figures(tmp_path, capsys):
-    before = write(tmp_path / "0.jsonl", TWO_PROBLEMS)
-    (tmp_path / "after").mkdir()
-    write(tmp_path / "after" / "40.jsonl", [row(name, session, 1) for name in "ab" for session in (0, 1)])
-    main([str(before), "--compare", str(tmp_path / "after"), "--json", str(tmp_path / "out.json"), "--draws", "200"])
-    printed = capsys.readouterr().out
-    assert "0.250 [0.000, 0.500]" in printed and "1.000 [1.000, 1.000]" in printed
-    assert "+0.750 [+0.500, +1.000]" in printed
-    written = json.loads((tmp_path / "out.json").read_text())
-    assert written["dump"]["tiny_tools"]["metrics"]["acc/mean@k"] == {"value": 0.25, "low": 0.0, "high": 0.5}
-    assert written["difference"]["overall"]["metrics"]["acc/mean@k"]["value"] == 0.75
+def test_of_several_attempts_at_a_sample_the_last_counts(samples):
+    rows = [row("a", 0, 0, finish_reason="server_failure") | {"acc": None}, row("a", 1, 0), row("a", 0, 1)]
+    assert [(sample.uid, sample.acc) for sample in samples(rows)] == [("uuid-a_0_0", 1.0), ("uuid-a_1_0", 0.0)]
 
 
-def test_command_says_where_no_dump_is(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([str(tmp_path)])
-    assert f"No dump at {tmp_path}" in capsys.readouterr().err
+def test_problems_are_paired_by_their_own_text_where_both_sides_have_it(samples):
+    before = samples([row("a", 0, 0) | {"problem": "a"}, row("b", 0, 1) | {"problem": "b"}])
+    after = samples([row("a", 0, 1, input="<another template>a") | {"problem": "a"}])
+    assert compare(before, after, draws=10)["tiny_tools"].metrics["acc/mean@k"].value == 1.0
+    dump = samples([row("a", 0, 1)])  # of verl: has the input only
+    assert compare(before, dump, draws=10)["tiny_tools"].num_problems == 1
+    assert compare(after, dump, draws=10) == {}
+
+
+def test_curves_have_n_and_the_powers_of_two_below_it(samples):
+    rows = [row("a", i, acc, pred=pred) for i, (acc, pred) in enumerate([(1, "7"), (0, "5"), (0, "5")])]
+    curve = by_k(samples(rows), draws=10)["tiny_tools"]
+    assert {k: each.value for k, each in curve["pass@k"].items()} == pytest.approx(
+        {1: 1 / 3, 2: 2 / 3, 3: 1.0}  # 1 - C(2,2)/C(3,2) = 2/3
+    )
+    assert {k: each.value for k, each in curve["maj@k"].items()} == pytest.approx(
+        {1: 1 / 3, 2: 0.5, 3: 0.0}  # 2: the first block of two, "7" and "5", ties; the third is left out
+    )
+
+
+def test_a_share_of_a_right_answer_counts_in_the_mean_but_is_not_right(samples):
+    each = evaluate(samples([row("a", 0, 0) | {"acc": 0.5}, row("a", 1, 0)]), draws=10)["tiny_tools"]
+    assert each.metrics["acc/mean@k"].value == 0.25
+    assert each.metrics["acc/best@k"].value == 0.0
+
+
+def test_the_test_of_a_difference_is_of_the_problems_means(samples):
+    before = samples([row(name, session, 0) for name in "abc" for session in (0, 1)])
+    after = samples(
+        [row("a", 0, 1), row("a", 1, 1), row("b", 0, 1), row("b", 1, 0), row("c", 0, 0), row("c", 1, 0)]
+    )  # differences 1, 0.5, 0: both signs must be +, or both -, to reach 1.5: 2 of 4 ways
+    test = compare(before, after, draws=10)["tiny_tools"].test
+    assert (test.better, test.worse, test.equal, test.p_sign_flips, test.p_sign_test) == (2, 0, 1, 0.5, 0.5)
+    assert compare(after, before, draws=10)["tiny_tools"].test.worse == 2

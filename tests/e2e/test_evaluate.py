@@ -1,0 +1,133 @@
+"""Evaluation with tools by the real commands: a checkpoint of two ranks is merged and evaluated by vLLM in process,
+killed and resumed; then vLLM's OpenAI server serves the same weights. Greedy, so both must write the same samples."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import REPO, kill_tree
+from tests.e2e.vllm_server import serve
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+PROBLEMS = 16
+SAME = ("input", "output", "model_spans", "finish_reason", "tool_calls", "tool_errors", "acc", "pred", "seed")
+
+
+@pytest.fixture(scope="module")
+def arguments(small: Path) -> list[str]:
+    return ["--data", str(small / "data" / "eval.parquet"), "--limit", str(PROBLEMS), "--temperature", "0"]
+
+
+@pytest.fixture(scope="module")
+def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an SFT run on two ranks, without what the pipeline merged."""
+    copy = tmp_path_factory.mktemp("evaluate") / "sft"
+    shutil.copytree(small / "sft", copy, ignore=shutil.ignore_patterns("merged*", "*.log", "optim_*"))
+    assert (copy / "global_step_30" / "model_world_size_2_rank_1.pt").is_file()
+    return copy
+
+
+@pytest.fixture(scope="module")
+def resumed(run: Path, arguments: list[str]) -> Path:
+    """An evaluation of that checkpoint: SIGKILL among its samples, then the same command again."""
+    out, log = run / "evaluation" / "global_step_30", run / "evaluation.log"
+    command = ["bash", str(REPO / "scripts" / "merge_and_eval.sh"), str(run), *arguments]
+    environment = os.environ | {"PYTHON": sys.executable}
+    with open(log, "wb") as sink:
+        first = subprocess.Popen(
+            [*command, "--concurrency", "1"], env=environment, stdout=sink, stderr=sink, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 240
+        while len(rows_of(out)) < 3:
+            assert first.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-4000:]
+            time.sleep(0.05)
+    finally:
+        kill_tree(first.pid)
+        first.wait()
+    before = (out / "samples.jsonl").read_bytes()
+    assert 3 <= before.count(b"\n") < PROBLEMS
+
+    again = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert f"{run / 'merged_step_30'}: merged already" in again.stdout
+    whole_lines = before[: before.rfind(b"\n") + 1]
+    assert (out / "samples.jsonl").read_bytes().startswith(whole_lines), "a sample that was there was taken again"
+    return out
+
+
+def rows_of(folder: Path) -> dict[str, dict]:
+    """Whole rows by uid."""
+    file = folder / "samples.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    return {row["uid"]: row for row in (json.loads(line) for line in lines if line.endswith("\n"))}
+
+
+def test_a_checkpoint_is_merged_and_evaluated_with_tools(small: Path, run: Path, resumed: Path) -> None:
+    merged = (run / "merged_step_30" / "model.safetensors").read_bytes()
+    assert merged == (small / "sft" / "merged" / "model.safetensors").read_bytes()
+    rows = rows_of(resumed)
+    assert sorted(rows) == sorted(f"eval:{i}_0_0" for i in range(PROBLEMS))
+    assert all(row["failure"] is None and row["output"] and len(row["model_spans"]) >= 1 for row in rows.values())
+    assert any("<interpreter>" in row["output"] for row in rows.values()), "no second turn"
+
+    result = json.loads((resumed / "result.json").read_text())
+    assert result["samples"]["judged"] == result["samples"]["wanted"] == PROBLEMS
+    assert result["settings"]["temperature"] == 0 and result["settings"]["retool"]["protocol"] == "code"
+    assert result["config"] == "tiny_dapo" and "vLLM in this process" in result["settings"]["interface"]
+    assert "| tiny_tools " in (resumed / "result.md").read_text()
+
+
+def test_another_setting_is_refused_before_anything_starts(run: Path, resumed: Path, arguments: list[str]) -> None:
+    before = (resumed / "samples.jsonl").read_bytes()
+    command = [sys.executable, "-m", "verl_ext.evaluate", "--checkpoint", str(run), *arguments, "--top-p", "0.5"]
+    refused = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert refused.returncode == 1 and "top_p: there 1.0, now 0.5" in refused.stderr
+    assert "EngineCore" not in refused.stderr and (resumed / "samples.jsonl").read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def url(run: Path, resumed: Path) -> Iterator[str]:
+    options = ("--dtype", "float32", "--max-model-len", "256")
+    with serve(run / "merged_step_30", run / "server.log", *options) as url:
+        yield url
+
+
+def evaluate_served(url: str, out: Path, *arguments: str) -> dict:
+    """The result of the evaluation of what a server serves."""
+    command = [sys.executable, "-m", "verl_ext.evaluate", "--server", url, "--config", "tiny_dapo", *arguments]
+    done = subprocess.run([*command, "--out", str(out)], cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((out / "result.json").read_text())
+
+
+def test_vllms_server_gives_the_same_greedy_samples(
+    url: str, resumed: Path, arguments: list[str], tmp_path: Path
+) -> None:
+    result = evaluate_served(url, tmp_path, *arguments, "--compare", str(resumed))
+    in_process, served = rows_of(resumed), rows_of(tmp_path)
+    assert {uid: [row[key] for key in SAME] for uid, row in served.items()} == {
+        uid: [row[key] for key in SAME] for uid, row in in_process.items()
+    }
+    assert result["settings"]["interface"] == "/v1/completions, token ids in, token ids out"
+    difference = result["comparison"]["difference"]["overall"]
+    assert difference["num_problems"] == difference["test"]["equal"] == PROBLEMS
+    assert set(result["comparison"]["settings"]) == {"interface", "model.sha256", "model.served", "model.root"}
+
+
+def test_sampled_responses_run_their_code_in_the_sandbox(url: str, arguments: list[str], tmp_path: Path) -> None:
+    """At temperature 1 a model after 30 steps of SFT writes whole calls, most of them wrong."""
+    result = evaluate_served(url, tmp_path, *arguments, "--temperature", "1", "--n", "8")
+    rows = rows_of(tmp_path).values()
+    assert len(rows) == 8 * PROBLEMS and len({row["seed"] for row in rows}) == 8 * PROBLEMS
+    assert len({row["output"] for row in rows}) > 4 * PROBLEMS, "the samples of a problem are the same"
+    called = [row for row in rows if row["tool_calls"]]
+    assert called and all("</code>\n<interpreter>\n" in row["output"] for row in called)
+    assert result["tools"]["tool/run_s"] > 0 and result["tools"]["finish/sandbox_failure"] == 0

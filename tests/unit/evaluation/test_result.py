@@ -1,0 +1,103 @@
+import json
+
+import pytest
+
+from tests.unit.evaluation.rows import TOOL_USE, evaluation, row
+from verl_ext.evaluation.result import NoSamples, find_samples, make_result, markdown, write_result
+
+
+def test_a_result_has_the_figures_the_settings_and_the_tool_metrics(tmp_path):
+    folder = evaluation(tmp_path / "a", [row("p", 0, 1), row("p", 1, 0, pred="5"), row("q", 0, 0), row("q", 1, 0)])
+    result, text = make_result(folder, draws=100)
+    assert result["samples"] == {
+        "file": str(folder / "samples.jsonl"),
+        "wanted": 4,
+        "judged": 4,
+        "missing": 0,
+        "sandbox_failure": 0,
+        "server_failure": 0,
+        "unverified": 0,
+    }
+    assert result["figures"]["mine"]["metrics"]["acc/mean@k"]["value"] == 0.25  # (1/2 + 0/2) / 2
+    assert result["by_k"]["mine"]["pass@k"][1]["value"] == 0.25 and result["by_k"]["mine"]["pass@k"][2]["value"] == 0.5
+    assert result["settings"]["temperature"] == 1.0 and result["server"] == "http://127.0.0.1:1/v1"
+    assert result["tools"]["tool/code_ratio"] == 1.0 and result["tools"]["tool/ok_rate"] == 0.5  # 1 of 2 calls
+    for shown in ("# Evaluation of x", "temperature", "`1.0`", "0.250 [0.000, 0.500]", "by k", "tool/ok_rate"):
+        assert shown in text
+    assert "not judged" not in text
+
+
+def test_samples_that_the_world_failed_are_said_first_and_are_in_no_figure(tmp_path):
+    failed = row("q", 0, 0, failure="server_failure", finish_reason="server_failure", tool_use=None, model_spans=None)
+    del failed["tool_use"], failed["model_spans"]
+    unknown = row("q", 1, 0, failure="unverified", unverified=1.0)
+    result, text = make_result(evaluation(tmp_path / "a", [row("p", 0, 1), failed, unknown], wanted=6), draws=10)
+    assert result["samples"] | {"file": ""} == {
+        "file": "",
+        "wanted": 6,
+        "judged": 1,
+        "missing": 3,
+        "sandbox_failure": 0,
+        "server_failure": 1,
+        "unverified": 1,
+    }
+    assert "**5 of 6 samples are not judged** (not taken 3; server_failure 1, unverified 1)" in text
+    assert result["figures"]["mine"]["metrics"]["acc/mean@k"]["value"] == 1.0
+
+
+def test_the_difference_is_from_the_other_and_says_what_else_differs(tmp_path):
+    names = "abcdef"
+    before = evaluation(tmp_path / "before", [row(name, i, 0) for name in names for i in (0, 1)], temperature=0.6)
+    after = evaluation(tmp_path / "after", [row(name, i, 1) for name in [*names, "z"] for i in (0, 1)])
+    result, text = make_result(after, compared_with=before, draws=100)
+    comparison = result["comparison"]
+    assert comparison["difference"]["mine"]["metrics"]["acc/mean@k"]["value"] == 1.0
+    assert comparison["difference"]["mine"]["test"] == {
+        "better": 6,
+        "worse": 0,
+        "equal": 0,
+        "p_sign_flips": 2 / 64,  # all + or all - of 2^6 ways
+        "p_sign_test": 2 / 64,
+    }
+    assert comparison["settings"] == {"temperature": [0.6, 1.0]}
+    assert "- temperature: 0.6 -> 1.0" in text and "+1.000 [+1.000, +1.000]" in text and "0.0312" in text
+    assert "1 problems have judged samples on one side only" in text
+    backwards, _ = make_result(before, compared_with=after, draws=100)
+    assert backwards["comparison"]["difference"]["mine"]["metrics"]["acc/mean@k"]["value"] == -1.0
+
+
+def test_verls_validation_dumps_are_read_too(tmp_path):
+    plain = {key: value for key, value in row("p", 0, 1).items() if key not in ("problem", "tool_use", "failure")}
+    (tmp_path / "9.jsonl").write_text("{}\n")
+    (tmp_path / "40.jsonl").write_text(json.dumps(plain) + "\n")
+    result, text = make_result(tmp_path, draws=10)
+    assert result["samples"]["file"] == str(tmp_path / "40.jsonl") and result["tools"] == {}
+    assert "settings" not in result and "1.000 [1.000, 1.000]" in text
+
+
+def test_without_samples_there_is_no_result(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(NoSamples, match="No samples at"):
+            find_samples(path)
+    (tmp_path / "samples.jsonl").touch()
+    with pytest.raises(NoSamples, match="it is empty"):
+        make_result(tmp_path)
+    failed = evaluation(tmp_path / "a", [row("p", 0, 0, failure="sandbox_failure", sandbox_failure=1.0)])
+    with pytest.raises(NoSamples, match="'sandbox_failure': 1"):
+        make_result(failed)
+    one, other = (evaluation(tmp_path / name, [row(name, 0, 1)]) for name in ("b", "c"))
+    with pytest.raises(NoSamples, match="no common problem"):
+        make_result(one, compared_with=other)
+
+
+def test_files_are_written_whole(tmp_path):
+    result, text = make_result(evaluation(tmp_path, [row("p", 0, 1)]), draws=10)
+    write_result(tmp_path, result, text)
+    assert (tmp_path / "result.md").read_text() == text
+    written = json.loads((tmp_path / "result.json").read_text())
+    assert written["figures"]["mine"]["n"] == 1 and written["tools"]["tool/calls"] == TOOL_USE["ok"] + 1
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_table_is_markdown_and_aligned():
+    assert markdown([["name", "x"], ["a", "1.25"]]) == "| name |    x |\n|------|-----:|\n| a    | 1.25 |"

@@ -1,0 +1,254 @@
+"""The real agent loop, reward manager and store between a scripted server and a scripted sandbox."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from verl_ext.data.rows import DataError
+from verl_ext.evaluation.store import Store
+
+SETTINGS = {"n": 2}
+
+
+@dataclass
+class FakeServer:
+    """Writes a call in the first turn and `answer(prompt text, seed)` in the second."""
+
+    tokenizer: Any
+    answer: Callable[[str, int], str]
+    interface: str = "fake"
+    max_model_len: int | None = 256
+    prompts: list[str] = field(default_factory=list)
+    params: list[dict] = field(default_factory=list)
+
+    async def generate(self, request_id: str, *, prompt_ids: list[int], sampling_params: dict, priority: int = 0):
+        from verl.workers.rollout.replica import TokenOutput
+
+        text = self.tokenizer.decode(prompt_ids)
+        self.prompts.append(text)
+        self.params.append(sampling_params)
+        await asyncio.sleep(0)
+        if "<interpreter>" not in text:
+            ids = self.tokenizer.encode("<code>print(1+1)</code>")
+        else:
+            said = self.answer(text, sampling_params["seed"])
+            ids = [*self.tokenizer.encode(said), self.tokenizer.eos_token_id]
+        return TokenOutput(token_ids=ids, stop_reason="completed", extra_fields={})
+
+
+class FakeSandbox:
+    def __init__(self) -> None:
+        self.fails = 0
+
+    async def run(self, code: str, **limits: Any) -> Any:
+        from verl_ext.sandbox.client import RunResult
+
+        if self.fails:
+            self.fails -= 1
+            return RunResult("sandbox_failure", "", "", None, 0.0, 0.0, 4, "connection refused")
+        return RunResult("ok", "2\n", "", 0, queue_s=0.0, run_s=0.0, attempts=1, message="")
+
+    async def aclose(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def config():
+    from verl_ext.evaluation.settings import load_config
+
+    return load_config(
+        "tiny_dapo",
+        ["actor_rollout_ref.rollout.val_kwargs.temperature=0.5", "actor_rollout_ref.rollout.val_kwargs.top_p=0.9"],
+    )
+
+
+def problem(index: int, truth: str = "2", **more: Any) -> dict[str, Any]:
+    question = f"{index}+1?"
+    return {
+        "uid": f"mine:{index}",
+        "index": index,
+        "data_source": "mine",
+        "ability": "math",
+        "raw_prompt": [{"role": "user", "content": question}],
+        "reward_model": {"ground_truth": truth},
+        "extra_info": {},
+        "problem": question,
+    } | more
+
+
+def sample(config, tokenizer, folder, rows, answer, *, n=2, sandbox=None, concurrency=4) -> tuple[dict, FakeServer]:
+    """Run an evaluation to its end; returns the rows by uid, and the server."""
+    from verl_ext.evaluation.sampling import Sampler, make_tasks
+
+    server = FakeServer(tokenizer, answer)
+
+    async def run() -> dict:
+        sampler = Sampler(config, tokenizer, server, "qwen2")
+        await sampler.check_prompts(rows)
+        for loop in sampler._loops.values():
+            loop.tools.sandbox = sandbox or FakeSandbox()
+        store = Store(folder, SETTINGS, {})
+        try:
+            await sampler.run(make_tasks(rows, n, 0), store, concurrency=concurrency)
+        finally:
+            store.close()
+        return store.rows()
+
+    return asyncio.run(run()), server
+
+
+def test_samples_go_through_the_loop_and_the_reward_manager_of_training(config, tokenizer, tmp_path):
+    from verl_ext.evaluation import read_dump
+
+    rows, server = sample(config, tokenizer, tmp_path, [problem(1), problem(2, "3")], lambda *_: "\\boxed{2}")
+    assert set(rows) == {f"mine:{i}_{number}_0" for i in (1, 2) for number in (0, 1)}
+    row = rows["mine:1_0_0"]
+    assert (row["acc"], row["pred"], row["failure"], row["gts"]) == (1.0, "2", None, "2")
+    assert rows["mine:2_0_0"]["acc"] == 0.0
+    assert row["input"] == "user\n1+1?\nassistant\n"
+    assert row["output"] == "<code>print(1+1)</code>\n<interpreter>\n2\n</interpreter>\n\\boxed{2}"
+    assert (row["tool_calls"], row["model_turns"], row["finish_reason"]) == (1.0, 2.0, "answer")
+    assert row["tool_use"]["ok"] == 1 and len(row["model_spans"]) == 2
+    params = server.params[0]
+    assert (params["temperature"], params["top_p"], params["stop"]) == (0.5, 0.9, ["</code>"])
+    assert {sample.uid for sample in read_dump(tmp_path / "samples.jsonl")} == set(rows)
+
+
+def test_a_sample_has_the_same_seed_in_every_run_and_another_than_all_others(config, tokenizer, tmp_path):
+    from verl_ext.evaluation.sampling import make_tasks
+
+    tasks = make_tasks([problem(1), problem(2)], 3, seed=0)
+    assert [(task.row["index"], task.number) for task in tasks[:3]] == [(1, 0), (2, 0), (1, 1)]
+    assert len({task.seed for task in tasks} | {task.seed for task in make_tasks([problem(1)], 1, seed=1)}) == 7
+    _, server = sample(config, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{2}", n=1)
+    assert [params["seed"] for params in server.params] == [tasks[0].seed] * 2  # the server varies it by turn
+
+
+def test_an_interrupted_run_goes_on_with_what_is_missing(config, tokenizer, tmp_path):
+    problems = [problem(i) for i in range(3)]
+    done = []
+
+    def dies_at_the_third(text: str, seed: int) -> str:
+        done.append(text)
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        return "\\boxed{2}"
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(config, tokenizer, tmp_path, problems, dies_at_the_third, concurrency=1)
+    before = (tmp_path / "samples.jsonl").read_text()
+    assert len(before.splitlines()) == 2
+    rows, server = sample(config, tokenizer, tmp_path, problems, lambda *_: "\\boxed{2}")
+    assert (tmp_path / "samples.jsonl").read_text().startswith(before)
+    assert len(rows) == 6 and len(server.prompts) == 2 * 4  # two turns of each missing sample
+    rows, server = sample(config, tokenizer, tmp_path, problems, lambda *_: "\\boxed{2}")
+    assert len(rows) == 6 and server.prompts == []
+
+
+def test_what_sandbox_or_server_failed_is_never_wrong_and_tried_again(config, tokenizer, tmp_path):
+    from verl_ext.evaluation import evaluate, read_dump
+    from verl_ext.evaluation.servers import ServerFailure
+
+    def fails_for_two(text: str, seed: int) -> str:
+        if "2+1" in text:
+            raise ServerFailure("HTTP 503")
+        return "\\boxed{2}"
+
+    sandbox = FakeSandbox()
+    sandbox.fails = 1
+    problems = [problem(1), problem(2)]
+    rows, _ = sample(config, tokenizer, tmp_path, problems, fails_for_two, sandbox=sandbox, concurrency=1)
+    assert [rows[uid]["failure"] for uid in ("mine:1_0_0", "mine:1_1_0")] == ["sandbox_failure", None]
+    assert rows["mine:2_0_0"]["failure"] == "server_failure" and rows["mine:2_0_0"]["error"] == "HTTP 503"
+    assert rows["mine:1_0_0"]["acc"] is None and rows["mine:2_0_0"]["acc"] is None
+    figures = evaluate(read_dump(tmp_path / "samples.jsonl"), draws=10)["mine"]
+    assert figures.excluded == {"sandbox_failure": 1, "server_failure": 2, "unverified": 0}
+    assert figures.metrics["acc/mean@k"].value == 1.0
+
+    rows, server = sample(config, tokenizer, tmp_path, problems, lambda *_: "\\boxed{2}")
+    assert all(row["failure"] is None and row["acc"] == 1.0 for row in rows.values()) and len(rows) == 4
+    assert len(server.prompts) == 2 * 3
+    assert evaluate(read_dump(tmp_path / "samples.jsonl"), draws=10)["mine"].num_samples == 4
+
+
+def test_a_response_that_no_verifier_could_judge_is_judged_again_not_sampled_again(
+    config, tokenizer, tmp_path, monkeypatch
+):
+    from verl_ext.reward.score import Score
+    from verl_ext.reward.verifiers.mathematics import MathVerifier
+
+    async def unknown(self, *args):
+        return Score(None, "2", "unknown", "sympy timed out")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MathVerifier, "verify", unknown)
+        rows, _ = sample(config, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{2}", n=1)
+    (before,) = rows.values()
+    assert (before["failure"], before["acc"]) == ("unverified", None)
+
+    rows, server = sample(config, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{3}", n=1)
+    (row,) = rows.values()
+    assert server.prompts == [] and (row["failure"], row["acc"]) == (None, 1.0)
+    for name in ("input", "output", "model_spans", "tool_use", "finish_reason", "tool_calls"):
+        assert row[name] == before[name], name
+    assert "response_ids" not in row
+
+
+def test_a_world_that_is_down_stops_the_run(config, tokenizer, tmp_path):
+    from verl_ext.evaluation.sampling import GIVE_UP_AFTER, WorldIsDown
+
+    sandbox = FakeSandbox()
+    sandbox.fails = 1000
+    with pytest.raises(WorldIsDown, match=rf"last {GIVE_UP_AFTER} samples failed \(sandbox_failure\)"):
+        sample(config, tokenizer, tmp_path, [problem(1)], lambda *_: "", n=40, sandbox=sandbox, concurrency=1)
+    rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert len(rows) == GIVE_UP_AFTER and all(row["acc"] is None for row in rows)
+
+
+def test_failures_among_samples_that_end_well_do_not_stop_the_run(config, tokenizer, tmp_path):
+    from verl_ext.evaluation.sampling import GIVE_UP_AFTER
+
+    class EverySecond(FakeSandbox):
+        calls = 0
+
+        async def run(self, code: str, **limits: Any) -> Any:
+            self.calls += 1
+            self.fails = self.calls % 2
+            return await super().run(code, **limits)
+
+    number, sandbox = 2 * GIVE_UP_AFTER + 2, EverySecond()
+    rows, _ = sample(
+        config, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{2}", n=number, sandbox=sandbox, concurrency=1
+    )
+    assert sum(row["failure"] == "sandbox_failure" for row in rows.values()) == number // 2 > GIVE_UP_AFTER
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (problem(1, raw_prompt=[{"role": "user", "content": "1" * 100}]), "mine:1 has 1.. tokens, but data.max_prompt"),
+        (problem(1, agent_name="retool_xml"), "names the agent loop 'retool_xml'; there are retool, retool_code"),
+    ],
+)
+def test_what_cannot_be_rolled_out_is_said_before_anything_is(config, tokenizer, tmp_path, row, message):
+    with pytest.raises(DataError, match=message):
+        sample(config, tokenizer, tmp_path, [problem(0), row], lambda *_: "\\boxed{2}")
+    assert not (tmp_path / "samples.jsonl").exists()
+
+
+def test_a_response_that_the_server_has_no_room_for_is_said_before_anything_is(config, tokenizer, tmp_path):
+    from omegaconf import OmegaConf
+
+    longer = OmegaConf.merge(config, {"data": {"max_response_length": 250}})
+    with pytest.raises(DataError, match="250 of response, but the server's limit is 256.*--max-tokens"):
+        sample(longer, tokenizer, tmp_path, [problem(0)], lambda *_: "")
+
+
+def test_a_column_names_the_loop_of_a_sample(config, tokenizer, tmp_path):
+    rows, server = sample(
+        config, tokenizer, tmp_path, [problem(1, agent_name="retool_hermes")], lambda *_: "\\boxed{2}", n=1
+    )
+    assert server.params[0].get("stop") is None and rows["mine:1_0_0"]["tool_calls"] == 0.0

@@ -1,0 +1,89 @@
+"""The problems of an evaluation: AIME by name, or any file in verl's columns."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from verl_ext.data.problems import BUILT_IN, read_problems
+from verl_ext.data.rows import DataError, field, read_rows
+from verl_ext.data.text import PROMPTS, bare_problem
+
+NAMES = tuple(sorted(path.stem for path in BUILT_IN.glob("*.jsonl")))
+
+
+def read_sets(sources: Sequence[str], *, protocol: str, limit: int | None = None) -> list[dict[str, Any]]:
+    """Rows in verl's columns, with `uid` ("aime_2025:7"), `problem` (its bare text) and `raw_prompt` beside them.
+
+    Args:
+        sources: names of built-in sets, or paths of parquet or JSONL files in verl's columns.
+        protocol: "code" or "hermes", for the instructions around a built-in problem; a file has its own.
+        limit: takes so many problems of each set, its first.
+    Raises:
+        DataError: no such set, two of one name, or a row without prompt, data source or ground truth.
+    """
+    rows: list[dict[str, Any]] = []
+    names = [Path(source).stem for source in sources]
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise DataError(f"Two sets are called {sorted(repeated)[0]}. Rename a file: samples are kept by that name.")
+    for source, name in zip(sources, names, strict=True):
+        found = _built_in(source, protocol) if source in NAMES else _from_file(source)
+        found = found[:limit]
+        if not found:
+            raise DataError(f"{source} has no rows.")
+        rows += [row | {"uid": f"{name}:{index}", "index": index} for index, row in enumerate(found)]
+    return rows
+
+
+def fingerprint(rows: Sequence[dict[str, Any]]) -> str:
+    """SHA-256 of the rows: the same problems in the same order, wherever the file lies."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _built_in(name: str, protocol: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "data_source": name,
+            "raw_prompt": [{"role": "user", "content": PROMPTS[protocol].format(problem=problem.text)}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": problem.answer},
+            "extra_info": {"id": problem.id},
+            "problem": problem.text,
+        }
+        for problem in read_problems(str(BUILT_IN / f"{name}.jsonl"))
+    ]
+
+
+def _from_file(source: str) -> list[dict[str, Any]]:
+    if not Path(source).expanduser().exists():
+        raise DataError(f"{source} is neither a built-in set ({', '.join(NAMES)}) nor a file.")
+    rows = []
+    for where, row in read_rows(source):
+        try:
+            field(row, "data_source", where)
+            truth = field(row, "reward_model.ground_truth", where, object)
+            messages = field(row, "prompt", where, list)
+            for i in range(max(1, len(messages))):
+                field(row, f"prompt.{i}.role", where), field(row, f"prompt.{i}.content", where)
+            if truth is None:
+                raise DataError(f"{where}, column reward_model.ground_truth: it is empty.")
+        except DataError as error:
+            raise DataError(
+                f"{error} An evaluation needs verl's columns; data/prepare_jsonl.py makes them of problems and answers."
+            ) from None
+        users = [message["content"] for message in messages if message["role"] == "user"]
+        info = row.get("extra_info") or {}
+        rows.append(
+            row
+            | {
+                "raw_prompt": messages,
+                "extra_info": info,
+                "tools_kwargs": info.get("tools_kwargs") or {},  # as verl's data set does
+                "problem": bare_problem((users or [messages[-1]["content"]])[-1]),
+            }
+        )
+    return rows

@@ -1,0 +1,196 @@
+"""The result of an evaluation, from its folder: `result.json` for programs, `result.md` for people."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from verl_ext.agent_loop.tool_use import tool_metrics
+from verl_ext.estimators import Estimate
+from verl_ext.evaluation.figures import (
+    FAILURES,
+    Sample,
+    by_k,
+    compare,
+    comparison_tables,
+    evaluate,
+    evaluation_tables,
+    format_estimate,
+    is_shown,
+    latest_dump,
+    read_dump,
+    to_json,
+)
+from verl_ext.evaluation.store import SAMPLES, SETTINGS, flatten
+
+
+class NoSamples(ValueError):
+    """There is no file of samples, or nothing in it that could be judged."""
+
+
+def find_samples(path: Path) -> Path:
+    """The samples that a path means: a JSONL file, the folder of an evaluation, or of validation dumps (last step).
+
+    Raises:
+        NoSamples: neither.
+    """
+    if path.is_file():
+        return path
+    own = path / SAMPLES
+    found = own if own.is_file() else latest_dump(path) if path.is_dir() else None
+    if found is None:
+        raise NoSamples(
+            f"No samples at {path}. Expected the folder of an evaluation, a JSONL file of samples, or a "
+            "trainer.validation_data_dir with <step>.jsonl."
+        )
+    return found
+
+
+def make_result(
+    path: Path, *, compared_with: Path | None = None, draws: int = 10_000, seed: int = 0
+) -> tuple[dict[str, Any], str]:
+    """(result as plain JSON, result as Markdown) of the samples at `path`, see `find_samples`.
+
+    Args:
+        compared_with: other samples, which the differences are from: `path` minus these.
+        draws: bootstrap resamples.
+        seed: of the bootstrap.
+    Raises:
+        NoSamples: none were judged, or none of the same problems on both sides.
+        ValueError: a file has a row of another form; names the line.
+    """
+    settings = {"draws": draws, "seed": seed}
+    file = find_samples(path)
+    samples = _judged_somewhere(file)
+    about = _about(file)
+    figures = evaluate(samples, **settings)
+    curves = by_k(samples, **settings)
+    tools = _tools(file)
+    failed = Counter(sample.failure for sample in samples if sample.failure)
+    wanted = about.get("samples") or len(samples)
+    judged = len(samples) - failed.total()
+    result = about | {
+        "samples": {"file": str(file), "wanted": wanted, "judged": judged, "missing": wanted - len(samples)}
+        | {kind: failed[kind] for kind in FAILURES},
+        "figures": to_json(figures),
+        "by_k": {
+            group: {name: {k: _plain(each) for k, each in of_k.items()} for name, of_k in curve.items()}
+            for group, curve in curves.items()
+        },
+        "tools": tools,
+    }
+    blocks = [f"# {about.get('title') or file}"]
+    if judged < wanted:
+        counts = ", ".join(f"{kind} {failed[kind]}" for kind in FAILURES if failed[kind])
+        blocks.append(
+            f"**{wanted - judged} of {wanted} samples are not judged** (not taken {wanted - len(samples)}"
+            f"{'; ' + counts if counts else ''}). They are in no figure; the same command takes them."
+        )
+    accuracy, behaviour = evaluation_tables(figures)
+    shown = {group: curve for group, curve in curves.items() if is_shown(group, figures[group].data_sources)}
+    blocks += [markdown(accuracy), markdown(_curve_table(shown)), markdown(behaviour)]
+    if compared_with is not None:
+        comparison, block = _comparison(file, samples, find_samples(compared_with), settings)
+        result["comparison"] = comparison
+        blocks.append(block)
+    if tools:
+        blocks.append(markdown([["tool metric, all sets", "value"], *([k, f"{v:.4g}"] for k, v in tools.items())]))
+    if about:
+        blocks.append(_settings_table(about))
+    return result, "\n\n".join(blocks) + "\n"
+
+
+def write_result(folder: Path, result: Mapping[str, Any], text: str) -> None:
+    """Write `result.json` and `result.md`; each appears when it is complete."""
+    content = {"result.json": json.dumps(result, indent=1, allow_nan=False) + "\n", "result.md": text}
+    for name, value in content.items():
+        part = folder / f"{name}.part"
+        part.write_text(value, encoding="utf-8")
+        part.replace(folder / name)
+
+
+def markdown(table: list[list[str]]) -> str:
+    """Rows of cells, the first of them titles, as a Markdown table that is aligned as text, too."""
+    widths = [max(3, *map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        " | ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
+        for row in table
+    ]
+    rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])
+    return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
+
+
+def _judged_somewhere(file: Path) -> list[Sample]:
+    samples = read_dump(file)
+    if all(sample.failure for sample in samples):
+        kinds = dict(Counter(sample.failure for sample in samples)) or "it is empty"
+        raise NoSamples(f"No sample in {file} was judged: {kinds}. See the warnings of the evaluation.")
+    return samples
+
+
+def _about(file: Path) -> dict[str, Any]:
+    """What the evaluation has noted about itself; {} for a validation dump."""
+    noted = file.parent / SETTINGS
+    return json.loads(noted.read_text()) if file.name == SAMPLES and noted.is_file() else {}
+
+
+def _tools(file: Path) -> dict[str, float]:
+    """`tool_metrics` of the samples that were judged; {} for a validation dump, which has no `tool_use`."""
+    rows = {}
+    with open(file, encoding="utf-8") as lines:
+        for line in filter(str.strip, lines):
+            row = json.loads(line)
+            rows[row.get("uid")] = row
+    judged = [row for row in rows.values() if "tool_use" in row and not row.get("failure")]
+    return tool_metrics([row | {"reward_extra_info": row} for row in judged])
+
+
+def _comparison(
+    file: Path, samples: Sequence[Sample], other: Path, settings: Mapping[str, int]
+) -> tuple[dict[str, Any], str]:
+    before = _judged_somewhere(other)
+    difference = compare(before, samples, **settings)
+    if not difference:
+        raise NoSamples(
+            f"{file} and {other} have judged samples of no common problem. Problems are paired by data source and "
+            "text: compare evaluations of the same data."
+        )
+    sides = evaluate(before, **settings), evaluate(samples, **settings)
+    then, now = (flatten(_about(each).get("settings") or {}) for each in (other, file))
+    differing = {key: [then.get(key), now.get(key)] for key in then | now if then.get(key) != now.get(key)}
+    notes = [f"- {key}: {old!r} -> {new!r}" for key, (old, new) in differing.items()]
+    block = [f"## Compared with {other} (before)", *map(markdown, comparison_tables(*sides, difference))]
+    if unmatched := sum(each.num_unmatched for name, each in difference.items() if not _is_pooled(name, difference)):
+        block.append(f"{unmatched} problems have judged samples on one side only: not in the difference.")
+    if notes:
+        block.append("Settings that differ:\n" + "\n".join(notes))
+    return {
+        "with": str(other),
+        "before": to_json(sides[0]),
+        "difference": to_json(difference),
+        "settings": differing,
+    }, "\n\n".join(block)
+
+
+def _is_pooled(name: str, difference: Mapping[str, Any]) -> bool:
+    return name not in difference[name].data_sources
+
+
+def _settings_table(about: Mapping[str, Any]) -> str:
+    rows = [["setting", "value"], *([key, f"`{value}`"] for key, value in flatten(about["settings"]).items())]
+    rows += [[key, f"`{about[key]}`"] for key in ("model", "server", "config", "overrides", "sandbox") if key in about]
+    return markdown(rows)
+
+
+def _curve_table(curves: Mapping[str, Mapping[str, Mapping[int, Estimate | None]]]) -> list[list[str]]:
+    return [["acc by k, 95% interval", "k", "pass@k", "maj@k"]] + [
+        [group, str(k), format_estimate(curve["pass@k"][k]), format_estimate(curve["maj@k"][k])]
+        for group, curve in curves.items()
+        for k in curve["pass@k"]
+    ]
+
+
+def _plain(estimate: Estimate | None) -> dict[str, float] | None:
+    return None if estimate is None else asdict(estimate)

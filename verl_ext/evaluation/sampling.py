@@ -1,0 +1,226 @@
+"""Samples of an evaluation: the agent loop of training on every problem, n times, scored by the reward manager.
+
+What the world fails (sandbox, server, verifier) is a row of its own kind: in no figure, and tried again by the next
+start. Everything here runs in one event loop.
+"""
+
+import asyncio
+import functools
+import hashlib
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase
+from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
+from verl.tools.tool_registry import load_all_tools
+
+from verl_ext.agent_loop.tool_loop import RetoolAgentLoop
+from verl_ext.data.rows import DataError, progress_bar
+from verl_ext.evaluation.figures import NUMBERS, TEXTS
+from verl_ext.evaluation.servers import Server, ServerFailure
+from verl_ext.evaluation.store import Store
+from verl_ext.reward.manager import RetoolRewardManager
+
+logger = logging.getLogger(__name__)
+
+REPO = Path(__file__).resolve().parents[2]
+GIVE_UP_AFTER = 16  # samples in a row that sandbox or server failed
+
+
+class WorldIsDown(RuntimeError):
+    """Sandbox or server failed one sample after the other."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One sample to take: a problem and its number among the problem's n."""
+
+    row: dict[str, Any]
+    number: int
+    seed: int
+
+    @property
+    def uid(self) -> str:
+        """As verl's dumps name a sample: prompt, session, output."""
+        return f"{self.row['uid']}_{self.number}_0"
+
+
+def make_tasks(rows: Sequence[dict[str, Any]], n: int, seed: int) -> list[Task]:
+    """First one sample of every problem, then the second, ...: so that what is there early is of all problems."""
+    return [Task(row, number, _sample_seed(seed, row["uid"], number)) for number in range(n) for row in rows]
+
+
+def pending(tasks: Sequence[Task], there: Mapping[str, Mapping[str, Any]]) -> list[Task]:
+    """Those without a row that was judged."""
+    return [task for task in tasks if task.uid not in there or there[task.uid]["failure"]]
+
+
+class Sampler:
+    """Rolls out and scores samples as training does.
+
+    Args:
+        config: of a run, with `retool`, `data`, `reward` and `actor_rollout_ref.rollout`; sampling settings are its
+            `val_kwargs`.
+        hf_model_type: `model_type` of the model's config.json; None takes verl's default way to build a prompt.
+    """
+
+    def __init__(
+        self, config: DictConfig, tokenizer: PreTrainedTokenizerBase, server: Server, hf_model_type: str | None = None
+    ):
+        rollout = config.actor_rollout_ref.rollout
+        self._tokenizer, self._server = tokenizer, server
+        self._max_prompt_length, self._max_response_length = rollout.prompt_length, rollout.response_length
+        self._params = {name: rollout.val_kwargs[name] for name in ("temperature", "top_p", "top_k")}
+        config = OmegaConf.merge(config, {"actor_rollout_ref": {"rollout": {"prompt_length": sys.maxsize}}})
+        files = [rollout.multi_turn.get(name) for name in ("tool_config_path", "function_tool_path")]
+        tools = load_all_tools(*(str(REPO / file) if file else None for file in files))
+        self._default_loop = rollout.agent.default_agent_loop
+        self._protocols = {
+            each.name: each.get("protocol") for each in OmegaConf.load(REPO / rollout.agent.agent_loop_config_path)
+        }
+        self._make_loop = functools.partial(
+            RetoolAgentLoop,
+            trainer_config=DictConfigWrap(config),
+            server_manager=server,
+            tokenizer=tokenizer,
+            processor=None,
+            dataset_cls=None,
+            data_config=DictConfigWrap(config.data),
+            hf_model_type=hf_model_type,
+            tools=ToolListWrap(tools),
+        )
+        self._loops: dict[str, RetoolAgentLoop] = {}
+        self._reward = RetoolRewardManager(config, tokenizer)
+        self._failed_in_a_row: list[str] = []
+
+    async def aclose(self) -> None:
+        """Close the connections to the sandbox."""
+        for loop in self._loops.values():
+            await loop.tools.sandbox.aclose()
+
+    async def check_prompts(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Look for what could not be rolled out, before anything is.
+
+        Raises:
+            DataError: a prompt is longer than `data.max_prompt_length`, or leaves too little of the server's context.
+        """
+        for row in rows:
+            loop = self._loop(row)
+            schemas = loop.tools.select(row["extra_info"].get("tool_selection"))
+            ids = await loop.ct_build_initial_tokens(row["raw_prompt"], tools=loop.protocol.schemas(schemas))
+            if len(ids) > self._max_prompt_length:
+                raise DataError(
+                    f"The prompt of {row['uid']} has {len(ids)} tokens, but data.max_prompt_length is "
+                    f"{self._max_prompt_length}. Raise it, or leave the problem out."
+                )
+            limit = self._server.max_model_len
+            if limit and len(ids) + self._max_response_length > limit:
+                raise DataError(
+                    f"{row['uid']} needs {len(ids)} tokens of prompt and {self._max_response_length} of response, but "
+                    f"the server's limit is {limit}. Lower --max-tokens, or raise the limit (max_model_len)."
+                )
+
+    async def run(self, tasks: Sequence[Task], store: Store, *, concurrency: int) -> None:
+        """Take those samples that `store` has no judged row of, and append each as it ends.
+
+        Raises:
+            WorldIsDown: see there; what is done is kept.
+        """
+        there = store.rows()
+        todo = pending(tasks, there)
+        waiting, accs, failed = iter(todo), [], 0
+        with progress_bar(total=len(tasks), initial=len(tasks) - len(todo), desc="samples", delay=0) as progress:
+
+            async def work() -> None:
+                nonlocal failed
+                for task in waiting:
+                    row = await self.take(task, there.get(task.uid))
+                    store.add(row)
+                    if row["failure"]:
+                        failed += 1
+                    else:
+                        accs.append(row["acc"])
+                    shown = {"acc": f"{sum(accs) / len(accs):.3f}"} if accs else {}
+                    progress.set_postfix(shown | ({"failed": failed} if failed else {}), refresh=False)
+                    progress.update()
+                    self._check_world(row)
+
+            workers = [asyncio.ensure_future(work()) for _ in range(min(concurrency, len(todo)))]
+            try:
+                await asyncio.gather(*workers)
+            finally:
+                for worker in workers:
+                    worker.cancel()
+                await asyncio.gather(*workers, return_exceptions=True)
+
+    async def take(self, task: Task, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """One sample as a row of `samples.jsonl`.
+
+        Args:
+            before: an earlier attempt's row. A response that no verifier could judge is judged again, not sampled
+                again: what is hard to verify must not be drawn until it is easy.
+        """
+        started = time.perf_counter()
+        columns = task.row | {"session_id": task.number, "global_steps": 0}
+        if before and before["failure"] == "unverified":
+            ids, fields, prompt = before["response_ids"], before, before["input"]
+        else:
+            try:
+                output = await self._loop(task.row).run(self._params | {"seed": task.seed}, **columns)
+            except ServerFailure as error:
+                logger.warning("%s: %s", task.uid, error)
+                kind = "server_failure"
+                return _row(task, finish_reason=kind, failure=kind, error=str(error))
+            ids, fields = output.response_ids, output.extra_fields
+            prompt = self._tokenizer.decode(output.prompt_ids, skip_special_tokens=True)
+        scored = await self._reward.score_rollout(ids, columns | {"tool_extra_fields": fields})
+        info = scored["reward_extra_info"]
+        failure = "sandbox_failure" if info["sandbox_failure"] else "unverified" if info["unverified"] else None
+        return _row(
+            task,
+            input=prompt,
+            output=self._tokenizer.decode(ids, skip_special_tokens=True),
+            failure=failure,
+            **info | {"score": scored["reward_score"]} | ({"acc": None} if failure else {}),
+            seconds=round(time.perf_counter() - started, 3),
+            model_spans=fields["model_spans"],
+            tool_use=fields["tool_use"],
+            **{"response_ids": ids} if failure == "unverified" else {},
+        )
+
+    def _loop(self, row: Mapping[str, Any]) -> RetoolAgentLoop:
+        name = row.get("agent_name") or self._default_loop
+        if name not in self._protocols:
+            raise DataError(f"{row['uid']} names the agent loop {name!r}; there are {', '.join(self._protocols)}.")
+        if name not in self._loops:
+            self._loops[name] = self._make_loop(protocol=self._protocols[name])
+        return self._loops[name]
+
+    def _check_world(self, row: Mapping[str, Any]) -> None:
+        if row["failure"] in (None, "unverified"):
+            self._failed_in_a_row.clear()
+            return
+        self._failed_in_a_row.append(row["failure"])
+        if len(self._failed_in_a_row) >= GIVE_UP_AFTER:
+            raise WorldIsDown(
+                f"The last {GIVE_UP_AFTER} samples failed ({', '.join(sorted(set(self._failed_in_a_row)))}): "
+                f"{row.get('error') or 'the sandbox does not answer; the warnings above say more'}"
+            )
+
+
+def _sample_seed(seed: int, uid: str, number: int) -> int:
+    digest = hashlib.blake2b(f"{seed}/{uid}/{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1  # a signed 64-bit integer, as servers take it
+
+
+def _row(task: Task, **values: Any) -> dict[str, Any]:
+    """A row with the keys that `figures.read_dump` asks for; what `values` lacks is empty."""
+    row = dict.fromkeys(TEXTS, "") | dict.fromkeys(NUMBERS, 0.0) | {"acc": None} | values
+    row |= {"uid": task.uid, "data_source": task.row["data_source"], "gts": task.row["reward_model"]["ground_truth"]}
+    return row | {"problem": task.row["problem"], "seed": task.seed}

@@ -1,0 +1,268 @@
+"""What the agent loop generates with in an evaluation: vLLM in this process, or an OpenAI-compatible server.
+
+Both stand where verl's `LLMServerClient` stands in training: `generate` takes and gives token ids.
+"""
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+from uuid import uuid4
+
+import aiohttp
+import torch
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase
+from verl.workers.rollout.replica import TokenOutput
+
+from verl_ext.agent_loop.code_protocol import CODE_START
+
+MAX_BACKOFF_S = 30.0
+# Of `sampling_params`, what every server is told, so that no generation_config.json decides in its place.
+NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}
+_PROBE = "<code>\nprint(1 + 1)\n</code>\n<interpreter>\n2\n</interpreter>\n\\boxed{2}"
+
+
+class ServerFailure(RuntimeError):
+    """The server did not answer, however often it was asked: the world's failure, not the model's."""
+
+
+class ServerRefused(RuntimeError):
+    """The server takes requests but not this one: a wrong model, key, tokenizer or length. Asking again is no use."""
+
+
+class TooFewGpus(ValueError):
+    """The config spreads the model over more GPUs than this machine has."""
+
+
+class Server(Protocol):
+    interface: str  # how it is talked to, for the result
+    max_model_len: int | None  # tokens, prompt and response; None where the server does not say
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], priority: int = 0
+    ) -> TokenOutput: ...
+
+    async def aclose(self) -> None: ...
+
+
+def turn_seed(seed: int, prompt_ids: Sequence[int]) -> int:
+    """The seed of one turn: another one for each turn of a sample, as its prompt grows."""
+    return (seed + len(prompt_ids)) % 2**63
+
+
+class VllmServer:
+    """vLLM's asynchronous engine on a Hugging Face folder, with the engine settings of `rollout`.
+
+    Left out are those of training: weight transfer, sleeping, dummy weights.
+
+    Raises:
+        TooFewGpus: `rollout` wants more than there are.
+    """
+
+    interface = "vLLM in this process, token ids in, token ids out"
+
+    def __init__(self, model: Path, rollout: DictConfig, *, trust_remote_code: bool = False):
+        devices, wanted = torch.cuda.device_count(), rollout.tensor_model_parallel_size * rollout.data_parallel_size
+        if wanted > max(devices, 1):
+            raise TooFewGpus(
+                f"actor_rollout_ref.rollout.tensor_model_parallel_size x data_parallel_size is {wanted}, but there are "
+                f"{devices} GPUs here. Lower them; on a CPU, take +hardware=cpu."
+            )
+        self.max_model_len = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+        batched = rollout.max_num_batched_tokens
+        own = OmegaConf.to_container(OmegaConf.select(rollout, "engine_kwargs.vllm") or OmegaConf.create())
+        own.pop("worker_extension_cls", None)  # loads weights that a trainer sends
+        self._settings = {
+            "model": str(model),
+            "trust_remote_code": trust_remote_code,
+            "max_model_len": self.max_model_len,
+            "dtype": rollout.dtype,
+            "tensor_parallel_size": rollout.tensor_model_parallel_size,
+            "data_parallel_size": rollout.data_parallel_size,
+            "gpu_memory_utilization": rollout.gpu_memory_utilization,
+            "max_num_seqs": rollout.max_num_seqs,
+            "max_num_batched_tokens": batched if rollout.enable_chunked_prefill else max(batched, self.max_model_len),
+            "enable_chunked_prefill": rollout.enable_chunked_prefill,
+            "enable_prefix_caching": rollout.enable_prefix_caching,
+            "enforce_eager": rollout.enforce_eager,
+            "quantization": rollout.get("quantization"),
+            "disable_log_stats": True,
+            **{name: value for name, value in own.items() if value is not None},
+        }
+        self._engine = None
+
+    def start(self) -> None:
+        """Load the weights; within the event loop that `generate` runs in."""
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._settings))
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], priority: int = 0
+    ) -> TokenOutput:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        params = NEUTRAL | sampling_params
+        params["seed"] = turn_seed(params["seed"], prompt_ids)
+        try:
+            prompt = TokensPrompt(prompt_token_ids=prompt_ids)
+            outputs = self._engine.generate(prompt, SamplingParams(**params), request_id=uuid4().hex)
+            final = [output async for output in outputs][-1]  # the only one, as `output_kind` asks
+        except EngineDeadError as error:
+            raise ServerFailure(f"vLLM's engine died: {error}") from error
+        if not final.outputs or final.outputs[0].finish_reason == "abort":
+            raise ServerFailure("vLLM's engine aborted the request")
+        return TokenOutput(token_ids=list(final.outputs[0].token_ids), stop_reason="completed", extra_fields={})
+
+    async def aclose(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+
+
+class OpenAiServer:
+    """An OpenAI-compatible server's `/v1/completions`, by token ids where it can, else by text; see `connect`.
+
+    Where it answers with text, that is tokenised here: the tokens may be others than those that the model sampled. A
+    stop string that the server cut off is written again if it says that it stopped there, or if a `<code>` is open.
+
+    Args:
+        url: such as "http://127.0.0.1:8000/v1".
+        model: as the server names it; "" takes the first of its `/models`.
+        timeout_s: of one request, waiting in the server's queue included.
+        max_attempts: requests per turn; only the world's errors are tried again (connection, 408, 429, 5xx).
+        backoff_s: pause before the second attempt; doubles each time.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str = "",
+        api_key: str = "",
+        timeout_s: float = 3600.0,
+        max_attempts: int = 4,
+        backoff_s: float = 1.0,
+    ):
+        self.url, self.model = url.rstrip("/"), model
+        self.root: str | None = None  # the folder or name of the weights, where the server says
+        self.max_model_len: int | None = None
+        self.interface = ""
+        self._ids_in = self._ids_out = True
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._max_attempts, self._backoff_s = max_attempts, backoff_s
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+        )
+
+    async def find_model(self) -> None:
+        """Ask the server what it serves; sets `model`, `root` and `max_model_len`.
+
+        Raises:
+            ServerRefused: it does not serve `model`.
+            ServerFailure: it does not answer.
+        """
+        served = (await self._request("GET", "/models"))["data"]
+        chosen = next((each for each in served if self.model in ("", each["id"])), None)
+        if chosen is None:
+            names = ", ".join(each["id"] for each in served)
+            raise ServerRefused(f"{self.url} does not serve {self.model!r}; it serves {names}. Give one of those.")
+        self.model, self.root, self.max_model_len = chosen["id"], chosen.get("root"), chosen.get("max_model_len")
+
+    async def connect(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Find out what the server can, after `find_model`; sets `interface`.
+
+        Raises:
+            ServerRefused: it refuses every form of request, or tokenises otherwise than `tokenizer` does.
+            ServerFailure: it does not answer.
+        """
+        self._tokenizer = tokenizer
+        ids = tokenizer.encode(_PROBE, add_special_tokens=False)
+        request = {"model": self.model, "prompt": ids, "max_tokens": 1, "temperature": 0}
+        try:
+            answer = await self._choice(request | {"return_token_ids": True})
+        except ServerRefused:  # an unknown field, to a strict server
+            answer = {}
+        self._ids_out = bool(answer.get("token_ids"))
+        if not self._ids_out:
+            try:
+                await self._choice(request)
+            except ServerRefused:
+                self._ids_in = False
+                await self._choice(request | {"prompt": _PROBE})
+        self.interface = (
+            f"/v1/completions, {'token ids' if self._ids_in else 'text'} in, "
+            f"{'token ids' if self._ids_out else 'text (tokenised again here)'} out"
+        )
+        if self._ids_out:
+            text = {"prompt": _PROBE, "add_special_tokens": False, "return_token_ids": True}
+            theirs = (await self._choice(request | text)).get("prompt_token_ids")
+            if theirs != ids:
+                raise ServerRefused(
+                    f"{self.url} tokenises {_PROBE[:24]!r}... as {(theirs or [])[:8]}..., the tokenizer here as "
+                    f"{ids[:8]}... Give the folder of the served model with --tokenizer."
+                )
+
+    async def generate(
+        self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], priority: int = 0
+    ) -> TokenOutput:
+        params = {name: value for name, value in sampling_params.items() if name not in ("output_kind", "logprobs")}
+        params["seed"] = turn_seed(params["seed"], prompt_ids)
+        request = {"model": self.model, "prompt": prompt_ids if self._ids_in else self._tokenizer.decode(prompt_ids)}
+        if self._ids_out:
+            choice = await self._choice(request | NEUTRAL | params | {"return_token_ids": True})
+            return TokenOutput(token_ids=choice["token_ids"], stop_reason="completed", extra_fields={})
+        for name in ("stop_token_ids", "include_stop_str_in_output"):  # vLLM's
+            params.pop(name, None)
+        if params.get("top_k", -1) <= 0:
+            params.pop("top_k", None)
+        choice = await self._choice(request | params)
+        ids = self._ids_of(choice, params.get("stop") or [])[: params["max_tokens"]]
+        return TokenOutput(token_ids=ids, stop_reason="completed", extra_fields={})
+
+    def _ids_of(self, choice: Mapping[str, Any], stops: Sequence[str]) -> list[int]:
+        """The tokens of an answer in text, with what ended it: the stop string, or the end token."""
+        text = choice["text"]
+        if choice.get("finish_reason") != "stop" or text.endswith(tuple(stops) or "\0"):
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        told = next((name for name in ("stop_reason", "matched_stop") if name in choice), None)  # vLLM's, SGLang's
+        for stop in stops:
+            if choice[told] == stop if told else text.rfind(CODE_START) > text.rfind(stop):
+                return self._tokenizer.encode(text + stop, add_special_tokens=False)
+        return [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
+
+    async def _choice(self, request: dict[str, Any]) -> dict[str, Any]:
+        return (await self._request("POST", "/completions", request))["choices"][0]
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        url, problem = self.url + path, ""
+        for attempt in range(self._max_attempts):
+            if attempt:
+                pause_s = min(self._backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S)
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
+            try:
+                async with self._http.request(method, url, json=body) as response:
+                    if response.status == 200:
+                        answer = await response.json(content_type=None)
+                        if isinstance(answer, dict) and ("choices" in answer or "data" in answer):
+                            return answer
+                        problem = f"answered {str(answer)[:200]!r}"
+                        continue
+                    text = (await response.text(errors="replace"))[:500]
+                    if response.status < 500 and response.status not in (408, 429):
+                        raise ServerRefused(f"{url} refused the request with HTTP {response.status}: {text}")
+                    problem = f"HTTP {response.status}: {text}"
+            except TimeoutError:
+                problem = f"no answer within {self._http.timeout.total:g} s"
+            except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: what is no JSON
+                problem = repr(error)
+        raise ServerFailure(f"{url} failed {self._max_attempts} times, the last time: {problem}")
+
+    async def aclose(self) -> None:
+        await self._http.close()

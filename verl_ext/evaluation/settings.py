@@ -1,0 +1,98 @@
+"""The settings of an evaluation: a run's YAML, and of it what a sample depends on."""
+
+import hashlib
+import importlib.util
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_ext.evaluation.problems import fingerprint
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+_FINGERPRINT_BYTES = 2**20  # of each end of a file
+_MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
+# Of `retool`, what no sample depends on.
+_ADDRESSES = ("urls", "max_concurrency", "max_calls_per_s", "queue_timeout_s")
+
+
+class ConfigError(ValueError):
+    """There is no such YAML, it is not one of a run with tools, or it does not admit an override."""
+
+
+def load_config(config: str, overrides: Sequence[str]) -> DictConfig:
+    """A run's YAML, by name in configs/ or by path (a run's hydra/config.yaml), as its launcher would compose it.
+
+    Raises:
+        ConfigError: see there.
+    """
+    file = Path(config).resolve() if config.endswith(".yaml") else CONFIGS / f"{config}.yaml"
+    if not file.is_file():
+        names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*_dapo*.yaml")))
+        raise ConfigError(f"{file} does not exist. Expected the path of a YAML, or one of {names}.")
+    verl = importlib.util.find_spec("verl").submodule_search_locations[0]
+    search_path = f"hydra.searchpath=[file://{CONFIGS},file://{verl}/trainer/config]"
+    try:
+        with initialize_config_dir(str(file.parent), version_base=None):
+            composed = compose(file.stem, overrides=[search_path, *overrides])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ConfigError(f"{file}: {error}") from error
+    if "retool" not in composed or "actor_rollout_ref" not in composed:
+        raise ConfigError(f"{file} has no sections `retool` and `actor_rollout_ref`: it is of no RL run with tools.")
+    return composed
+
+
+def sample_settings(
+    config: DictConfig, rows: Sequence[Mapping[str, Any]], *, seed: int, model: Mapping[str, Any], interface: str
+) -> dict[str, Any]:
+    """What the samples depend on, as plain JSON: with other settings an evaluation does not go on.
+
+    Args:
+        rows: of `problems.read_sets`.
+        model: what tells its weights from others.
+        interface: of the server.
+    """
+    rollout, retool = config.actor_rollout_ref.rollout, OmegaConf.to_container(config.retool, resolve=True)
+    retool.pop("trajectory_log", None)
+    retool["sandbox"] = {name: value for name, value in retool["sandbox"].items() if name not in _ADDRESSES}
+    sets: dict[str, list] = {}
+    for row in rows:
+        sets.setdefault(row["uid"].rpartition(":")[0], []).append(row)
+    return {
+        "model": dict(model),
+        "interface": interface,
+        "data": {name: {"problems": len(each), "sha256": fingerprint(each)} for name, each in sets.items()},
+        "n": rollout.val_kwargs.n,  # samples of a problem
+        "seed": seed,
+        **{name: rollout.val_kwargs[name] for name in ("temperature", "top_p", "top_k")},
+        "max_prompt_length": rollout.prompt_length,  # tokens
+        "max_response_length": rollout.response_length,  # tokens, of all turns and what tools say
+        "agent_loop": rollout.agent.default_agent_loop,
+        "max_parallel_calls": rollout.multi_turn.max_parallel_calls,
+        "tool_config_path": rollout.multi_turn.tool_config_path,
+        "chat_template_kwargs": _plain(config.data, "apply_chat_template_kwargs") or {},
+        "verifiers": _plain(config.reward, "reward_kwargs.verifiers"),
+        "retool": retool,
+    }
+
+
+def model_fingerprint(folder: Path) -> str:
+    """SHA-256 of names and sizes of a model's files and of their ends: training changes all of the weights."""
+    digest = hashlib.sha256()
+    for file in sorted(path for path in folder.iterdir() if path.is_file() and path.suffix in _MODEL_SUFFIXES):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size} ".encode())
+        with open(file, "rb") as content:
+            digest.update(content.read(_FINGERPRINT_BYTES))
+            content.seek(max(0, size - _FINGERPRINT_BYTES))
+            digest.update(content.read())
+    return digest.hexdigest()
+
+
+def _plain(config: DictConfig, key: str) -> Any:
+    value = OmegaConf.select(config, key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value

@@ -1,0 +1,81 @@
+"""The folder of an evaluation: its settings, and every sample as it ended.
+
+`samples.jsonl` has the keys of verl's validation dumps and more, a row per attempt: of one `uid` the last counts.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+SAMPLES, SETTINGS = "samples.jsonl", "settings.json"
+
+
+class OtherSettings(ValueError):
+    """The folder holds samples that were taken with other settings."""
+
+
+class Store:
+    """Appends rows, and reads what an earlier start has left.
+
+    Args:
+        folder: made if it is not there.
+        settings: what the samples depend on; plain JSON.
+        about: what the samples do not depend on, such as addresses and versions, for a reader.
+    Raises:
+        OtherSettings: samples of other settings are there; names what differs.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], about: Mapping[str, Any]):
+        self.folder, self.samples = folder, folder / SAMPLES
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / SETTINGS
+        if self.samples.exists() and self.samples.stat().st_size:
+            if not path.exists():
+                raise OtherSettings(
+                    f"{folder} has {SAMPLES}, but no {SETTINGS} that says how they were taken. Delete it."
+                )
+            there, now = (flatten(each) for each in (json.loads(path.read_text())["settings"], settings))
+            changed = [key for key in there | now if there.get(key) != now.get(key)]
+            if changed:
+                lines = "".join(f"  {key}: there {there.get(key)!r}, now {now.get(key)!r}\n" for key in changed)
+                raise OtherSettings(
+                    f"{folder} holds samples of other settings:\n{lines}"
+                    "Use the same settings to go on, another folder (--out) to start anew, or delete this one."
+                )
+        path.write_text(json.dumps({"settings": settings, **about}, indent=1) + "\n")
+        self._drop_torn_line()
+        self._sink = open(self.samples, "a", encoding="utf-8")
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        """The last row of each `uid`."""
+        with open(self.samples, encoding="utf-8") as lines:
+            return {row["uid"]: row for row in map(json.loads, lines)}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        self._sink.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._sink.flush()
+
+    def close(self) -> None:
+        self._sink.close()
+
+    def _drop_torn_line(self) -> None:
+        """Cut off what a killed process has left of its last line."""
+        if not self.samples.exists():
+            return
+        with open(self.samples, "r+b") as file:
+            content = file.read()
+            file.truncate(content.rfind(b"\n") + 1)
+
+
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted key -> value; a list is a value."""
+    return dict(_leaves(tree, ""))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
