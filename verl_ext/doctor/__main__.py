@@ -65,7 +65,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         (machine.topic, lambda: machine.check_limits(run, here)),
         (machine.topic, lambda: machine.check_ray(run, here)),
         (data.topic, lambda: data.check_files(run)),
-        (memory.topic, lambda: memory.check_memory(run, here)),
+        (memory.topic, lambda: memory.check_memory(run, here, args.gpu_gib)),
         (checkpoints.topic, lambda: checkpoints.check_steps(run)),
         (checkpoints.topic, lambda: checkpoints.check_disk(run)),
         (checkpoints.topic, lambda: checkpoints.check_resume(run)),
@@ -130,6 +130,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print all findings as one JSON object")
     parser.add_argument("--nnodes", type=int, help="of an SFT run, as for torchrun; RL has it in its YAML")
     parser.add_argument("--nproc-per-node", type=int, help="GPUs of a node of an SFT run, as for torchrun")
+    parser.add_argument("--gpu-gib", type=float, help="estimate for GPUs of so much memory, not for this machine's")
     parser.add_argument("--load-seconds", type=float, default=5.0, help="of the sandbox's load test; default: 5")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, as for the launcher")
     return parser.parse_args(argv)

@@ -23,9 +23,8 @@ def check_batch(run: Run) -> Iterator[Finding]:
     else:
         batch = run.get("data.train_batch_size")
         yield topic.ok(
-            f"{batch} traces a step on {run.gpus} GPU(s): {run.data_parallel} data-parallel x {run.ulysses} "
-            f"that share a "
-            f"sequence, {batch // run.data_parallel} traces for each"
+            f"{batch} traces a step on {run.gpus} GPU(s): {run.data_parallel} data-parallel x {run.ulysses} that share "
+            f"a sequence, {batch // run.data_parallel} traces for each"
         )
 
 
@@ -80,15 +79,9 @@ def _check_rl(run: Run) -> Iterator[Finding]:
             f"Set it to {longest}, or to null.",
         )
     response, reply = run.get("data.max_response_length"), run.get("retool.max_tool_response_tokens", 0)
-    calls = run.get("retool.max_tool_calls", 0)
     if reply >= response:
         yield topic.fail(
             f"retool.max_tool_response_tokens={reply} leaves nothing of a response of {response} tokens", "Lower it."
-        )
-    elif reply * calls > response:
-        yield topic.warn(
-            f"{calls} tool outputs of {reply} tokens ({reply * calls}) would fill a response of {response}",
-            "Lower retool.max_tool_response_tokens or max_tool_calls.",
         )
     buffer = run.get("reward.reward_kwargs.overlong_buffer_cfg", {})
     limit = run.get("reward.reward_kwargs.max_resp_len", response)
@@ -164,8 +157,7 @@ def _check_heads(run: Run) -> Iterator[Finding]:
     if shape.heads % run.ulysses or (shape.kv_heads % run.ulysses and run.ulysses % shape.kv_heads):
         yield topic.fail(
             f"{shape.heads} heads and {shape.kv_heads} key-value heads do not divide among "
-            f"ulysses_sequence_parallel_size="
-            f"{run.ulysses}",
+            f"ulysses_sequence_parallel_size={run.ulysses}",
             "Take a divisor of both.",
         )
     tensor_parallel = run.get("actor_rollout_ref.rollout.tensor_model_parallel_size", 1) if run.is_rl else 1

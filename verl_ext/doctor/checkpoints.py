@@ -7,7 +7,7 @@ from pathlib import Path
 
 from verl_ext.doctor.finding import Finding, Topic
 from verl_ext.doctor.memory import estimate
-from verl_ext.doctor.run import GIB, Run
+from verl_ext.doctor.run import Run, size
 
 topic = Topic("checkpoints")
 TRACKER = "latest_checkpointed_iteration.txt"  # verl/utils/checkpoint/checkpoint_manager.py:255 (0.9.1)
@@ -51,17 +51,16 @@ def check_steps(run: Run) -> Iterator[Finding]:
         return
     if epoch == 0:
         yield topic.fail(
-            f"{count_rows(run.files('train'))} rows are less than a batch of "
-            f"{run.get('data.train_batch_size')}: no step",
+            f"{count_rows(run.files('train'))} rows are less than a batch of {run.get('data.train_batch_size')}: no "
+            "step",
             "Lower data.train_batch_size, or add data.",
         )
         return
     epochs = run.get("trainer.total_epochs", 1)
     if total > epoch * epochs:
         yield topic.warn(
-            f"trainer.total_training_steps={total}, but {epochs} epoch(s) of {epoch} steps end at "
-            f"{epoch * epochs}, and a "
-            "learning-rate schedule would not reach its end",
+            f"trainer.total_training_steps={total}, but {epochs} epoch(s) of {epoch} steps end at {epoch * epochs}, "
+            "and a learning-rate schedule would not reach its end",
             f"Set trainer.total_epochs to {-(-total // epoch)}, or lower the steps.",
         )
     save_freq = run.get("trainer.save_freq", -1)
@@ -86,7 +85,7 @@ def check_disk(run: Run) -> Iterator[Finding]:
         shape = None
     save_freq, total = run.get("trainer.save_freq", -1), total_steps(run)
     if shape is None or not save_freq or isinstance(save_freq, str) or save_freq < 0:
-        yield topic.ok(f"{free / GIB:.0f} GiB are free in {existing}")
+        yield topic.ok(f"{size(free)} are free in {existing}")
         return
     memory = estimate(run, shape)
     one = memory.checkpoint
@@ -94,10 +93,7 @@ def check_disk(run: Run) -> Iterator[Finding]:
     kept = run.get("trainer.max_actor_ckpt_to_keep" if run.is_rl else "trainer.max_ckpt_to_keep")
     number = kept if kept is not None else (None if total is None else -(-total // save_freq))
     logs = _log_bytes(run)
-    text = (
-        f"a checkpoint takes {one / GIB:,.2f} GiB ({memory.terms['checkpoint']}); {free / GIB:,.0f} GiB are "
-        f"free in {existing}"
-    )
+    text = f"a checkpoint takes {size(one)} ({memory.terms['checkpoint']}); {size(free)} are free in {existing}"
     if free < one:
         yield topic.fail(text, "Free some, or set trainer.default_local_dir (OUTPUT_DIR) to a larger disk.")
         return
@@ -106,7 +102,7 @@ def check_disk(run: Run) -> Iterator[Finding]:
         return
     need = max(0, number - there) * one + logs
     which = f"the last {number} are kept" if kept is not None else f"all {number} are kept (every {save_freq} steps)"
-    text += f"; {which}, {need / GIB:,.1f} GiB with the trajectory logs"
+    text += f"; {which}, {size(need)} with the trajectory logs"
     if need > free:
         fits = int((free - logs) // one)
         key = "max_actor_ckpt_to_keep" if run.is_rl else "max_ckpt_to_keep"
@@ -134,9 +130,8 @@ def check_resume(run: Run) -> Iterator[Finding]:
     elif mode == "disable":
         if steps:
             yield topic.warn(
-                f"trainer.resume_mode=disable, and {folder} holds checkpoints up to step {steps[-1]}, which the "
-                f"run would "
-                "mix with its own",
+                f"trainer.resume_mode=disable, and {folder} holds checkpoints up to step {steps[-1]}, which the run "
+                "would mix with its own",
                 "Give it a folder of its own: trainer.default_local_dir (OUTPUT_DIR).",
             )
         else:
@@ -160,10 +155,9 @@ def _check_latest(run: Run, folder: Path, steps: list[int]) -> Iterator[Finding]
     if not tracker.is_file():
         if steps:
             yield topic.warn(
-                f"{folder} holds global_step_{steps[-1]}, but no {TRACKER}: the save was cut off, and the run "
-                f"starts from "
-                "step 0",
-                f"If an earlier one is whole: trainer.resume_mode=resume_path "
+                f"{folder} holds global_step_{steps[-1]}, but no {TRACKER}: the save was cut off, and the run starts "
+                "from step 0",
+                "If an earlier one is whole: trainer.resume_mode=resume_path "
                 f"trainer.resume_from_path={folder}/global_step_N",
             )
         else:
@@ -192,9 +186,8 @@ def _check_checkpoint(run: Run, folder: Path, step: int) -> Iterator[Finding]:
     earlier = "Resume from an earlier one: trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N"
     if worlds and worlds != {run.gpus}:
         yield topic.fail(
-            f"{actor} is of {', '.join(map(str, sorted(worlds)))} ranks, the run has {run.gpus}: FSDP's shards "
-            f"cannot be "
-            "loaded by another number",
+            f"{actor} is of {', '.join(map(str, sorted(worlds)))} ranks, the run has {run.gpus}: FSDP's shards cannot "
+            "be loaded by another number",
             "Start with as many, or merge it (recipe/README.md) and begin from the merged weights.",
         )
         return

@@ -66,8 +66,8 @@ def _check_traces(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, fi
     if long:
         say = topic.fail if run.get("data.truncation") == "error" else topic.warn
         yield say(
-            f"{split}: {len(long)} of {whole} traces are longer than "
-            f"data.max_length={run.get('data.max_length')} ({long[0]})",
+            f"{split}: {len(long)} of {whole} traces are longer than data.max_length={run.get('data.max_length')} "
+            f"({long[0]})",
             "Raise data.max_length, or set data.truncation=drop.",
         )
     texts = Counter("".join(text for text, _ in segments) for segments in dataset.segments)
@@ -123,8 +123,8 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
     if unknown_loops:
         yield topic.fail(
             f"{split}: agent_name has {dict(unknown_loops)}, which "
-            f"{run.get('actor_rollout_ref.rollout.agent.agent_loop_config_path')} "
-            f"does not register (there are {', '.join(sorted(loops))})",
+            f"{run.get('actor_rollout_ref.rollout.agent.agent_loop_config_path')} does not register (there are "
+            f"{', '.join(sorted(loops))})",
             "Correct or remove the column agent_name.",
         )
     if is_train and (copies := rows - len(answers)):
@@ -145,9 +145,8 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
         dropped = run.get("data.filter_overlong_prompts")
         say = topic.warn if dropped and long < rows else topic.fail
         yield say(
-            f"{split}: {long} of {rows} prompts are longer than data.max_prompt_length={measure.limit} (the "
-            f"longest has "
-            f"{longest} tokens, tools included)",
+            f"{split}: {long} of {rows} prompts are longer than data.max_prompt_length={measure.limit} (the longest "
+            f"has {longest} tokens, tools included)",
             "verl drops them, by their length without the tools."
             if dropped
             else "Raise it, or filter_overlong_prompts=true.",

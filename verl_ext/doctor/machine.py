@@ -154,11 +154,9 @@ def check_ray(run: Run, machine: Machine) -> Iterator[Finding]:
     if given:
         yield topic.fail(
             f"{source} names a running Ray cluster at {address}; ray.init would join it, and refuses "
-            f"{', '.join(given)} "
-            "there",
-            f"Stop that cluster (ray stop), give this run one of its own (RAY_TMPDIR=another folder), or leave "
-            f"the key out "
-            f"(~ray_kwargs.ray_init.{given[0]}).",
+            f"{', '.join(given)} there",
+            "Stop that cluster (ray stop), give this run one of its own (RAY_TMPDIR=another folder), or leave the "
+            f"key out (~ray_kwargs.ray_init.{given[0]}).",
         )
     elif run.nodes == 1:
         yield topic.warn(

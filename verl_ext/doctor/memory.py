@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from verl_ext.doctor.finding import Finding, Topic
 from verl_ext.doctor.machine import Machine
-from verl_ext.doctor.run import GIB, Run
+from verl_ext.doctor.run import GIB, Run, count, size
 from verl_ext.doctor.shape import ModelShape
 
 topic = Topic("memory")
@@ -94,19 +94,18 @@ def estimate(run: Run, shape: ModelShape) -> Memory:
     # from_pretrained: rank 0 reads the weights, or every rank where embedding and head are tied (fsdp_utils.py:64)
     loading = weight_bytes * total * (ranks_of_node if shape.tied else 1)
     processes = PROCESS_GIB * GIB * ranks_of_node
+    unsharded = f"unsharded gradients {size(deferred)}, " * bool(deferred)
     terms = {
         "training": (
-            f"({weight_bytes} + 4 + 8) x {total / 1e9:.2f}e9 parameters / {world} GPUs = {sharded / GIB:.1f}, "
-            f"unsharded "
-            f"weights {gathered / GIB:.1f}, "
-            + f"unsharded gradients {deferred / GIB:.1f}, " * bool(deferred)
-            + f"activations of {tokens:,} tokens {activations / GIB:.1f}, peak of the backward pass {work / GIB:.1f}"
+            f"({weight_bytes} + 4 + 8) x {count(total)} parameters / {world} GPUs = {size(sharded)}, unsharded weights "
+            f"{size(gathered)}, {unsharded}activations of {tokens:,} tokens {size(activations)}, peak of the backward "
+            f"pass {size(work)}"
         ),
         "host": (
-            f"offloaded {offloaded / GIB:.0f}, or {loading / GIB:.0f} while the weights are read, and "
-            f"{PROCESS_GIB:g} x {ranks_of_node} for the processes"
+            f"offloaded {size(offloaded)}, or {size(loading)} while the weights are read, and {PROCESS_GIB:g} GiB x "
+            f"{ranks_of_node} for the processes"
         ),
-        "checkpoint": f"({weight_bytes} + 8) x {total / 1e9:.2f}e9 parameters",
+        "checkpoint": f"({weight_bytes} + 8) x {count(total)} parameters",
     }
     return Memory(
         training=training,
@@ -128,8 +127,8 @@ def kv_tokens(run: Run, shape: ModelShape, gpu_gib: float) -> float:
     return (free - estimate(run, shape).vllm_weights) / per_gpu
 
 
-def check_memory(run: Run, machine: Machine) -> Iterator[Finding]:
-    """The estimate, against this machine's GPUs where there are any."""
+def check_memory(run: Run, machine: Machine, gpu_gib: float | None = None) -> Iterator[Finding]:
+    """The estimate, against this machine's GPUs where there are any, or against GPUs of `gpu_gib`."""
     try:
         shape = run.shape
     except (ValueError, KeyError) as error:
@@ -143,7 +142,7 @@ def check_memory(run: Run, machine: Machine) -> Iterator[Finding]:
     memory = estimate(run, shape)
     if run.is_on_cpu:
         need = memory.training * run.gpus + memory.host
-        yield topic.ok(f"training about {memory.training / GIB:.2f} GiB a rank: {memory.terms['training']}")
+        yield topic.ok(f"training about {size(memory.training)} a rank: {memory.terms['training']}")
         if need > machine.memory_bytes:
             yield topic.warn(
                 f"about {need / GIB:.0f} GiB are needed; the host has {machine.memory_bytes / GIB:.0f}",
@@ -151,12 +150,11 @@ def check_memory(run: Run, machine: Machine) -> Iterator[Finding]:
             )
         return
     yield from _check_host(memory, machine)
-    gpu_gib = min((gpu.total_gib for gpu in machine.gpus), default=None)
+    gpu_gib = gpu_gib or min((gpu.total_gib for gpu in machine.gpus), default=None)
     need = memory.training * RESERVED / GIB + CONTEXT_GIB
     text = (
-        f"training peaks at about {need:.0f} GiB of a GPU: {memory.terms['training']}; torch reserves "
-        f"{RESERVED:g} times "
-        f"that, and {CONTEXT_GIB:g} GiB go to contexts"
+        f"training peaks at about {need:.0f} GiB of a GPU: {memory.terms['training']}; torch reserves {RESERVED:g} "
+        f"times the sum, and {CONTEXT_GIB:g} GiB go to contexts"
     )
     if gpu_gib is None:
         yield topic.ok(f"{text} (no GPU here to compare with)")
@@ -193,11 +191,9 @@ def _check_rollout(run: Run, shape: ModelShape, memory: Memory, gpu_gib: float) 
     servers = max(1, run.gpus // parallel)
     sequences = run.get("data.train_batch_size") * run.get("actor_rollout_ref.rollout.n") / servers
     text = (
-        f"a vLLM server has {share:g} x {gpu_gib:.0f} - {memory.vllm_weights / GIB:.1f} (weights) - "
-        f"{CONTEXT_GIB:g} GiB on "
-        f"each of {parallel} GPU(s): {tokens:,.0f} tokens of KV cache, {tokens / longest:.1f} sequences of "
-        f"{longest:,} tokens "
-        f"at once, of {sequences:,.0f} a step"
+        f"a vLLM server has {share:g} x {gpu_gib:.0f} - {memory.vllm_weights / GIB:.1f} (weights) - {CONTEXT_GIB:g} "
+        f"GiB on each of {parallel} GPU(s): {tokens:,.0f} tokens of KV cache, {tokens / longest:.1f} sequences of "
+        f"{longest:,} tokens at once, of {sequences:,.0f} a step"
     )
     if tokens < longest:
         yield topic.fail(text, "A larger tensor_model_parallel_size or gpu_memory_utilization.")

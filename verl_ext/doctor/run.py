@@ -12,6 +12,16 @@ from verl_ext.doctor.shape import ModelShape, read_shape
 GIB = 2**30
 
 
+def size(number: float) -> str:
+    """Bytes in words: `61.0 GiB`, `4.5 MiB`."""
+    return f"{number / GIB:,.1f} GiB" if number >= 0.1 * GIB else f"{number / 2**20:,.1f} MiB"
+
+
+def count(number: int) -> str:
+    """`32.76 billion`, `390,400`."""
+    return f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number:,}"
+
+
 @dataclass
 class Run:
     """A composed run.
@@ -20,7 +30,7 @@ class Run:
         name: of its YAML.
         config: as verl would get it.
         required: keys that the YAML leaves to the launcher (`???`), see `schema.required_keys`.
-        nnodes: nodes of an SFT run, which torchrun is told and the configuration is not; of RL the configuration's count.
+        nnodes: nodes of an SFT run, which torchrun is told and the configuration is not; RL has them there.
         nproc_per_node: the same for its ranks (GPUs) on a node.
     """
 

@@ -166,8 +166,7 @@ def judge_load(run: Run, seen: Load, clients: int) -> Iterator[Finding]:
     text = (
         f"{clients} clients get {seen.rate:.0f} sympy programs a second (p50 {seen.p50 * 1e3:.0f} ms, p99 "
         f"{seen.p99 * 1e3:.0f} ms). A step of {prompts} prompts x {n} x {expected / prompts / n:.1f} calls = "
-        f"{expected:,.0f} "
-        f"takes the sandbox {step_s:,.0f} s, at the most ({most:,.0f} calls) {most / seen.rate:,.0f} s"
+        f"{expected:,.0f} takes the sandbox {step_s:,.0f} s, at the most ({most:,.0f} calls) {most / seen.rate:,.0f} s"
     )
     limit_s = run.get("retool.sandbox.timeout_s")
     if seen.p99 > limit_s:

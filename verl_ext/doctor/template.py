@@ -100,8 +100,8 @@ def check_tokenizer(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[
         stop = ""
         if protocol.stop:
             stop = (
-                f"; it stops at {protocol.stop}, "
-                f"{len(tokenizer.encode(protocol.stop, add_special_tokens=False))} token(s)"
+                f"; it stops at {protocol.stop}, {len(tokenizer.encode(protocol.stop, add_special_tokens=False))} "
+                "token(s)"
             )
         yield topic.ok(
             f"protocol {run.protocol}: tokenizer ({len(tokenizer):,} tokens) and chat template fit; a turn ends with "
@@ -140,9 +140,8 @@ def _check_ends(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Find
     ids = [ids] if isinstance(ids, int) else ids or []
     if unseen := [i for i in ids if i not in tokenizer.all_special_ids]:
         yield topic.fail(
-            f"vLLM stops at {[tokenizer.decode([i]) for i in unseen]} (generation_config.json), which are no "
-            f"special tokens: "
-            "the agent loop would take such turns for cut off",
+            f"vLLM stops at {[tokenizer.decode([i]) for i in unseen]} (generation_config.json), which are no special "
+            "tokens: the agent loop would take such turns for cut off",
             "Correct eos_token_id there, or mark the tokens as special.",
         )
     try:
@@ -194,9 +193,8 @@ def check_agreement(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[
                 (i for i, (a, b) in enumerate(zip(whole, text, strict=False)) if a != b), min(len(whole), len(text))
             )
             yield topic.warn(
-                f"the chat template renders the finished conversation otherwise, from {whole[at : at + 40]!r} "
-                f"where the "
-                f"rollout has {text[at : at + 40]!r}",
+                f"the chat template renders the finished conversation otherwise, from {whole[at : at + 40]!r} where "
+                f"the rollout has {text[at : at + 40]!r}",
                 "Servers that render the whole conversation at every turn show the model another text than RL does.",
             )
 

@@ -33,8 +33,8 @@ def check_timeouts(run: Run) -> Iterator[Finding]:
     call_s, calls = code_s + queue_s, run.get("retool.max_tool_calls", 1)
     if queue_s < code_s:
         yield topic.warn(
-            f"a call may queue for {queue_s:g} s, less than the {code_s:g} s that one program may run: when all workers are "
-            "busy with such programs, calls are lost (`failure/sandbox_failure`)",
+            f"a call may queue for {queue_s:g} s, less than the {code_s:g} s that one program may run: when all "
+            "workers are busy with such programs, calls are lost (`failure/sandbox_failure`)",
             f"Set retool.sandbox.queue_timeout_s to {2 * code_s:g}, or lower retool.sandbox.timeout_s.",
         )
     for tool, tool_code_s in _tool_timeouts(run):
@@ -44,9 +44,8 @@ def check_timeouts(run: Run) -> Iterator[Finding]:
                 "Set both to the same.",
             )
     yield topic.ok(
-        f"code {code_s:g} s < request {request_s:g} s < call {call_s:g} s (queueing and {ATTEMPTS} attempts); "
-        f"{calls} calls "
-        f"of a rollout take {calls * call_s:g} s at the worst, and nothing in verl's v1 trainer limits a rollout"
+        f"code {code_s:g} s < request {request_s:g} s < call {call_s:g} s (queueing and {ATTEMPTS} attempts); {calls} "
+        f"calls of a rollout take {calls * call_s:g} s at the worst, and nothing in verl's v1 trainer limits a rollout"
     )
 
 

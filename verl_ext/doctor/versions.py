@@ -87,9 +87,8 @@ def check_versions(lock: Path | None = None) -> Iterator[Finding]:
 def check_external_modules(environment: dict[str, str]) -> Iterator[Finding]:
     if "verl_ext" not in environment.get("VERL_USE_EXTERNAL_MODULES", "").split(","):
         yield topic.warn(
-            "VERL_USE_EXTERNAL_MODULES does not name verl_ext: on a CPU verl finds no platform, and what "
-            "verl_ext registers "
-            "is missing",
+            "VERL_USE_EXTERNAL_MODULES does not name verl_ext: on a CPU verl finds no platform, and what verl_ext "
+            "registers is missing",
             "The launchers set it. By hand: export VERL_USE_EXTERNAL_MODULES=verl_ext, on every node before "
             "`ray start`.",
         )
