@@ -233,7 +233,7 @@ def launch(run: str, *args: str, cwd: Path, timeout_s: float = 20, **env: str) -
     return subprocess.run(
         ["bash", str(launcher(run)), *args],
         cwd=cwd,
-        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", ""), **env},
+        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", ""), "DOCTOR": "0", **env},
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -294,6 +294,35 @@ def test_rl_launcher_takes_several_sandboxes(tmp_path: Path, fake_python: Path):
     result = launch("qwen2-32b_dapo", "--cfg", "job", cwd=tmp_path, PYTHON=str(fake_python), SANDBOX_URL=urls)
     override = next(line for line in result.stdout.splitlines() if line.startswith("retool.sandbox.urls="))
     assert list(composed("qwen2-32b_dapo", [override]).retool.sandbox.urls) == urls.split(",")
+
+
+@pytest.mark.parametrize(
+    ("run", "size"), [("qwen2-32b_dapo", []), ("qwen2-32b_sft", ["--nnodes=1", "--nproc-per-node=8"])]
+)
+def test_launcher_asks_the_doctor_about_the_very_run_that_it_starts(run: str, size: list[str], tmp_path: Path):
+    answer = tmp_path / "python"
+    answer.write_text(
+        '#!/usr/bin/env bash\nprintf "%s\\n" "$@" >> "$CALLS"\necho >> "$CALLS"\n[[ $2 != *doctor ]] || exit $STATUS\n'
+    )
+    answer.chmod(0o755)
+    inputs = {name: str(tmp_path) for name in ("MODEL_PATH", "TRAIN_FILE", "VAL_FILE", "OUTPUT_DIR")}
+
+    def calls(status: str, **env: str) -> tuple[int, list[list[str]]]:
+        log = tmp_path / "calls"
+        log.write_text("")
+        env = inputs | {"PYTHON": str(answer), "CALLS": str(log), "STATUS": status, "NNODES": "1", "DOCTOR": "1"} | env
+        done = launch(run, "trainer.save_freq=7", cwd=tmp_path, **env)
+        return done.returncode, [call.split("\n") for call in log.read_text().strip().split("\n\n")]
+
+    status, (doctor, start) = calls("0")
+    assert status == 0 and doctor[:5] == ["-m", "verl_ext.doctor", "--quick", "--config-name", run]
+    overrides = doctor[5:]
+    assert overrides[: len(size)] == size and overrides[len(size) :] == start[-len(overrides) + len(size) :]
+    assert overrides[-1] == "trainer.save_freq=7"
+    status, stopped = calls("1")
+    assert status == 1 and len(stopped) == 1, "what the doctor refuses is not started"
+    status, skipped = calls("1", DOCTOR="0")
+    assert status == 0 and len(skipped) == 1 and "verl_ext.doctor" not in skipped[0]
 
 
 @pytest.mark.parametrize("run", RUNS)

@@ -42,11 +42,14 @@ def estimate(run: Run, shape: ModelShape) -> Memory:
 
     P parameters over W GPUs, T tokens of a micro-batch on a GPU, L layers of width H and MLP width I, vocabulary V:
         weights, gradients, Adam   (b + 4 + 8) P / W         b = 4 (model_dtype fp32), gradients and moments fp32
-        unsharded weights          2 (E + 2 l)               bf16: FSDP's root unit E (embedding, head), two layers of l
+        unsharded weights          2 (E + 2 l) + 4 l         bf16: FSDP's root E (embedding, head) and two layers of l;
+                                                             fp32: the gradients of a layer on their way
         unsharded gradients        2 P (fsdp), 4 P (fsdp2)   only with use_no_sync_for_gradient_accumulation
         activations                2 L T H                   inputs of the layers, bf16, with gradient checkpointing;
-                                   2 L T (10 H + 4 I)        all, without it
-        peak of the backward pass  max(4 T V, 2 T (10 H + 4 I))   logits and their gradient, or one layer computed anew
+                                   2 L T (12 H + 4 I)        all, without it
+        peak of the backward pass  max(4 T V, 2 T (12 H + 6 I))   logits and their gradient, or one layer computed anew
+
+    12, 6 and 4 are fitted to what torch's memory tracker counts of Hugging Face's Qwen2.
     """
     fsdp = "actor_rollout_ref.actor.fsdp_config" if run.is_rl else "engine"
     model = "actor_rollout_ref.model" if run.is_rl else "model"
@@ -61,17 +64,18 @@ def estimate(run: Run, shape: ModelShape) -> Memory:
     if not run.get(f"{fsdp}.reshard_after_forward", True):
         gathered = compute_bytes * total
     else:
-        gathered = compute_bytes * (root + 2 * layer)
+        gathered = compute_bytes * (root + 2 * layer) + 4 * layer
     deferred = 0
     if run.get(f"{fsdp}.use_no_sync_for_gradient_accumulation"):
         is_fsdp2 = run.get("actor_rollout_ref.actor.strategy" if run.is_rl else "engine.strategy") == "fsdp2"
         deferred = total * (4 if is_fsdp2 else compute_bytes)
-    layer_work = compute_bytes * tokens * (10 * shape.hidden + 4 * shape.intermediate)
+    layer_work = compute_bytes * tokens * (12 * shape.hidden + 6 * shape.intermediate)
     logits = 2 * compute_bytes * tokens * shape.vocabulary
     if run.get(f"{model}.enable_gradient_checkpointing", True):
         activations, work = compute_bytes * shape.layers * tokens * shape.hidden, max(logits, layer_work)
     else:
-        activations, work = shape.layers * layer_work, logits
+        saved = compute_bytes * tokens * (12 * shape.hidden + 4 * shape.intermediate)
+        activations, work = shape.layers * saved, max(logits, layer_work - saved)
     training = sharded + gathered + deferred + activations + work
 
     offloads = {name: bool(run.get(f"{fsdp}.{name}_offload")) for name in ("param", "optimizer")}

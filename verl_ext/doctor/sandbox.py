@@ -80,38 +80,56 @@ class Load:
     """What a load test saw; latencies in seconds."""
 
     seconds: float
-    answers: int
-    p50: float
-    p99: float
-    failures: list[str]  # answers that were not the program's own
+    latencies: list[float]  # one per answer
+    faults: list[str]  # answers that were not the program's own
 
     @property
     def rate(self) -> float:
         """Answers per second."""
-        return self.answers / self.seconds
+        return len(self.latencies) / self.seconds
+
+    @property
+    def p50(self) -> float:
+        return statistics.median(self.latencies)
+
+    @property
+    def p99(self) -> float:
+        return statistics.quantiles(self.latencies, n=100)[98] if len(self.latencies) > 1 else self.latencies[0]
 
 
-async def load(client: SandboxClient, *, clients: int, seconds: float, timeout_s: float, memory_limit_mb: int) -> Load:
-    """Have `clients` send programs one after the other for a while; each prints a number of its own."""
-    latencies: list[float] = []
-    failures: list[str] = []
+async def load(
+    client: SandboxClient,
+    *,
+    clients: int,
+    seconds: float,
+    code: str = LOAD_CODE,
+    timeout_s: float = 30,
+    memory_limit_mb: int = 1024,
+    latencies: list[float] | None = None,
+) -> Load:
+    """Have `clients` send programs one after the other for a while: no answer may be lost, doubled or another's.
+
+    Args:
+        code: prints `{nonce}` last, a number that no other program has.
+        latencies: takes each answer's, for who watches.
+    """
+    latencies = [] if latencies is None else latencies
+    faults: list[str] = []
     started = time.monotonic()
 
     async def send(number: int) -> None:
         count = 0
         while time.monotonic() - started < seconds:
-            nonce, sent = number * 10**6 + count, time.monotonic()
-            code = LOAD_CODE.format(nonce=nonce)
-            result = await client.run(code, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb)
+            nonce, sent = number * 10**9 + count, time.monotonic()
+            program = code.format(nonce=nonce)
+            result = await client.run(program, timeout_s=timeout_s, memory_limit_mb=memory_limit_mb)
             latencies.append(time.monotonic() - sent)
-            if result.status != "ok" or not result.stdout.endswith(f"{nonce}\n"):
-                failures.append(f"{result.status} {(result.message or result.stderr or result.stdout)[-200:]!r}")
+            if result.status != "ok" or result.stdout.splitlines()[-1:] != [str(nonce)]:
+                faults.append(f"{result.status} {(result.message or result.stderr or result.stdout)[-200:]!r}")
             count += 1
 
-    await asyncio.gather(*(send(number) for number in range(clients)))
-    seconds = time.monotonic() - started
-    p99 = statistics.quantiles(latencies, n=100)[98] if len(latencies) > 1 else latencies[0]
-    return Load(seconds, len(latencies), statistics.median(latencies), p99, failures)
+    await asyncio.gather(*(send(number) for number in range(1, clients + 1)))
+    return Load(time.monotonic() - started, latencies, faults)
 
 
 def calls_per_step(run: Run) -> tuple[float, float]:
@@ -149,9 +167,9 @@ def check_load(run: Run, *, seconds: float) -> Iterator[Finding]:
     except ValueError as error:  # a server refuses the request as such
         yield topic.fail(f"under load: {error}", "Correct retool.sandbox.")
         return
-    if seen.failures:
+    if seen.faults:
         yield topic.fail(
-            f"{len(seen.failures)} of {seen.answers} calls of {clients} clients failed: {seen.failures[0]}",
+            f"{len(seen.faults)} of {len(seen.latencies)} calls of {clients} clients failed: {seen.faults[0]}",
             "See the server's log; more workers or servers (SANDBOX_URL takes several), a larger memory_limit_mb.",
         )
         return
