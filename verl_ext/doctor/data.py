@@ -151,12 +151,8 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
             if dropped
             else "Raise it, or filter_overlong_prompts=true.",
         )
-    counted = (
-        f"the longest of {longest} of at most {measure.limit} tokens"
-        if longest
-        else f"none over {measure.limit} tokens"
-    )
-    yield topic.ok(f"{split}: {rows:,} rows, {len(answers):,} problems, prompts: {counted}")
+    fit = f"all within {measure.limit} tokens" if not long else f"{rows - long:,} within {measure.limit} tokens"
+    yield topic.ok(f"{split}: {rows:,} rows, {len(answers):,} problems; prompts: {fit}, tools included")
 
 
 class _PromptLength:

@@ -5,7 +5,7 @@ Counted are dense decoders under FSDP. What is measured about these formulas: te
 
 Of verl's own figures, verl 0.9.1: `actor/perf/max_memory_allocated_gb` is torch's peak of the actor's process
 (workers/engine_workers.py:219), never reset, of one rank: metrics of data-parallel ranks are not gathered but the first
-is taken (utils/tensordict_utils.py:243), and its mini-batches reduced by `max` (utils/metric/utils.py:45).
+is taken (utils/tensordict_utils.py:243), and its mini-batches reduced by `max` (utils/metric/utils.py:52).
 `perf/cpu_memory_used_gb` (engine_workers.py:221) is the node's, of all processes, at the end of an update, when what is
 offloaded is on the GPU; it is reduced by `mean`. In 0.9.1 vLLM has processes of its own, whose memory is not in it.
 """

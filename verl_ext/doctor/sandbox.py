@@ -15,7 +15,7 @@ from verl_ext.doctor.run import Run
 from verl_ext.sandbox.client import SandboxClient
 
 topic = Topic("sandbox")
-PING_S = 5.0
+PING_S = 10.0
 CALLS_PER_RESPONSE = 2.9  # (7.82 - 2) / 2: num_turns/mean of the published run's first step
 SLOW_STEP_S = (
     120.0  # of all calls of a step, one after the other through the sandbox; the published step generates for 2,529 s
@@ -35,7 +35,14 @@ def check_reachable(run: Run) -> Iterator[Finding]:
         try:
             answer = json.loads(_request(f"{base}/run_code", {"code": "print(6 * 7)", "language": "python"}))
             printed = answer["run_result"]["stdout"]
-        except urllib.error.HTTPError as error:
+        except (TimeoutError, urllib.error.HTTPError) as error:
+            busy = isinstance(error, TimeoutError) or error.code in (503, 504)
+            if busy and _layers(base) is not None:  # its ping runs a program past the queue
+                yield topic.warn(f"{base} works, but is too busy to take a program", "More workers, or wait.")
+                continue
+            if isinstance(error, TimeoutError):
+                yield topic.fail(f"{base} did not run print(6 * 7) within {PING_S:g} s", start)
+                continue
             advice = "Set SANDBOX_TOKEN." if error.code == 401 else start
             yield topic.fail(f"{base} answers HTTP {error.code} {error.reason}", advice)
             continue
@@ -49,10 +56,7 @@ def check_reachable(run: Run) -> Iterator[Finding]:
 
 
 def _check_layers(base: str) -> Iterator[Finding]:
-    try:
-        layers = json.loads(_request(f"{base}/v1/ping")).get("layers")
-    except (OSError, ValueError, AttributeError):  # another server than ours
-        layers = None
+    layers = _layers(base)
     if layers is None:
         yield topic.warn(
             f"{base} runs code, and does not say what isolates it", "See to it that it is a container or VM of its own."
@@ -64,6 +68,14 @@ def _check_layers(base: str) -> Iterator[Finding]:
         )
     else:
         yield topic.ok(f"{base} runs code, isolated by {', '.join(layers)}")
+
+
+def _layers(base: str) -> list[str] | None:
+    """Of isolation, as the server's ping tells; None where it is not well, or another server than ours."""
+    try:
+        return json.loads(_request(f"{base}/v1/ping")).get("layers")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _request(url: str, body: dict | None = None) -> bytes:

@@ -1,4 +1,4 @@
-"""The command line, end to end: a tiny run whose inputs are all there, with a real sandbox server; one with a dead one."""
+"""The command line: a tiny run whose inputs are all there, with a real sandbox server; and with a dead one."""
 
 import json
 import os

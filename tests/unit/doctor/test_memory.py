@@ -217,3 +217,18 @@ def test_without_gpus_the_formula_is_shown_and_nothing_compared(make_run, make_m
     assert any("no GPU here to compare with" in text for text in told(findings, Level.OK))
     with_size = list(check_memory(make_run("qwen2-32b_dapo", "trainer.nnodes=1"), make_machine(0), 79.1))
     assert "there are 79" in told(with_size, Level.FAIL)[0]
+
+
+def test_verl_logs_the_largest_mini_batch_of_the_first_rank_and_sums_nothing():
+    """What the docstring of verl_ext/doctor/memory.py and docs/doctor.md say of verl 0.9.1."""
+    from verl.single_controller.base.decorator import _concat_data_proto_or_future
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.metric import reduce_metrics
+
+    def rank(*gib: float):  # as TrainingWorker.train_mini_batch returns it: a value for each mini-batch
+        metrics = {"perf/max_memory_allocated_gb": list(gib), "perf/cpu_memory_used_gb": list(gib)}
+        return tu.get_tensordict(tensor_dict={}, non_tensor_dict={"metrics": metrics})
+
+    output = _concat_data_proto_or_future([rank(10.0, 30.0), rank(50.0, 70.0)])
+    logged = reduce_metrics(dict(output["metrics"]))
+    assert logged == {"perf/max_memory_allocated_gb": 30.0, "perf/cpu_memory_used_gb": 20.0}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,8 +21,8 @@ def server():
 
 
 @contextmanager
-def answering(status, body):
-    """A server that gives every request one answer."""
+def answering(status, body, ping=None):
+    """A server that gives every program one answer, and its ping another."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -31,8 +32,9 @@ def answering(status, body):
             self.wfile.write(body.encode())
 
         def do_GET(self):
-            self.send_response(404)
+            self.send_response(404 if ping is None else 200)
             self.end_headers()
+            self.wfile.write((ping or "").encode())
 
         def log_message(self, *_):
             pass
@@ -75,6 +77,19 @@ def test_nobody_there(make_run, told):
 def test_a_server_that_only_looks_like_one(status, body, level, message, make_run, told):
     with answering(status, body) as url:
         assert message in told(check_reachable(with_url(make_run, url)), level)[0]
+
+
+def test_a_busy_server_is_no_reason_not_to_start(make_run, told):
+    with answering(504, "", ping=json.dumps({"status": "ok", "layers": ["seccomp"]})) as url:
+        assert "works, but is too busy" in told(check_reachable(with_url(make_run, url)), Level.WARN)[0]
+
+
+def test_a_server_that_listens_and_never_answers(make_run, told, monkeypatch):
+    monkeypatch.setattr("verl_ext.doctor.sandbox.PING_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        text = told(check_reachable(with_url(make_run, url)), Level.FAIL)[0]
+    assert "did not run print(6 * 7) within 0.3 s" in text
 
 
 def test_a_server_without_isolation(make_run, told):
