@@ -31,8 +31,9 @@ CORE = [
     # Configs and `--cfg job`.
     "hydra-core>=1.3.2,<1.4",
     "omegaconf>=2.3,<2.4",
-    # Parquet files of prompts and traces; arrays of metrics.
+    # Parquet files of prompts and traces, and the number of rows in their footers; arrays of metrics.
     "datasets>=5.2,<6",
+    "pyarrow>=26,<27",
     "pandas>=3.1,<4",
     "numpy>=2.3,<2.4",
     # Builds and reads tokenizers, with the transformers of each extra.

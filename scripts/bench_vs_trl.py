@@ -89,6 +89,7 @@ def run_ours(supervisor: Supervisor, run: Path, sandbox: str, steps: int, out: P
             "MODEL_PATH": str(run / "sft" / "merged"),
             "OUTPUT_DIR": str(out),
             "SANDBOX_URL": sandbox,
+            "DOCTOR": "0",
         },
     )
     (file,) = out.glob("metrics-*.jsonl")

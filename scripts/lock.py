@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,8 +24,9 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from verl_ext.doctor.versions import PYTHON_VERSIONS, pinned_version, read_lock
+
 ROOT = Path(__file__).resolve().parent.parent
-PYTHON_VERSIONS = ("3.11", "3.12")
 
 # Required by the metadata of something that we install, and left out of the CPU lock because nothing we run imports it.
 NOT_INSTALLED = {
@@ -85,56 +84,11 @@ def read_requirements(extra: str) -> list[Requirement]:
     return [Requirement(r) for r in assignments["CORE"] + assignments["EXTRAS"][extra] + assignments["EXTRAS"]["test"]]
 
 
-def read_lock(path: Path) -> list[Requirement]:
-    """The pins of a lock file, `name==version[; marker]` each.
-
-    Raises:
-        ValueError: a line is no exact pin.
-    """
-    pins = []
-    for line in path.read_text().splitlines():
-        if text := line.partition("#")[0].strip():
-            pin = Requirement(text)
-            if len(pin.specifier) != 1 or not str(pin.specifier).startswith("==") or "*" in str(pin.specifier):
-                raise ValueError(f"{path.name}: {text!r} is not a pin, expected name==version")
-            pins.append(pin)
-    return pins
-
-
-def pinned_version(pin: Requirement) -> str:
-    """`2.13.0+cpu` of `torch==2.13.0+cpu`."""
-    return next(iter(pin.specifier)).version
-
-
 def holds(marker: Marker | None, python_version: str, extra: str = "") -> bool:
     """Whether a requirement's marker is true here, under another Python and with one extra of its package."""
     return marker is None or marker.evaluate(
         {"python_version": python_version, "python_full_version": f"{python_version}.0", "extra": extra}
     )
-
-
-def compare_installed(pins: Iterable[Requirement]) -> list[str]:
-    """One line for each pin that holds on this Python and is not what is installed: `name: installed X, locked Y`."""
-    wrong = []
-    for pin in pins:
-        if pin.marker is not None and not pin.marker.evaluate():
-            continue
-        try:
-            installed = f"installed {metadata.version(pin.name)}"
-        except metadata.PackageNotFoundError:
-            installed = "not installed"
-        if installed != f"installed {pinned_version(pin)}":
-            wrong.append(f"{pin.name}: {installed}, locked {pinned_version(pin)}")
-    return wrong
-
-
-def detect_hardware() -> str:
-    """`gpu` where NVIDIA's driver answers, else `cpu`; RETOOL_HARDWARE overrides. The rule of scripts/setup_env.sh."""
-    if chosen := os.environ.get("RETOOL_HARDWARE"):
-        return chosen
-    if shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0:
-        return "gpu"
-    return "cpu"
 
 
 def walk(

@@ -12,7 +12,6 @@ processes than after the first tenth. Exit code 1 when something of this does no
 import argparse
 import asyncio
 import random
-import statistics
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import psutil
 
+from verl_ext.doctor.sandbox import load as load_sandbox
 from verl_ext.sandbox import RunResult, SandboxClient, running_server
 
 MAX_RATIO = 5.0  # p99 / p50 of `print`
@@ -83,18 +83,7 @@ def main() -> None:
 async def load(url: str, args: argparse.Namespace) -> list[str]:
     client = SandboxClient([url], max_concurrency=args.clients)
     latencies: list[float] = []
-    faults: list[str] = []
     started = time.monotonic()
-    deadline = started + args.seconds
-
-    async def send(number: int) -> None:
-        for i in range(sys.maxsize):
-            if time.monotonic() >= deadline:
-                return
-            sent = time.monotonic()
-            fault = await check(client, "print", number * 10**9 + i)
-            latencies.append(time.monotonic() - sent)
-            faults.extend([fault] if fault else [])
 
     async def show() -> None:
         while True:
@@ -103,17 +92,16 @@ async def load(url: str, args: argparse.Namespace) -> list[str]:
             print(f"{time.monotonic() - started:5.0f} s  {len(latencies)} answers, {rate:.0f} a second", flush=True)
 
     shown = asyncio.create_task(show())
-    await asyncio.gather(*(send(number) for number in range(args.clients)))
+    code, _, _ = PROGRAMS["print"]
+    seen = await load_sandbox(client, clients=args.clients, seconds=args.seconds, code=code, latencies=latencies)
     shown.cancel()
     await client.aclose()
-    p50, p99 = statistics.median(latencies), statistics.quantiles(latencies, n=100)[98]
+    ratio = seen.p99 / seen.p50
     print(
-        f"{args.clients} clients, {len(latencies)} answers in {args.seconds:g} s: p50 {p50 * 1e3:.0f} ms, "
-        f"p99 {p99 * 1e3:.0f} ms ({p99 / p50:.1f}x), longest {max(latencies) * 1e3:.0f} ms, {len(faults)} wrong"
+        f"{args.clients} clients, {len(latencies)} answers in {args.seconds:g} s: p50 {seen.p50 * 1e3:.0f} ms, "
+        f"p99 {seen.p99 * 1e3:.0f} ms ({ratio:.1f}x), longest {max(latencies) * 1e3:.0f} ms, {len(seen.faults)} wrong"
     )
-    if p99 > MAX_RATIO * p50:
-        faults.append(f"p99 is {p99 / p50:.1f} times p50, expected at most {MAX_RATIO:g}")
-    return faults
+    return seen.faults + [f"p99 is {ratio:.1f} times p50, expected at most {MAX_RATIO:g}"] * (ratio > MAX_RATIO)
 
 
 async def soak(url: str, args: argparse.Namespace, server: psutil.Process) -> list[str]:

@@ -1,5 +1,5 @@
-# Sourced by the launchers in this folder: goes to the repository's root, finds Python, sorts arguments, checks inputs, and
-# has the one command of an SFT and of an RL run on GPUs. Paths in variables count from the repository's root, unless absolute.
+# Sourced by the launchers in this folder: goes to the repository's root, finds Python, sorts arguments, checks inputs and
+# the run (verl_ext/doctor), and has the one command of an SFT and of an RL run on GPUs. Paths in variables count from the repository's root, unless absolute.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 if [[ ${1-} == --help ]]; then # the launcher's own header; Hydra's help is `--hydra-help`
@@ -34,6 +34,15 @@ require() {
   exit 1
 }
 
+# doctor CONFIG [OPTION...] OVERRIDE...: the quick checks of verl_ext/doctor; a FAIL ends the launcher. DOCTOR=0 skips them.
+doctor() {
+  if $PRINT_ONLY || [[ ${DOCTOR:-1} == 0 ]]; then return; fi
+  "$PYTHON" -m verl_ext.doctor --quick --config-name "$@" >&2 || {
+    echo "$(basename "$0"): not started, see above. DOCTOR=0 starts it all the same." >&2
+    exit 1
+  }
+}
+
 # sft CONFIG: SFT by torchrun, from the variables that the launcher's header names.
 sft() {
   OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/$1}")
@@ -50,10 +59,12 @@ sft() {
   else
     torchrun+=(--standalone)
   fi
+  OVERRIDES=(model.path="'$MODEL_PATH'" data.train_files="'$TRAIN_FILE'"
+    trainer.default_local_dir="'$OUTPUT_DIR'" "${OVERRIDES[@]}")
+  doctor "$1" --nnodes="$NNODES" --nproc-per-node="${NPROC_PER_NODE:-8}" "${OVERRIDES[@]}"
   $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
 
   exec "$PYTHON" "${torchrun[@]}" -m verl.trainer.sft_trainer --config-dir=configs --config-name="$1" "${OPTIONS[@]}" \
-    model.path="'$MODEL_PATH'" data.train_files="'$TRAIN_FILE'" trainer.default_local_dir="'$OUTPUT_DIR'" \
     "${OVERRIDES[@]}"
 }
 
@@ -80,12 +91,13 @@ dapo() {
   fi
   require TRAIN_FILE data.train_files "Make it: python data/prepare_dapo_math_17k.py, or set TRAIN_FILE."
   require VAL_FILE data.val_files "Make it: python data/prepare_aime.py, or set VAL_FILE."
+  OVERRIDES=(actor_rollout_ref.model.path="'$MODEL_PATH'" data.train_files="'$TRAIN_FILE'" data.val_files="'$VAL_FILE'"
+    retool.sandbox.urls="[${SANDBOX_URL:-http://127.0.0.1:8080}]" trainer.default_local_dir="'$OUTPUT_DIR'"
+    ++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="'$metrics'"
+    trainer.nnodes="$NNODES" "${OVERRIDES[@]}")
+  doctor "$1" "${OVERRIDES[@]}"
   $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
   $PRINT_ONLY || forget_dead_ray
 
-  exec "$PYTHON" -m verl.trainer.main_ppo --config-dir=configs --config-name="$1" "${OPTIONS[@]}" \
-    actor_rollout_ref.model.path="'$MODEL_PATH'" data.train_files="'$TRAIN_FILE'" data.val_files="'$VAL_FILE'" \
-    retool.sandbox.urls="[${SANDBOX_URL:-http://127.0.0.1:8080}]" trainer.default_local_dir="'$OUTPUT_DIR'" \
-    ++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="'$metrics'" \
-    trainer.nnodes="$NNODES" "${OVERRIDES[@]}"
+  exec "$PYTHON" -m verl.trainer.main_ppo --config-dir=configs --config-name="$1" "${OPTIONS[@]}" "${OVERRIDES[@]}"
 }

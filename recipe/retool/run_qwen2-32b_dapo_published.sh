@@ -10,6 +10,7 @@
 #   SANDBOX_URL  sandbox; several with commas      http://127.0.0.1:8080
 #   OUTPUT_DIR   checkpoints, metrics, validation  outputs/qwen2-32b_dapo_published
 #   NNODES       nodes of 8 GPUs                   2; with more than 1, start Ray on all of them first
+# DOCTOR=0 starts it without the checks of verl_ext/doctor.
 # The same command again goes on from the last checkpoint. `--cfg job` only prints the run, on any machine.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

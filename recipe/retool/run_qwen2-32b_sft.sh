@@ -12,6 +12,7 @@
 #   NODE_RANK       0 to NNODES - 1                   0
 #   MASTER_ADDR     address of node 0                 needed where NNODES > 1
 #   MASTER_PORT     a free port of node 0             29500
+# DOCTOR=0 starts it without the checks of verl_ext/doctor.
 # The same command again goes on from the last checkpoint. `--cfg job` only prints the run, on any machine.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

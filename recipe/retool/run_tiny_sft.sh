@@ -6,6 +6,7 @@
 #   MODEL_PATH      of data/tiny_tools/build_model.py      outputs/quickstart/model
 #   OUTPUT_DIR      checkpoints and metrics                outputs/quickstart/sft
 #   NPROC_PER_NODE  ranks                                  2
+# DOCTOR=0 starts it without the checks of verl_ext/doctor.
 # The same command again goes on from the last checkpoint. scripts/quickstart.sh makes the data and calls this.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -17,12 +18,14 @@ export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file pe
 
 require DATA_DIR data.train_files "Make it: python data/tiny_tools/prepare.py --out $DATA_DIR"
 require MODEL_PATH model.path "Make it: python data/tiny_tools/build_model.py --out $MODEL_PATH"
+
+OVERRIDES=(data.train_files="'$DATA_DIR/sft_train.parquet'" data.val_files="'$DATA_DIR/sft_val.parquet'"
+  model.path="'$MODEL_PATH'" trainer.default_local_dir="'$OUTPUT_DIR'" "${OVERRIDES[@]}")
+doctor tiny_sft --nnodes=1 --nproc-per-node="${NPROC_PER_NODE:-2}" "${OVERRIDES[@]}"
 $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
 
 TORCHRUN=(-m verl_ext.cpu.warm_python -m torch.distributed.run --standalone --nproc-per-node="${NPROC_PER_NODE:-2}")
 if $PRINT_ONLY; then TORCHRUN=(); fi
 
-exec "$PYTHON" "${TORCHRUN[@]}" -m verl.trainer.sft_trainer \
-  --config-dir=configs --config-name=tiny_sft "${OPTIONS[@]}" \
-  data.train_files="'$DATA_DIR/sft_train.parquet'" data.val_files="'$DATA_DIR/sft_val.parquet'" \
-  model.path="'$MODEL_PATH'" trainer.default_local_dir="'$OUTPUT_DIR'" "${OVERRIDES[@]}"
+exec "$PYTHON" "${TORCHRUN[@]}" -m verl.trainer.sft_trainer --config-dir=configs --config-name=tiny_sft "${OPTIONS[@]}" \
+  "${OVERRIDES[@]}"

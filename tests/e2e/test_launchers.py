@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.conftest import launch, read_metrics, run_to_end
 from verl_ext.cpu.warm_python import ENVIRONMENT
+from verl_ext.doctor.shape import read_shape
 from verl_ext.sandbox import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -27,13 +28,18 @@ def test_sft(small: Path, python: str, tmp_path: Path, run: str) -> None:
         OUTPUT_DIR=str(tmp_path / "out"),
         NNODES="1",
         NPROC_PER_NODE="2",
-        **ENVIRONMENT | {"PYTHON": python},
+        **ENVIRONMENT | {"PYTHON": python, "DOCTOR": "1"},
     )
     run_to_end(process, log)
     losses = [data["train/loss"] for _, data in read_metrics(tmp_path / "out", keep=lambda data: "train/loss" in data)]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
-    assert (tmp_path / "out" / "global_step_6").is_dir()
+    assert f"doctor: {run}, quick checks" in log.read_text() and "1 FAIL" not in log.read_text()
+    checkpoint = tmp_path / "out" / "global_step_6"
+    written = sum(path.stat().st_size for kind in ("model", "optim") for path in checkpoint.glob(f"{kind}_*.pt"))
+    shape = read_shape(str(small / "model"))
+    # 4 bytes of a weight and 8 of Adam's moments, as the doctor estimates; the files' own form takes some kilobytes
+    assert 12 * shape.parameters < written < 12 * shape.parameters + 500_000
 
 
 @pytest.mark.parametrize("run", ["qwen2-32b_dapo", "qwen2-32b_dapo_published", "qwen2-7b_dapo", "qwen3-4b_dapo"])
@@ -53,6 +59,7 @@ def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
             OUTPUT_DIR=str(tmp_path / "out"),
             SANDBOX_URL=url,
             NNODES="1",
+            DOCTOR="1",
             **environment,
             RAY_TMPDIR=os.environ.get("RAY_TMPDIR", "/tmp/ray"),
         )

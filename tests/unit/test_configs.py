@@ -15,48 +15,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from verl_ext.checkpoints import Rolling
+from verl_ext.doctor.schema import (
+    KEYS_WITHOUT_EFFECT,
+    OPEN_SECTIONS,
+    has_type_of,
+    is_field_of_own_class,
+    is_known,
+    is_within,
+    leaves,
+    own_keys,
+    own_yaml,
+    schema,
+)
+from verl_ext.doctor.schema import compose_run as composed
 
 ROOT = Path(__file__).parents[2]
-VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])  # found, not imported: that takes 5 s
 RUNS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 PUBLISHED_RUN = "qwen2-32b_dapo_published"  # without dynamic sampling and overlong shaping
 RL_RUNS = [run for run in RUNS if "_dapo" in run]
 SFT_RUNS = [run for run in RUNS if run.endswith("_sft")]
-
-# Sections whose keys verl's YAML does not list, and who refuses a wrong key instead.
-OPEN_SECTIONS = {
-    "retool": "ours: test_verl_ext_reads_every_retool_key",
-    "data.retool": "ours: verl_ext/sft_dataset.py",
-    "reward.reward_kwargs": "verl's `dapo` reward manager and ours read it; no YAML of verl lists it",
-    "ray_kwargs.ray_init": "keyword arguments of ray.init, which refuses unknown ones",
-    "hydra": "Hydra's own, checked by Hydra",
-}
-
-# Keys that compose but do nothing in verl 0.9.1's v1 trainer with our agent loop and sampler -> what to set instead.
-KEYS_WITHOUT_EFFECT = {
-    "custom_reward_function": "reward.reward_manager",
-    "reward_model": "reward",
-    "sandbox_fusion": "retool.sandbox",
-    "reward.sandbox_fusion": "retool.sandbox",
-    "reward.custom_reward_function": "the reward manager of verl_ext scores by itself",
-    "data.return_raw_chat": "nothing: always on",
-    "actor_rollout_ref.rollout.mode": "nothing: always async",
-    "actor_rollout_ref.rollout.multi_turn.enable": "actor_rollout_ref.rollout.agent.default_agent_loop",
-    "actor_rollout_ref.rollout.multi_turn.format": "retool.protocol",
-    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "retool.max_tool_calls",
-    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "retool.max_tool_calls",
-    "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "retool.max_tool_response_tokens",
-    "actor_rollout_ref.rollout.val_kwargs.do_sample": "actor_rollout_ref.rollout.val_kwargs.temperature",
-    "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
-    "trainer.max_actor_ckpt_to_keep": "retool.checkpoints.keep_last; refused at the start",
-    "trainer.max_critic_ckpt_to_keep": "the same",
-    "trainer.max_ckpt_to_keep": "the same",
-}
 
 # The published runs: verl-recipe@48ea0a7 retool/run_qwen2-32b_{sft,dapo}.sh, and for SFT the defaults of verl 0.6.1.
 PUBLISHED = {
@@ -102,90 +83,15 @@ PUBLISHED = {
 }
 
 
-@functools.cache
-def own_yaml(path: str) -> dict:
-    """A YAML of ours as written, `path` without suffix, without what its `defaults:` bring in."""
-    return OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / f"{path}.yaml"))
-
-
-def composed(run: str, *overrides: str) -> DictConfig:
-    """What Hydra makes of a run. verl's main brings verl's config folder into the search path; here it is named."""
-    with initialize_config_dir(str(ROOT / "configs"), version_base=None):
-        return compose(run, overrides=[f"hydra.searchpath=[file://{VERL}/trainer/config]", *overrides])
-
-
 composed_once = functools.cache(composed)
-
-
-@functools.cache
-def schema(run: str) -> dict:
-    """All keys that verl's entry config of this run has, with verl's defaults."""
-    while run in RUNS:  # a run may begin with another one of ours
-        run = own_yaml(run)["defaults"][0]
-    with initialize_config_dir(f"{VERL}/trainer/config", version_base=None):
-        return OmegaConf.to_container(compose(run), resolve=False)
-
-
-def leaves(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value; a list or an empty dict is a value."""
-    flat = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat.update(leaves(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
-def is_within(key: str, section: str) -> bool:
-    return key == section or key.startswith(f"{section}.")
-
-
-@functools.cache
-def dataclass_fields(name: str) -> frozenset[str]:
-    """Fields of a config dataclass of verl or ours, and its bases, from the source: what making it would accept."""
-    folders = [VERL / folder for folder in ("workers/config", "trainer/config", "utils/profiler", "utils/skip")]
-    for folder in [*folders, ROOT / "verl_ext" / "trainer"]:
-        for path in sorted(folder.rglob("*.py")):
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.ClassDef) and node.name == name:
-                    own = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
-                    return frozenset(own).union(*(dataclass_fields(ast.unparse(base)) for base in node.bases))
-    return frozenset()
-
-
-def is_known(key: str, tree: Any) -> bool:
-    """Whether `tree`, verl's composed config, has `key`, leaves its section open, or makes a dataclass with it."""
-    for name in key.split("."):
-        if tree == {}:
-            return True
-        if not isinstance(tree, dict):
-            return False
-        if name not in tree:
-            return name in dataclass_fields(tree.get("_target_", "").rpartition(".")[2])
-        tree = tree[name]
-    return True
-
-
-def own_keys(run: str) -> dict[str, Any]:
-    """Dotted key -> value, of the run's YAML and of what its `defaults:` include from configs/ by `group: option`."""
-    groups = [entry for entry in own_yaml(run)["defaults"] if isinstance(entry, dict)]
-    paths = [f"{group}/{option}" for entry in groups for group, option in entry.items()] + [run]
-    trees = [{name: value for name, value in own_yaml(path).items() if name != "defaults"} for path in paths]
-    return {key: value for tree in trees for key, value in leaves(tree).items()}
-
-
-def is_field_of_own_class(key: str, run: str) -> bool:
-    """Whether the section of `key` is made into a dataclass of ours, by its `_target_`, which has such a field."""
-    section, _, name = key.rpartition(".")
-    target = OmegaConf.select(composed_once(run), f"{section}._target_", default="") if section else ""
-    return target.startswith("verl_ext.") and name in dataclass_fields(target.rpartition(".")[2])
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_verl_knows_every_key(run: str):
     keys = [key for key in own_keys(run) if not any(is_within(key, section) for section in OPEN_SECTIONS)]
-    assert [key for key in keys if not (is_known(key, schema(run)) or is_field_of_own_class(key, run))] == []
+    assert [
+        key for key in keys if not (is_known(key, schema(run)) or is_field_of_own_class(key, composed_once(run)))
+    ] == []
     assert len(keys) > 5 or own_yaml(run)["defaults"][0] in RUNS
 
 
@@ -214,21 +120,17 @@ def test_key_check_tells_known_from_unknown(key: str, known: bool):
     ("key", "known"), [("lr_decay_steps_ratio", True), ("betas", True), ("lr_decay_ratio", False), ("fused", False)]
 )
 def test_key_check_knows_the_fields_of_our_optimizer_section(key: str, known: bool):
-    assert is_field_of_own_class(f"actor_rollout_ref.actor.optim.{key}", "qwen2-32b_dapo") is known
-    assert not is_field_of_own_class(f"critic.optim.{key}", "qwen2-32b_dapo")
+    config = composed_once("qwen2-32b_dapo")
+    assert is_field_of_own_class(f"actor_rollout_ref.actor.optim.{key}", config) is known
+    assert not is_field_of_own_class(f"critic.optim.{key}", config)
 
 
 @pytest.mark.parametrize("run", RUNS)
 def test_values_have_the_type_of_verls_default(run: str):
     defaults = leaves(schema(run))
     for key, value in own_keys(run).items():
-        default = defaults.get(key)
-        if isinstance(default, str | None) or isinstance(value, str) and value.startswith(("${", "???")):
-            continue
-        if key == "trainer.save_freq" and value == "after_each_epoch":
-            continue
-        kind = (int, float) if isinstance(default, int | float) and not isinstance(default, bool) else type(default)
-        assert isinstance(value, kind) and isinstance(value, bool) == isinstance(default, bool), f"{key}: {value!r}"
+        is_word = key == "trainer.save_freq" and value == "after_each_epoch"
+        assert is_word or has_type_of(value, defaults.get(key)), f"{key}: {value!r}"
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -283,7 +185,7 @@ def test_all_four_parts_of_dapo_are_on_but_in_the_published_run_and_kl_is_off(ru
 
 @pytest.mark.parametrize("run", RL_RUNS)
 def test_sampler_filters_by_the_metric_of_the_algorithm_section(run: str):
-    config = composed(run, "algorithm.filter_groups.metric=another")
+    config = composed(run, ["algorithm.filter_groups.metric=another"])
     assert config.trainer.v1.sampler.sampler_kwargs.filter_groups.metric == "another"
 
 
@@ -370,7 +272,7 @@ def launch(run: str, *args: str, cwd: Path, timeout_s: float = 20, **env: str) -
     return subprocess.run(
         ["bash", str(launcher(run)), *args],
         cwd=cwd,
-        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", ""), **env},
+        env={"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", ""), "DOCTOR": "0", **env},
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -430,7 +332,36 @@ def test_rl_launcher_takes_several_sandboxes(tmp_path: Path, fake_python: Path):
     urls = "http://10.0.0.1:8080,http://10.0.0.2:8080"
     result = launch("qwen2-32b_dapo", "--cfg", "job", cwd=tmp_path, PYTHON=str(fake_python), SANDBOX_URL=urls)
     override = next(line for line in result.stdout.splitlines() if line.startswith("retool.sandbox.urls="))
-    assert list(composed("qwen2-32b_dapo", override).retool.sandbox.urls) == urls.split(",")
+    assert list(composed("qwen2-32b_dapo", [override]).retool.sandbox.urls) == urls.split(",")
+
+
+@pytest.mark.parametrize(
+    ("run", "size"), [("qwen2-32b_dapo", []), ("qwen2-32b_sft", ["--nnodes=1", "--nproc-per-node=8"])]
+)
+def test_launcher_asks_the_doctor_about_the_very_run_that_it_starts(run: str, size: list[str], tmp_path: Path):
+    answer = tmp_path / "python"
+    answer.write_text(
+        '#!/usr/bin/env bash\nprintf "%s\\n" "$@" >> "$CALLS"\necho >> "$CALLS"\n[[ $2 != *doctor ]] || exit $STATUS\n'
+    )
+    answer.chmod(0o755)
+    inputs = {name: str(tmp_path) for name in ("MODEL_PATH", "TRAIN_FILE", "VAL_FILE", "OUTPUT_DIR")}
+
+    def calls(status: str, **env: str) -> tuple[int, list[list[str]]]:
+        log = tmp_path / "calls"
+        log.write_text("")
+        env = inputs | {"PYTHON": str(answer), "CALLS": str(log), "STATUS": status, "NNODES": "1", "DOCTOR": "1"} | env
+        done = launch(run, "trainer.save_freq=7", cwd=tmp_path, **env)
+        return done.returncode, [call.split("\n") for call in log.read_text().strip().split("\n\n")]
+
+    status, (doctor, start) = calls("0")
+    assert status == 0 and doctor[:5] == ["-m", "verl_ext.doctor", "--quick", "--config-name", run]
+    overrides = doctor[5:]
+    assert overrides[: len(size)] == size and overrides[len(size) :] == start[-len(overrides) + len(size) :]
+    assert overrides[-1] == "trainer.save_freq=7"
+    status, stopped = calls("1")
+    assert status == 1 and len(stopped) == 1, "what the doctor refuses is not started"
+    status, skipped = calls("1", DOCTOR="0")
+    assert status == 0 and len(skipped) == 1 and "verl_ext.doctor" not in skipped[0]
 
 
 @pytest.mark.parametrize("run", RUNS)

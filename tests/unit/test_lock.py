@@ -3,6 +3,7 @@
 import ast
 import importlib.metadata
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from verl_ext.doctor.versions import compare_installed, detect_hardware, pinned_version, read_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,39 +23,38 @@ _spec.loader.exec_module(lock)
 
 
 def pins(hardware: str) -> dict[str, Requirement]:
-    return {canonicalize_name(pin.name): pin for pin in lock.read_lock(ROOT / "requirements" / f"{hardware}.txt")}
+    return {canonicalize_name(pin.name): pin for pin in read_lock(ROOT / "requirements" / f"{hardware}.txt")}
 
 
 @pytest.mark.parametrize("hardware", ["cpu", "gpu"])
 def test_installed_versions_are_the_locked_ones(hardware):
-    here = lock.detect_hardware()
+    here = detect_hardware()
     if hardware != here:
         pytest.skip(f"this is a {here} machine, so requirements/{hardware}.txt is not what is installed")
-    wrong = lock.compare_installed(pins(hardware).values())
+    wrong = compare_installed(pins(hardware).values())
     assert not wrong, "\n".join([*wrong, "Run: bash scripts/setup_env.sh"])
 
 
 def test_difference_names_the_package_and_both_versions():
     installed = importlib.metadata.version("packaging")
-    assert lock.compare_installed([Requirement("packaging==0.1")]) == [f"packaging: installed {installed}, locked 0.1"]
-    assert lock.compare_installed([Requirement("no-such-package==2.0")]) == [
-        "no-such-package: not installed, locked 2.0"
-    ]
-    assert lock.compare_installed([Requirement(f"packaging=={installed}")]) == []
-    assert lock.compare_installed([Requirement("packaging==0.1 ; python_version < '3'")]) == []
+    assert compare_installed([Requirement("packaging==0.1")]) == [f"packaging: installed {installed}, locked 0.1"]
+    assert compare_installed([Requirement("no-such-package==2.0")]) == ["no-such-package: not installed, locked 2.0"]
+    assert compare_installed([Requirement(f"packaging=={installed}")]) == []
+    assert compare_installed([Requirement("packaging==0.1 ; python_version < '3'")]) == []
 
 
 def test_cpu_lock_is_what_lock_py_writes_from_this_environment():
-    if lock.detect_hardware() != "cpu":
+    if detect_hardware() != "cpu":
         pytest.skip("the CPU lock is written from an installed CPU stack, and this is a gpu machine")
     command = [sys.executable, "scripts/lock.py", "cpu", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}  # this checkout's verl_ext, whichever is installed
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 def test_cpu_lock_holds_nothing_of_cuda():
     names = pins("cpu")
-    assert lock.pinned_version(names["torch"]).endswith("+cpu")
+    assert pinned_version(names["torch"]).endswith("+cpu")
     assert not [name for name in names if name.startswith(("nvidia", "cuda", "cupy", "triton", "flash-attn"))]
 
 
@@ -62,7 +64,7 @@ def test_every_requirement_of_setup_py_is_pinned_within_its_range(hardware):
     for requirement in lock.read_requirements(hardware):
         pin = pinned.get(canonicalize_name(requirement.name))
         assert pin is not None, f"{requirement} of setup.py is not in requirements/{hardware}.txt"
-        version = lock.pinned_version(pin)
+        version = pinned_version(pin)
         assert requirement.specifier.contains(version), f"setup.py has {requirement}, {hardware}.txt has {version}"
 
 
@@ -73,7 +75,7 @@ def test_gpu_lock_is_the_matrix_that_verl_names():
         if r.marker and any(r.marker.evaluate({"extra": e}) for e in ("vllm", "flash-attn-cu130torch211"))
     }
     for name in ("torch", "vllm", "transformers", "flash-attn"):
-        version = lock.pinned_version(pins("gpu")[name])
+        version = pinned_version(pins("gpu")[name])
         assert str(matrix[name].specifier) == f"=={version}", f"verl names {matrix[name]}, gpu.txt has {version}"
 
 
@@ -82,7 +84,7 @@ def test_a_line_that_is_no_pin_is_refused(tmp_path):
     for text in ("torch>=2.13", "torch", "torch==2.13,!=2.14", "torch==2.*"):
         path.write_text(f"# comment\n\n{text}\n")
         with pytest.raises(ValueError, match="is not a pin"):
-            lock.read_lock(path)
+            read_lock(path)
 
 
 def test_walk_follows_extras_and_markers_and_stops_at_what_is_left_out():

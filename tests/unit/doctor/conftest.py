@@ -1,0 +1,85 @@
+"""Runs and machines for the doctor to look at."""
+
+import copy
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.doctor.finding import Finding, Level
+from verl_ext.doctor.machine import Gpu, Machine
+from verl_ext.doctor.run import GIB, Run
+from verl_ext.doctor.schema import compose_run, required_keys
+
+SHAPES = {"32b": "Qwen/Qwen2.5-32B-Instruct", "7b": "Qwen/Qwen2.5-7B-Instruct", "4b": "Qwen/Qwen3-4B-Instruct-2507"}
+
+composed = functools.cache(compose_run)  # 0.5 s each
+
+
+def with_overrides(name: str, overrides: tuple[str, ...]) -> DictConfig:
+    """As `compose_run`; what only sets a key is set without Hydra."""
+    simple = tuple(override for override in overrides if override[0].isalpha() and "{" not in override)
+    config = copy.deepcopy(composed(name, tuple(override for override in overrides if override not in simple)))
+    for override in simple:
+        key, _, value = override.partition("=")
+        OmegaConf.update(config, key, yaml.safe_load(value), force_add=False)
+    return config
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Run]:
+    """A run of configs/ with overrides, its model by name, its folder empty."""
+
+    def make(name: str = "qwen2-32b_dapo", *overrides: str, **options: Any) -> Run:
+        is_rl = "_dapo" in name
+        key = "actor_rollout_ref.model.path" if is_rl else "model.path"
+        shape = next((path for size, path in SHAPES.items() if size in name), str(tmp_path / "model"))
+        given = [f"{key}={shape}", f"trainer.default_local_dir={tmp_path}/out", *overrides]
+        return Run(name, with_overrides(name, tuple(given)), required_keys(name), folder=tmp_path, **options)
+
+    return make
+
+
+@pytest.fixture
+def make_machine(tmp_path: Path) -> Callable[..., Machine]:
+    """A machine of 8 H200 that wants nothing, but for what is said."""
+
+    def make(gpus: int = 8, *, gpu_gib: float = 139.8, used_gib: float = 0.0, driver: str = "580.65", **changes: Any):
+        settings = {
+            "gpus": tuple(Gpu("NVIDIA H200", gpu_gib, used_gib, driver) for _ in range(gpus)),
+            "memory_bytes": 2000 * GIB,
+            "shm_bytes": 64 * GIB,
+            "open_files": (65536, 65536),
+            "environment": {"RAY_TMPDIR": str(tmp_path)},
+        }
+        return Machine(**settings | changes)
+
+    return make
+
+
+@pytest.fixture
+def told() -> Callable[..., list[str]]:
+    """Messages and advice of the findings of a level, of which one at least is there."""
+
+    def tell(findings: Any, level: Level) -> list[str]:
+        found: list[Finding] = list(findings)
+        texts = [f"{finding.message} -> {finding.advice}" for finding in found if finding.level == level]
+        assert texts, f"no {level} among {[str(finding) for finding in found]}"
+        return texts
+
+    return tell
+
+
+@pytest.fixture
+def only_ok() -> Callable[[Any], None]:
+    """At least one finding, and none but OK."""
+
+    def check(findings: Any) -> None:
+        found = list(findings)
+        assert found and {finding.level for finding in found} == {Level.OK}, [str(finding) for finding in found]
+
+    return check

@@ -1,0 +1,166 @@
+"""What is found in the settings: unknown keys, keys without effect, batches, time-outs."""
+
+import pytest
+
+from verl_ext.doctor.batch import check_batch
+from verl_ext.doctor.config import check_config, check_reward
+from verl_ext.doctor.finding import Level
+from verl_ext.doctor.schema import CONFIGS, lineage, required_keys
+from verl_ext.doctor.timeouts import check_timeouts
+
+RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+DATA = ("data.train_files=train.parquet", "data.val_files=val.parquet")
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_our_own_runs_are_as_they_should_be(run, make_run, only_ok):
+    gpus = {"nnodes": 2, "nproc_per_node": 8} if run.endswith("_sft") and not run.startswith("tiny") else {}
+    for hardware in ("", "+hardware=cpu_tiny" if "_dapo" in run else "+hardware=cpu_tiny_sft"):
+        if hardware and run.startswith("tiny"):
+            continue
+        if hardware:
+            gpus = {"nnodes": 1, "nproc_per_node": 2} if run.endswith("_sft") else {}
+            overrides = [hardware, "actor_rollout_ref.model.path=tiny" if "_dapo" in run else "model.path=tiny"]
+        else:
+            overrides = []
+        looked_at = make_run(run, *DATA, *overrides, **gpus)
+        only_ok(check_config(looked_at))
+        only_ok(check_batch(looked_at))
+        assert all(finding.level == Level.OK for finding in check_timeouts(looked_at))
+
+
+def test_what_the_launcher_sets_is_missed_though_verls_default_stands_there(make_run, told):
+    run = make_run("qwen2-32b_dapo")
+    assert run.get("data.train_files") == "~/data/rlhf/gsm8k/train.parquet", "`???` does not replace verl's default"
+    texts = told(check_config(run), Level.FAIL)
+    assert [text.split()[0] for text in texts] == ["data.train_files", "data.val_files"]
+
+
+def test_a_run_that_begins_with_another_one_has_its_open_keys():
+    assert lineage("qwen2-32b_dapo_published") == ["qwen2-32b_dapo_published", "qwen2-32b_dapo"]
+    assert required_keys("qwen2-32b_dapo_published") == required_keys("qwen2-32b_dapo") > {"data.train_files"}
+
+
+@pytest.mark.parametrize(
+    ("override", "level", "message"),
+    [
+        (
+            "+trainer.savefreq=3",
+            Level.FAIL,
+            "verl does not know trainer.savefreq; it would do nothing -> Did you mean ",
+        ),
+        ("+retool.max_calls=3", Level.FAIL, "retool.max_calls is none of verl_ext's settings"),
+        ("~retool.sandbox.timeout_s", Level.FAIL, "retool.sandbox.timeout_s is missing, and verl_ext reads it"),
+        ("retool.protocol=xml", Level.FAIL, "retool.protocol is 'xml' -> Set it to code or hermes."),
+        ("trainer.save_freq=often", Level.FAIL, "trainer.save_freq is 'often' (str), but verl's default is a int"),
+        ("trainer.experiment_name=${nothing.there}", Level.FAIL, "a reference cannot be resolved"),
+        (
+            "custom_reward_function.path=mine.py",
+            Level.WARN,
+            "custom_reward_function.path=mine.py has no effect in verl 0.9.1's v1 trainer -> Instead: reward.reward_",
+        ),
+        (f"{ROLLOUT}.multi_turn.max_user_turns=4", Level.WARN, "Instead: retool.max_tool_calls."),
+    ],
+)
+def test_a_key_that_would_not_do_what_it_says(override, level, message, make_run, told):
+    texts = told(check_config(make_run("qwen2-32b_dapo", *DATA, override)), level)
+    assert any(message in text for text in texts), texts
+
+
+def test_sft_has_settings_of_its_own(make_run, told):
+    run = make_run("qwen2-32b_sft", "data.train_files=a", "+data.retool.bad_row=drop")
+    assert "Did you mean data.retool.bad_rows?" in told(check_config(run), Level.FAIL)[0]
+
+
+def test_reward_settings_are_read_by_the_class_that_uses_them(make_run, told, only_ok):
+    only_ok(check_reward(make_run("qwen2-32b_dapo")))
+    run = make_run("qwen2-32b_dapo", "+reward.reward_kwargs.bonus=1")
+    assert "Unknown under reward.reward_kwargs: bonus" in told(check_reward(run), Level.FAIL)[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "level", "message"),
+    [
+        ([f"{ROLLOUT}.n=1"], Level.FAIL, "a group of one has its raw score as advantage"),
+        ([f"{ACTOR}.ppo_mini_batch_size=60"], Level.FAIL, "such as 64."),
+        (["trainer.nnodes=1", "trainer.n_gpus_per_node=6"], Level.FAIL, "6 GPUs are no multiple of ulysses"),
+        (["trainer.nnodes=1", "trainer.n_gpus_per_node=6"], Level.FAIL, "6 GPUs are no multiple of the 4 of one vLLM"),
+        # 16 GPUs with Ulysses 1: 16 ranks; 2 prompts x 4 responses are 8
+        (
+            [
+                f"{ACTOR}.ppo_mini_batch_size=2",
+                f"{ROLLOUT}.n=4",
+                f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=1",
+            ],
+            Level.FAIL,
+            "2 prompts x 4 = 8 responses does not divide among 16 data-parallel ranks",
+        ),
+        # 2,000 x 8 = 16,000 < 2,048 + 16,384 = 18,432; 18,432 / 8 = 2,304
+        (
+            [f"{ACTOR}.ppo_max_token_len_per_gpu=2000"],
+            Level.FAIL,
+            "= 16000 tokens is less than the longest sequence, 18432",
+        ),
+        ([f"{ACTOR}.ppo_max_token_len_per_gpu=2000"], Level.FAIL, "Set it to 2304 or more."),
+        (
+            [f"{ACTOR}.use_dynamic_bsz=false"],
+            Level.FAIL,
+            "ppo_micro_batch_size_per_gpu is null, and dynamic batches are off",
+        ),
+        ([f"{ROLLOUT}.max_model_len=16384"], Level.FAIL, "is below prompt + response = 18432 tokens"),
+        (["retool.max_tool_response_tokens=16384"], Level.FAIL, "leaves nothing of a response"),
+        (["reward.reward_kwargs.overlong_buffer_cfg.len=20000"], Level.FAIL, "is outside of (0, max_resp_len=16384]"),
+        (["reward.reward_kwargs.max_resp_len=8192"], Level.WARN, "counts from reward_kwargs.max_resp_len=8192"),
+        (
+            ["actor_rollout_ref.model.use_remove_padding=false"],
+            Level.FAIL,
+            "Ulysses needs model.use_remove_padding=true",
+        ),
+        # 40 heads and 8 key-value heads
+        ([f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=16"], Level.FAIL, "do not divide among ulysses"),
+        (
+            [f"{ROLLOUT}.tensor_model_parallel_size=16"],
+            Level.FAIL,
+            "40 heads do not divide among tensor_model_parallel",
+        ),
+    ],
+)
+def test_rl_batches_that_do_not_fit(overrides, level, message, make_run, told):
+    texts = told(check_batch(make_run("qwen2-32b_dapo", *overrides)), level)
+    assert any(message in text for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.train_batch_size=30"], "data.train_batch_size=30 does not divide among 4 data-parallel ranks"),
+        (["data.micro_batch_size_per_gpu=3"], "8 traces of each data-parallel rank are no multiple"),
+        (["data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=4000"], "= 16000 tokens is less than"),
+        (["engine.ulysses_sequence_parallel_size=5"], "16 GPUs are no multiple of ulysses_sequence_parallel_size=5"),
+    ],
+)
+def test_sft_batches_that_do_not_fit(overrides, message, make_run, told):
+    run = make_run("qwen2-32b_sft", *overrides, nnodes=2, nproc_per_node=8)
+    texts = told(check_batch(run), Level.FAIL)
+    assert any(message in text for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("overrides", "level", "message"),
+    [
+        (["retool.sandbox.timeout_s=0"], Level.FAIL, "the sandbox takes (0, 86400] s"),
+        (["+retool.sandbox.queue_timeout_s=0"], Level.FAIL, "no time beyond its code's"),
+        (["retool.sandbox.timeout_s=90"], Level.WARN, "queue for 60 s, less than the 90 s that one program may run"),
+        # 60 / 4 + 30 + 8 and 60 + 30
+        ([], Level.OK, "code 30 s < request 53 s < call 90 s"),
+    ],
+)
+def test_timeouts_lie_within_each_other(overrides, level, message, make_run, told):
+    assert any(message in text for text in told(check_timeouts(make_run("qwen2-32b_dapo", *overrides)), level))
+
+
+def test_the_tool_yaml_has_the_same_time_limit(make_run, told, tmp_path):
+    (tmp_path / "tool.yaml").write_text((CONFIGS / "tools" / "code_interpreter.yaml").read_text().replace(" 30", " 7"))
+    run = make_run("qwen2-32b_dapo", f"{ROLLOUT}.multi_turn.tool_config_path=tool.yaml")
+    assert "gives code_interpreter 7 s" in told(check_timeouts(run), Level.WARN)[0]

@@ -1,0 +1,115 @@
+"""GPUs, limits, Ray and packages, on machines that the tests make up."""
+
+import dataclasses
+import socket
+from importlib import metadata
+
+import pytest
+
+from verl_ext.doctor.finding import Level
+from verl_ext.doctor.machine import check_gpus, check_limits, check_ray
+from verl_ext.doctor.versions import check_external_modules, check_versions
+
+
+def test_a_machine_that_fits(make_run, make_machine, only_ok):
+    run, machine = make_run(), make_machine()
+    only_ok([*check_gpus(run, machine), *check_limits(run, machine)])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changes", "level", "message"),
+    [
+        (0, {}, Level.FAIL, "0 GPU(s) here, but the run wants 8 on each of 2 node(s)"),
+        (4, {}, Level.FAIL, "4 GPU(s) here"),
+        (8, {"driver": "550.54"}, Level.FAIL, "driver 550.54; requirements/gpu.txt has CUDA 13, which needs 580"),
+        (8, {"used_gib": 40.0}, Level.WARN, "memory of GPU 0 (40.0 GiB), 1 (40.0 GiB)"),
+    ],
+)
+def test_gpus_that_do_not_fit(gpus, changes, level, message, make_run, make_machine, told):
+    assert message in told(check_gpus(make_run(), make_machine(gpus, **changes)), level)[0]
+
+
+def test_gpus_of_different_kinds(make_run, make_machine, told):
+    gpus = (*make_machine(4).gpus, *make_machine(4, gpu_gib=79.6).gpus)
+    machine = dataclasses.replace(make_machine(), gpus=gpus)
+    assert "GPUs differ" in told(check_gpus(make_run(), machine), Level.WARN)[0]
+
+
+def test_a_run_on_the_cpu_wants_no_gpu(make_run, make_machine, only_ok):
+    only_ok(check_gpus(make_run("tiny_dapo"), make_machine(0)))
+
+
+def test_small_shared_memory_and_few_open_files(make_run, make_machine, told):
+    machine = make_machine(shm_bytes=64 << 20, open_files=(1024, 4096))
+    texts = told(check_limits(make_run(), machine), Level.WARN)
+    assert "/dev/shm has 0.06 GiB" in texts[0] and "--shm-size=8g" in texts[0]
+    # 4,096 and 8 agent-loop workers x 16 calls
+    assert "ulimit -n is 1024 (at most 4096); a step may hold 4224" in texts[1] and "-> ulimit -n 4096" in texts[1]
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Writes what `ray start` writes."""
+
+    def note(address):
+        (tmp_path / "ray").mkdir(exist_ok=True)
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+
+    return note
+
+
+@pytest.fixture
+def listener():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def closed_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_no_cluster_is_fine_on_one_node_only(make_run, make_machine, told, only_ok):
+    only_ok(check_ray(make_run("qwen2-32b_dapo", "trainer.nnodes=1"), make_machine()))
+    assert (
+        "no Ray cluster is known here -> Start it first" in told(check_ray(make_run(), make_machine()), Level.WARN)[0]
+    )
+
+
+def test_a_cluster_that_is_gone_is_noticed_by_the_file_it_left(cluster, make_run, make_machine, told, tmp_path):
+    cluster(closed_port())
+    text = told(check_ray(make_run(), make_machine()), Level.FAIL)[0]
+    assert "does not answer" in text and f"Remove {tmp_path}/ray/ray_current_cluster." in text
+
+
+def test_a_running_cluster_is_joined_and_refuses_resources(cluster, listener, make_run, make_machine, told, only_ok):
+    cluster(listener)
+    only_ok(check_ray(make_run(), make_machine()))
+    one_node = make_run("qwen2-32b_dapo", "trainer.nnodes=1")
+    assert "the run would join it" in told(check_ray(one_node, make_machine()), Level.WARN)[0]
+    on_cpu = told(check_ray(make_run("tiny_dapo"), make_machine()), Level.FAIL)[0]
+    assert "refuses num_cpus, num_gpus, object_store_memory there" in on_cpu
+
+
+def test_the_address_in_the_environment_comes_first(cluster, listener, make_run, make_machine, told, only_ok):
+    cluster(closed_port())
+    only_ok(check_ray(make_run(), make_machine(environment={"RAY_ADDRESS": listener})))
+    gone = make_machine(environment={"RAY_ADDRESS": closed_port()})
+    assert "-> Unset it." in told(check_ray(make_run(), gone), Level.FAIL)[0]
+
+
+def test_versions_against_a_lock(tmp_path, told, only_ok):
+    lock = tmp_path / "cpu.txt"
+    verl, psutil = metadata.version("verl"), metadata.version("psutil")
+    lock.write_text(f"verl=={verl}\npsutil=={psutil}\n")
+    only_ok(check_versions(lock))
+    lock.write_text(f"verl=={verl}\npsutil==0.1\nno-such-package==2.0\n")
+    text = told(check_versions(lock), Level.WARN)[0]
+    assert f"psutil: installed {psutil}, locked 0.1; no-such-package: not installed" in text and "setup_env.sh" in text
+    lock.write_text("verl==0.6.0\n")
+    assert f"verl: installed {verl}, locked 0.6.0; verl_ext is written" in told(check_versions(lock), Level.FAIL)[0]
+
+
+def test_external_modules(told):
+    assert "does not name verl_ext" in told(check_external_modules({}), Level.WARN)[0]
+    assert list(check_external_modules({"VERL_USE_EXTERNAL_MODULES": "other,verl_ext"})) == []

@@ -1,0 +1,103 @@
+"""The command line: a tiny run whose inputs are all there, with a real sandbox server; and with a dead one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_ext.doctor.__main__ import main
+from verl_ext.sandbox import running_server
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def inputs(tiny_tools, tokenizer, tmp_path_factory) -> list[str]:
+    """Overrides of tiny_dapo that name a model, data and a folder."""
+    folder = tmp_path_factory.mktemp("doctor")
+    tokenizer.save_pretrained(folder / "model")
+    tiny_tools.build_model.build_model(tokenizer, seed=0).save_pretrained(folder / "model")
+    command = [sys.executable, str(ROOT / "data" / "tiny_tools" / "prepare.py"), "--out", str(folder / "data")]
+    sizes = ["--sft=40", "--rl=64", "--test=8", "--ood=4"]
+    subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    return [
+        f"actor_rollout_ref.model.path={folder}/model",
+        f"data.train_files={folder}/data/rl_train.parquet",
+        f"data.val_files={folder}/data/eval.parquet",
+        f"trainer.default_local_dir={folder}/rl",
+    ]
+
+
+@pytest.fixture
+def alone(monkeypatch, tmp_path):
+    """No Ray cluster and no lock but an empty one, whatever runs on this machine."""
+    from verl_ext.doctor import versions
+
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(versions, "compare_installed", lambda pins: [])
+
+
+def test_the_whole_examination_of_a_good_run(inputs, alone, capsys):
+    with running_server(options=("--preload", "sympy")) as url:
+        options = ["--config-name", "tiny_dapo", "--load-seconds", "0.5", f"retool.sandbox.urls=[{url}]", *inputs]
+        status = main([*options, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert status == 0 and report["counts"] == {"OK": report["counts"]["OK"], "WARN": 0, "FAIL": 0}, report
+    topics = {
+        "versions",
+        "config",
+        "batch",
+        "time-outs",
+        "machine",
+        "memory",
+        "checkpoints",
+        "sandbox",
+        "template",
+        "data",
+    }
+    assert {finding["topic"] for finding in report["findings"]} == topics
+
+
+def test_a_dead_sandbox_fails_and_is_not_loaded(inputs, alone, capsys):
+    status = main(["--config-name", "tiny_dapo", "--quick", "retool.sandbox.urls=[http://127.0.0.1:9]", *inputs])
+    lines = capsys.readouterr().out.splitlines()
+    assert status == 1
+    assert lines[0].startswith("FAIL  sandbox     http://127.0.0.1:9 does not run code")
+    assert lines[1].startswith("                  -> Start it: python -m verl_ext.sandbox.server")
+    assert lines[2].startswith("doctor: tiny_dapo, quick checks: ") and "0 WARN, 1 FAIL" in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config-name", "no_such_run"], "no_such_run cannot be composed"),
+        (["--config-name", "tiny_dapo", "trainer.no_key=1"], "tiny_dapo cannot be composed: Could not override"),
+    ],
+)
+def test_what_hydra_refuses_is_a_finding(arguments, message, capsys):
+    assert main([*arguments, "--quick"]) == 1
+    assert message in capsys.readouterr().out
+
+
+def test_a_check_that_breaks_does_not_stop_a_run(inputs, alone, monkeypatch, capsys):
+    from verl_ext.doctor import memory, sandbox
+
+    monkeypatch.setattr(sandbox, "check_reachable", lambda run: [])
+    monkeypatch.setattr(memory, "check_memory", lambda *_: 1 / 0)
+    assert main(["--config-name", "tiny_dapo", "--quick", *inputs]) == 0
+    assert "WARN  memory      a check broke: ZeroDivisionError" in capsys.readouterr().out
+
+
+def test_the_quick_part_imports_neither_torch_nor_verl(inputs):
+    """It stands before every start."""
+    code = (
+        "import sys; from verl_ext.doctor.__main__ import main; main(sys.argv[1:]);"
+        "sys.exit(bool({'torch', 'verl', 'vllm', 'ray', 'transformers'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", code, "--config-name", "tiny_dapo", "--quick", *inputs]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,138 @@
+"""The sandbox checks against a real server, and against servers that only look like one."""
+
+import asyncio
+import json
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from verl_ext.doctor.finding import Level
+from verl_ext.doctor.sandbox import Load, calls_per_step, check_load, check_reachable, judge_load, load
+from verl_ext.sandbox import SandboxClient, running_server
+
+
+@pytest.fixture(scope="module")
+def server():
+    with running_server(options=("--preload", "sympy")) as url:
+        yield url
+
+
+@contextmanager
+def answering(status, body, ping=None):
+    """A server that gives every program one answer, and its ping another."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def do_GET(self):
+            self.send_response(404 if ping is None else 200)
+            self.end_headers()
+            self.wfile.write((ping or "").encode())
+
+        def log_message(self, *_):
+            pass
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{http.server_address[1]}"
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()
+
+
+def with_url(make_run, url, *overrides):
+    return make_run("tiny_dapo", f"retool.sandbox.urls=[{url}]", *overrides)
+
+
+def test_a_server_that_runs_and_isolates(server, make_run, only_ok):
+    only_ok(check_reachable(with_url(make_run, server)))
+
+
+def test_nobody_there(make_run, told):
+    text = told(check_reachable(with_url(make_run, "http://127.0.0.1:9")), Level.FAIL)[0]
+    assert "http://127.0.0.1:9 does not run code" in text and "python -m verl_ext.sandbox.server" in text
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "level", "message"),
+    [
+        (401, "", Level.FAIL, "answers HTTP 401 Unauthorized -> Set SANDBOX_TOKEN."),
+        (503, "", Level.FAIL, "answers HTTP 503"),
+        (200, "hello", Level.FAIL, "does not run code"),
+        (200, json.dumps({"run_result": None}), Level.FAIL, "does not run code"),
+        (200, json.dumps({"run_result": {"stdout": ""}, "message": "no space"}), Level.FAIL, "gave '', no space"),
+        (200, json.dumps({"run_result": {"stdout": "42\n"}}), Level.WARN, "does not say what isolates it"),
+    ],
+)
+def test_a_server_that_only_looks_like_one(status, body, level, message, make_run, told):
+    with answering(status, body) as url:
+        assert message in told(check_reachable(with_url(make_run, url)), level)[0]
+
+
+def test_a_busy_server_is_no_reason_not_to_start(make_run, told):
+    with answering(504, "", ping=json.dumps({"status": "ok", "layers": ["seccomp"]})) as url:
+        assert "works, but is too busy" in told(check_reachable(with_url(make_run, url)), Level.WARN)[0]
+
+
+def test_a_server_that_listens_and_never_answers(make_run, told, monkeypatch):
+    monkeypatch.setattr("verl_ext.doctor.sandbox.PING_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        text = told(check_reachable(with_url(make_run, url)), Level.FAIL)[0]
+    assert "did not run print(6 * 7) within 0.3 s" in text
+
+
+def test_a_server_without_isolation(make_run, told):
+    with running_server(workers=1, options=("--preload", "", "--isolation", "none")) as url:
+        text = told(check_reachable(with_url(make_run, url)), Level.WARN)[0]
+    assert "namespaces, landlock, seccomp is off" in text
+
+
+def test_load_of_a_real_server(server, make_run, told):
+    findings = list(check_load(with_url(make_run, server), seconds=1.0))
+    assert "64 clients get" in told(findings, Level.OK)[0]
+
+
+def test_an_answer_that_is_another_programs_is_a_fault():
+    async def measure():
+        with answering(200, json.dumps({"status": "Success", "run_result": RESULT})) as url:
+            client = SandboxClient([url])
+            try:
+                return await load(client, clients=2, seconds=0.2)
+            finally:
+                await client.aclose()
+
+    seen = asyncio.run(measure())
+    assert len(seen.faults) == len(seen.latencies) > 0 and "7" in seen.faults[0]
+
+
+RESULT = {"status": "Finished", "stdout": "7\n", "stderr": "", "return_code": 0, "execution_time": 0.0}
+
+
+def test_calls_of_a_step(make_run):
+    # 512 prompts x 16 responses x 2.9 calls; at the most 8 calls in each of 4 batches
+    assert calls_per_step(make_run("qwen2-32b_dapo")) == (512 * 16 * 2.9, 512 * 16 * 8 * 4)
+    published = make_run("qwen2-32b_dapo_published")
+    assert calls_per_step(published) == (512 * 16 * 2.9, 512 * 16 * 7)
+    assert calls_per_step(make_run("qwen2-32b_dapo", "retool.max_tool_calls=1"))[0] == 512 * 16
+
+
+def test_what_a_load_means_for_a_step(make_run, told):
+    run = make_run("qwen2-32b_dapo")
+    # 23,757 calls: at 100 a second 238 s, twice the 120 s; at 1,000 a second 24 s
+    slow = told(judge_load(run, Load(10.0, [0.1] * 1000, []), 128), Level.WARN)[0]
+    assert "= 23,757 takes the sandbox 238 s, at the most (262,144 calls) 2,621 s" in slow
+    assert "About 2.0 times the workers" in slow
+    assert "24 s" in told(judge_load(run, Load(1.0, [0.1] * 1000, []), 128), Level.OK)[0]
+    late = Load(100.0, [40.0] * 1000, [])
+    assert "the p99 is over retool.sandbox.timeout_s=30" in told(judge_load(run, late, 128), Level.FAIL)[0]

@@ -1,0 +1,225 @@
+"""Tokenizer, chat template and the rows of data files, with the tiny task's tokenizer."""
+
+import copy
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from verl_ext.doctor.data import check_rows
+from verl_ext.doctor.finding import Level
+from verl_ext.doctor.template import check_agreement, check_tokenizer, first_difference
+
+ROOT = Path(__file__).parents[3]
+RUNS = [("tiny_dapo", "code"), ("tiny_dapo", "hermes"), ("tiny_sft", "code"), ("tiny_sft", "hermes")]
+
+
+@pytest.fixture
+def other(tokenizer):
+    """A copy of the tokenizer that a test may spoil."""
+    return copy.deepcopy(tokenizer)
+
+
+@pytest.fixture
+def tiny_run(make_run, tiny_tools, tokenizer, tmp_path):
+    """A run whose model folder is there."""
+    tokenizer.save_pretrained(tmp_path / "model")
+    tiny_tools.build_model.build_model(tokenizer, seed=0).save_pretrained(tmp_path / "model")
+
+    def make(name="tiny_dapo", *overrides):
+        loops = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT}/verl_ext/agent_loop/agent_loops.yaml"
+        return make_run(name, *([loops] if "_dapo" in name else []), *overrides)
+
+    return make
+
+
+def protocol(name, value):
+    return f"{'retool' if '_dapo' in name else 'data.retool'}.protocol={value}"
+
+
+@pytest.mark.parametrize(("name", "value"), RUNS)
+def test_tokenizer_and_template_fit_both_protocols(name, value, tiny_run, tokenizer, only_ok):
+    only_ok(check_tokenizer(tiny_run(name, protocol(name, value)), tokenizer))
+
+
+@pytest.mark.parametrize(("name", "value"), RUNS)
+def test_sft_and_rollout_make_the_same_tokens(name, value, tiny_run, tokenizer, told):
+    findings = list(check_agreement(tiny_run(name, protocol(name, value)), tokenizer))
+    assert "SFT and rollout make the same" in told(findings, Level.OK)[0]
+    if value == "hermes":  # the YAML of the other stage has code
+        assert "Train the SFT model with the same" in told(findings, Level.WARN)[0]
+
+
+def test_a_tokenizer_of_no_chat_model(tiny_run, other, told):
+    other.chat_template = None
+    assert "has no chat template" in told(check_tokenizer(tiny_run(), other), Level.FAIL)[0]
+
+
+def test_a_template_that_ends_turns_otherwise(tiny_run, other, told):
+    other.chat_template = other.chat_template.replace("<|im_end|>", "</s>")
+    assert "does not end the assistant's turn" in told(check_tokenizer(tiny_run(), other), Level.FAIL)[0]
+
+
+def test_a_tag_that_is_a_special_token(tiny_run, other, told):
+    other.add_special_tokens({"additional_special_tokens": ["</code>"]})
+    texts = told(check_tokenizer(tiny_run(), other), Level.FAIL)
+    assert any(text.startswith("</code>: special tokens here, which end a turn") for text in texts)
+
+
+def test_a_tokenizer_that_lacks_what_the_protocol_writes(tiny_run, other, monkeypatch, told):
+    real = type(other).decode
+    monkeypatch.setattr(type(other), "decode", lambda self, ids, **kwargs: real(self, ids, **kwargs).replace("\n", " "))
+    assert "does not give back what the protocol writes" in told(check_tokenizer(tiny_run(), other), Level.FAIL)[0]
+
+
+def test_an_end_token_that_the_loop_does_not_know(tiny_run, tokenizer, tmp_path, told):
+    run = tiny_run()
+    number = tokenizer.convert_tokens_to_ids("7")
+    (tmp_path / "model" / "generation_config.json").write_text(
+        f'{{"eos_token_id": [{tokenizer.eos_token_id}, {number}]}}'
+    )
+    assert "vLLM stops at ['7'] (generation_config.json)" in told(check_tokenizer(run, tokenizer), Level.FAIL)[0]
+
+
+def test_more_tokens_than_the_embedding_has(tiny_run, other, told):
+    other.add_tokens([f"<extra_{i}>" for i in range(1000)])
+    assert "the model's embedding" in told(check_tokenizer(tiny_run(), other), Level.FAIL)[0]
+
+
+def test_a_template_argument_that_only_rl_has(tiny_run, other, told):
+    """SFT renders without it: the two would drift apart in silence."""
+    other.chat_template = "{% if loud %}LOUD{% endif %}" + other.chat_template
+    run = tiny_run("tiny_dapo")
+    run.config.data.apply_chat_template_kwargs = {"loud": True}
+    assert (
+        "data.apply_chat_template_kwargs is {'loud': True} in tiny_dapo"
+        in told(check_agreement(run, other), Level.WARN)[0]
+    )
+
+
+def test_a_difference_names_its_place(tokenizer):
+    one = tokenizer.encode("1 + 2 = 3", add_special_tokens=False)
+    two = tokenizer.encode("1 + 2 = 4", add_special_tokens=False)
+    mask = [0] * (len(one) - 1) + [1]
+    assert first_difference(tokenizer, (one, mask), (one, mask)) is None
+    text = first_difference(tokenizer, (one, mask), (two, mask))
+    assert text == f"at token {len(one) - 1} SFT has '3' (mask 1), the rollout '4' (mask 1)"
+    assert "(mask 0)" in first_difference(tokenizer, (one, mask), (one, [0] * len(one)))
+    assert first_difference(tokenizer, (one, mask), (one[:-1], mask[:-1])).startswith(
+        f"at token {len(one) - 1} SFT has '3'"
+    )
+
+
+# Data ----------------------------------------------------------------------------------------------------------------
+
+
+def problem(text, answer="4", **changes):
+    return {
+        "data_source": "test",
+        "prompt": [{"role": "user", "content": text}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"index": 0},
+    } | changes
+
+
+@pytest.fixture
+def look(tiny_run, tokenizer, tmp_path):
+    """The findings on training rows and validation rows."""
+
+    def check(train, val=(), *overrides, name="tiny_dapo", using=None):
+        given = []
+        for key, rows in (("data.train_files", train), ("data.val_files", val)):
+            path = tmp_path / f"{key}.parquet"
+            if len(rows):
+                pd.DataFrame(list(rows)).to_parquet(path)
+            given.append(f"{key}={path}")
+        return list(check_rows(tiny_run(name, *given, *overrides), using or tokenizer))
+
+    return check
+
+
+def test_good_problems(look, only_ok):
+    only_ok(look([problem("What is 1+1?"), problem("What is 2+2?")], [problem("What is 3+3?")]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "level", "message"),
+    [
+        (
+            [problem("What is 1+1?"), problem("What is  1+1 ?")],
+            Level.WARN,
+            "2 rows are 1 different problems: 1 are there",
+        ),
+        (
+            [problem("What is 1+1?", "2"), problem("What is 1+1?", "3")],
+            Level.WARN,
+            "1 problem(s) are there with different",
+        ),
+        (
+            [problem("What is 1+1?"), problem("8 9 ?")],
+            Level.WARN,
+            "1 problem(s) are also in AIME 2024, AIME 2025 or data.val",
+        ),
+        (
+            [problem("1 " * 60), problem("What is 1+1?")],
+            Level.FAIL,
+            "1 of 2 prompts are longer than data.max_prompt_length=96",
+        ),
+        ([problem("What is 1+1?", agent_name="mine")], Level.FAIL, "agent_name has {'mine': 1}"),
+        ([problem("What?", prompt="What?")], Level.FAIL, "row 0, column prompt: found 'What?'; expected list."),
+        ([problem("What?", reward_model={"style": "rule"})], Level.FAIL, "column reward_model.ground_truth"),
+        (
+            [problem("What?", prompt=[{"role": "system", "content": "?"}])],
+            Level.FAIL,
+            "the last message is not the user's",
+        ),
+    ],
+)
+def test_rows_that_spoil_a_run(rows, level, message, look, told):
+    texts = told(look(rows, [problem("8 9 ?")]), level)
+    assert any(message in text for text in texts), texts
+
+
+def test_an_aime_problem_in_the_training_data_is_found(look, told):
+    import json
+
+    first = json.loads((ROOT / "data" / "aime" / "aime_2024.jsonl").read_text().splitlines()[0])
+    text = first.get("problem") or first.get("Problem")
+    texts = told(look([problem(text.replace(" ", "  ")), problem("What is 1+1?")]), Level.WARN)
+    assert any("1 problem(s) are also in AIME 2024" in each for each in texts), texts
+
+
+def test_prompts_that_verl_drops_are_a_warning(look, told):
+    rows = [problem("1 " * 60), problem("What is 1+1?")]
+    assert "verl drops them" in told(look(rows, (), "data.filter_overlong_prompts=true"), Level.WARN)[0]
+
+
+def trace(code="print(1+1)", **changes):
+    call = {"type": "function", "function": {"name": "code_interpreter", "arguments": {"code": code}}}
+    messages = [
+        {"role": "user", "content": "1+1?", "tool_calls": None},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_calls": None},
+        {"role": "assistant", "content": "\\boxed{2}", "tool_calls": None},
+    ]
+    return {"messages": messages} | changes
+
+
+def test_traces(look, told, only_ok):
+    only_ok(look([trace(), trace("print(2)")], name="tiny_sft"))
+    bad = trace() | {"messages": trace()["messages"][:3]}
+    text = told(look([trace(), bad], name="tiny_sft"), Level.FAIL)[0]
+    assert "1 of 2 rows are no traces (row 1:" in text
+    assert (
+        "1 of 2 rows are no traces"
+        in told(look([trace(), bad], (), "data.retool.bad_rows=drop", name="tiny_sft"), Level.WARN)[0]
+    )
+    long = told(look([trace(), trace("1 " * 200)], name="tiny_sft"), Level.FAIL)[0]
+    assert "1 of 2 traces are longer than data.max_length=256" in long
+    assert (
+        "1 of 2 traces are there before, word for word"
+        in told(look([trace(), trace()], name="tiny_sft"), Level.WARN)[0]
+    )
+    no_column = told(look([{"text": "?"}], name="tiny_sft"), Level.FAIL)[0]
+    assert "no column 'messages'" in no_column

@@ -1,0 +1,176 @@
+"""The machine: GPUs, shared memory, open files, and a Ray cluster that verl would join."""
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from verl_ext.doctor.finding import Finding, Topic
+from verl_ext.doctor.run import GIB, Run
+
+topic = Topic("machine")
+CUDA_13_DRIVER = (
+    580  # the least that CUDA 13 runs on, which requirements/gpu.txt pins (NVIDIA's CUDA 13.0 release notes)
+)
+SHM_RL = 8 * GIB  # Ray's objects and the weights' way to vLLM; Docker's default is 64 MB
+SHM_SFT = 1 * GIB  # NCCL and the data loader's workers
+OPEN_FILES = 4096  # sockets of Ray's workers, vLLM's servers and the calls in flight
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    total_gib: float
+    used_gib: float
+    driver: str
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the checks look at; tests make their own."""
+
+    gpus: tuple[Gpu, ...]
+    memory_bytes: int  # of the host, or of its container
+    shm_bytes: int  # size of /dev/shm
+    open_files: tuple[int, int]  # soft and hard limit
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def here(cls) -> "Machine":
+        memory, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
+        if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
+            memory = min(memory, int(text))
+        shm = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
+        return cls(query_gpus(), memory, shm, resource.getrlimit(resource.RLIMIT_NOFILE), dict(os.environ))
+
+    @property
+    def ray_address_file(self) -> Path:
+        """Where `ray start` notes its cluster, as ray/_common/utils.py:329 (2.60) finds it."""
+        folder = self.environment.get("RAY_TMPDIR") or self.environment.get("TMPDIR") or "/tmp"
+        return Path(folder) / "ray" / "ray_current_cluster"
+
+
+def query_gpus() -> tuple[Gpu, ...]:
+    """The GPUs that this process may see, by nvidia-smi; none where it does not answer."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.used,driver_version"]
+    try:
+        done = subprocess.run([*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = []
+    for line in done.stdout.splitlines() if done.returncode == 0 else []:
+        index, uuid, name, total_mib, used_mib, driver = (part.strip() for part in line.split(","))
+        if visible is None or {index, uuid} & set(visible.split(",")):
+            gpus.append(Gpu(name, float(total_mib) / 1024, float(used_mib) / 1024, driver))
+    return tuple(gpus)
+
+
+def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
+    gpus = machine.gpus
+    if run.is_on_cpu:
+        yield topic.ok("the run is on the CPU")
+        return
+    if run.is_rl and machine.environment.get("RAY_ADDRESS"):
+        yield topic.ok(
+            f"RAY_ADDRESS={machine.environment['RAY_ADDRESS']}: the GPUs are that cluster's, not looked at here"
+        )
+        return
+    if len(gpus) < run.gpus_per_node:
+        yield topic.fail(
+            f"{len(gpus)} GPU(s) here, but the run wants {run.gpus_per_node} on each of {run.nodes} node(s)",
+            "Set NPROC_PER_NODE."
+            if not run.is_rl
+            else "Set trainer.n_gpus_per_node, or add +hardware=cpu_tiny for a CPU.",
+        )
+    if not gpus:
+        return
+    if len({(gpu.name, round(gpu.total_gib)) for gpu in gpus}) > 1:
+        yield topic.warn(
+            f"GPUs differ: {', '.join(sorted({gpu.name for gpu in gpus}))}", "Name equal ones in CUDA_VISIBLE_DEVICES."
+        )
+    used = [f"{i} ({gpu.used_gib:.1f} GiB)" for i, gpu in enumerate(gpus) if gpu.used_gib > 0.05 * gpu.total_gib]
+    if used:
+        yield topic.warn(f"memory of GPU {', '.join(used)} is in use", "See who has it: nvidia-smi.")
+    driver = gpus[0].driver
+    if int(driver.partition(".")[0]) < CUDA_13_DRIVER:
+        yield topic.fail(
+            f"NVIDIA driver {driver}; requirements/gpu.txt has CUDA 13, which needs {CUDA_13_DRIVER} or newer",
+            "Update the driver, or set up a stack of your own for an older CUDA.",
+        )
+    yield topic.ok(f"{len(gpus)} x {gpus[0].name}, {gpus[0].total_gib:.0f} GiB, driver {driver}")
+
+
+def check_limits(run: Run, machine: Machine) -> Iterator[Finding]:
+    wanted = SHM_RL if run.is_rl else SHM_SFT
+    if machine.shm_bytes < (GIB if run.is_on_cpu else wanted):
+        yield topic.warn(
+            f"/dev/shm has {machine.shm_bytes / GIB:.2f} GiB: Ray, NCCL and the weights' way to vLLM need it",
+            f"Give the container {wanted // GIB} GiB or more: docker run --shm-size={wanted // GIB}g, or --ipc=host.",
+        )
+    soft, hard = machine.open_files
+    calls = run.get("actor_rollout_ref.rollout.agent.num_workers", 1) * run.get("retool.sandbox.max_concurrency", 0)
+    wanted_files = OPEN_FILES + calls if run.is_rl else 1024
+    if 0 <= soft < wanted_files:
+        yield topic.warn(
+            f"ulimit -n is {soft} (at most {hard}); a step may hold {wanted_files} files and sockets open",
+            f"ulimit -n {wanted_files if hard < 0 else min(hard, max(wanted_files, 65536))}, in the shell that "
+            f"starts the run.",
+        )
+
+
+def check_ray(run: Run, machine: Machine) -> Iterator[Finding]:
+    """What `ray.init` without an address joins: RAY_ADDRESS, else the cluster of the last `ray start` here."""
+    if not run.is_rl:
+        return
+    if machine.environment.get("RAY_ADDRESS"):
+        address, source = machine.environment["RAY_ADDRESS"], "RAY_ADDRESS"
+        if not address.rpartition(":")[2].isdecimal():
+            return
+    elif machine.ray_address_file.is_file():
+        address, source = machine.ray_address_file.read_text().strip(), str(machine.ray_address_file)
+    elif run.nodes > 1:
+        yield topic.warn(
+            f"the run wants {run.nodes} nodes, but no Ray cluster is known here",
+            "Start it first: bash scripts/ray_cluster.sh head, then worker on the others (recipe/README.md).",
+        )
+        return
+    else:
+        yield topic.ok("no Ray cluster runs here: the run starts its own")
+        return
+    remove = f"Remove {source}." if source != "RAY_ADDRESS" else "Unset it."
+    if not _answers(address):
+        yield topic.fail(
+            f"{source} names a Ray cluster at {address}, which does not answer; verl would wait for it", remove
+        )
+        return
+    given = [key for key in ("num_cpus", "num_gpus", "object_store_memory") if run.get(f"ray_kwargs.ray_init.{key}")]
+    if given:
+        yield topic.fail(
+            f"{source} names a running Ray cluster at {address}; ray.init would join it, and refuses "
+            f"{', '.join(given)} there",
+            "Stop that cluster (ray stop), give this run one of its own (RAY_TMPDIR=another folder), or leave the "
+            f"key out (~ray_kwargs.ray_init.{given[0]}).",
+        )
+    elif run.nodes == 1:
+        yield topic.warn(
+            f"{source} names a running Ray cluster at {address}; the run would join it",
+            "If that is not meant: ray stop, or RAY_TMPDIR=another folder.",
+        )
+    else:
+        yield topic.ok(f"a Ray cluster answers at {address}")
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=2):
+            return True
+    except (OSError, ValueError):
+        return False

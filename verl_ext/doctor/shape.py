@@ -1,0 +1,87 @@
+"""Sizes of a decoder from its `config.json`: parameters, and bytes of its KV cache."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DENSE = ("qwen2", "qwen3", "llama")  # model types that `parameters` counts right
+_QKV_BIAS = {"qwen2": True, "qwen3": False, "llama": False}
+
+# The recipes' models, for estimates on a machine that does not have them (config.json of the hub).
+_KNOWN = {
+    "Qwen2.5-32B-Instruct": ("qwen2", 64, 5120, 27648, 40, 8, 128, 152064, False),
+    "Qwen2.5-7B-Instruct": ("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, False),
+    "Qwen3-4B-Instruct-2507": ("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, True),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A dense decoder with grouped-query attention and a gated MLP."""
+
+    model_type: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int  # rows of the embedding, padded ones included
+    tied: bool  # embedding and output head share their weights
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "ModelShape":
+        """From `config.json`; raises ValueError for another kind of model than DENSE, KeyError where a size lacks."""
+        if config.get("model_type") not in DENSE:
+            raise ValueError(f"model type {config.get('model_type')!r}, expected one of {', '.join(DENSE)}")
+        heads = config["num_attention_heads"]
+        return cls(
+            model_type=config["model_type"],
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            intermediate=config["intermediate_size"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocabulary=config["vocab_size"],
+            tied=config.get("tie_word_embeddings", config["model_type"] != "llama"),
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = self.hidden * (query + 2 * key) + query * self.hidden
+        if _QKV_BIAS[self.model_type]:
+            attention += query + 2 * key
+        if self.model_type == "qwen3":  # norms of queries and keys
+            attention += 2 * self.head_dim
+        return attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Of embedding, output head and last norm: what FSDP's root unit holds."""
+        return self.vocabulary * self.hidden * (1 if self.tied else 2) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.embedding_parameters
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of keys and values of all layers, 2 bytes each."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+def read_shape(model: str) -> ModelShape | None:
+    """Of a model folder, or of one of the recipes' models by its name on the hub; else None.
+
+    Raises:
+        ValueError: its config.json is there, and is none of a dense decoder (json.JSONDecodeError is a ValueError).
+        KeyError: a size is missing from it.
+    """
+    path = Path(model).expanduser() / "config.json"
+    if path.is_file():
+        return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
+    sizes = _KNOWN.get(model.rpartition("/")[2]) if model.count("/") == 1 else None
+    return ModelShape(*sizes) if sizes else None
