@@ -156,7 +156,7 @@ def test_verl_ext_reads_every_retool_key(run: str):
 
 @pytest.mark.parametrize("run", RUNS)
 def test_checkpoints_roll_by_a_validation_that_the_run_has(run: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    config = composed(run, f"trainer.default_local_dir={tmp_path}")
+    config = composed(run, [f"trainer.default_local_dir={tmp_path}"])
     trainer, retool = config.trainer, OmegaConf.to_container(config.retool)
     rolling = Rolling.from_config({"trainer": OmegaConf.to_container(trainer, resolve=True), "retool": retool})
     assert retool["checkpoints"].keys() == {"keep_last", "best_metric", "best_mode"}
@@ -241,7 +241,7 @@ def test_separate_rollouts_on_a_cpu_have_what_verl_wants():
     tree = {name: value for name, value in own_yaml("hardware/cpu_separate").items() if name != "defaults"}
     keys = [key for key in leaves(tree) if not any(is_within(key, section) for section in OPEN_SECTIONS)]
     assert [key for key in keys if not is_known(key, schema("tiny_dapo"))] == []
-    config = composed("tiny_dapo", "hardware=cpu_separate")
+    config = composed("tiny_dapo", ["hardware=cpu_separate"])
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     mini_batches = trainer.v1.separate_async.parameter_sync_step * config.actor_rollout_ref.actor.ppo_mini_batch_size
     assert config.data.train_batch_size == mini_batches

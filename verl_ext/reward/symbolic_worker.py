@@ -103,7 +103,7 @@ def load():
     conversion = ConversionConfig(lowercase_symbols=False)
 
     def fraction(decimal: re.Match) -> str:
-        """Exact; in braces only after what takes an argument, since a number in braces may be a set with one element."""
+        """Exact; in braces only after what takes an argument: by itself, a number in braces is a set of one element."""
         text = rf"\frac{{{decimal[1]}{decimal[2]}}}{{1{'0' * len(decimal[2])}}}"
         before = decimal.string[decimal.start() - 1] if decimal.start() else ""
         return f"{{{text}}}" if before in ("^", "_") or before.isalpha() else text
