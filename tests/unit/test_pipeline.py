@@ -197,6 +197,7 @@ def test_sft_starts_from_the_random_model_and_shows_its_progress(make_run, tmp_p
         "DATA_DIR": str(tmp_path / "data"),
         "MODEL_PATH": str(tmp_path / "model"),
         "OUTPUT_DIR": str(tmp_path / "sft"),
+        "DOCTOR": "0",
     }
     assert sft.log == tmp_path / "sft" / "log.txt" and callable(sft.watch)
 

@@ -1,6 +1,5 @@
-"""scripts/setup_env.sh says in one line what is missing, and picks the stack that scripts/lock.py picks."""
+"""scripts/setup_env.sh says in one line what is missing, and picks the stack that the doctor compares with."""
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -9,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from verl_ext.doctor.versions import detect_hardware
+
 ROOT = Path(__file__).resolve().parents[2]
-_spec = importlib.util.spec_from_file_location("lock", ROOT / "scripts" / "lock.py")
-lock = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(lock)
 
 # All that the checks call; a test replaces or removes one.
 TOOLS = ("bash", "dirname", "uname", "getconf", "awk", "df", "git", "gcc", "cc", "python3")
@@ -78,13 +76,13 @@ def test_compiler_is_gcc_or_cc_or_what_CC_names(checkout):
 
 
 @pytest.mark.parametrize("driver_exit, here, other", [(0, "gpu", "cpu"), (9, "cpu", "gpu")])
-def test_setup_and_lock_py_agree_on_the_hardware(driver_exit, here, other, checkout, monkeypatch):
+def test_setup_and_doctor_agree_on_the_hardware(driver_exit, here, other, checkout, monkeypatch):
     replace(checkout / "bin" / "nvidia-smi", f"exit {driver_exit}")
     replace(checkout / "bin" / "df", "echo h; echo / 9 9 99999999 9% /")
-    assert lock.detect_hardware() == here
+    assert detect_hardware() == here
     assert f"ok: {here} stack" in check(checkout).stdout
     monkeypatch.setenv("RETOOL_HARDWARE", other)
-    assert lock.detect_hardware() == other
+    assert detect_hardware() == other
     assert f"ok: {other} stack" in check(checkout).stdout
 
 

@@ -92,7 +92,7 @@ def _thorough(run: Run) -> Iterator[Finding]:
         tokenizer = template.load_tokenizer(run)
     except (OSError, ValueError, TypeError, KeyError) as error:
         yield template.topic.fail(
-            f"no tokenizer at {run.model_path}: {str(error).splitlines()[0]}",
+            f"no tokenizer at {run.model_path}: {(str(error) or type(error).__name__).splitlines()[0]}",
             "Set MODEL_PATH of the launcher to a model folder; tokenizer, template and data were not checked.",
         )
         return

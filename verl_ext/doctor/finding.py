@@ -1,7 +1,10 @@
 """What a check says."""
 
+import textwrap
 from dataclasses import dataclass
 from enum import StrEnum
+
+WIDTH = 132  # columns
 
 
 class Level(StrEnum):
@@ -20,10 +23,21 @@ class Finding:
     advice: str = ""
 
     def __str__(self) -> str:
-        lines = [f"{self.level:4}  {self.topic:11} {self.message}"]
-        if self.advice:
-            lines.append(f"{'':18}-> {self.advice}")
-        return "\n".join(line.replace("\n", f"\n{'':18}") for line in lines)
+        start, behind = f"{self.level:4}  {self.topic:11} ", " " * 18
+        paragraphs = [(start, line) for line in self.message.splitlines()[:1]]
+        paragraphs += [(behind, line) for line in self.message.splitlines()[1:]]
+        paragraphs += [(f"{behind}-> ", self.advice)] * bool(self.advice)
+        return "\n".join(
+            textwrap.fill(
+                text,
+                WIDTH,
+                initial_indent=first,
+                subsequent_indent=behind,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for first, text in paragraphs
+        )
 
 
 @dataclass(frozen=True)

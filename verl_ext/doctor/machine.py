@@ -127,7 +127,7 @@ def check_limits(run: Run, machine: Machine) -> Iterator[Finding]:
 
 def check_ray(run: Run, machine: Machine) -> Iterator[Finding]:
     """What `ray.init` without an address joins: RAY_ADDRESS, else the cluster of the last `ray start` here."""
-    if not run.is_rl:
+    if not run.is_rl or run.get("ray_kwargs.ray_init.address"):  # named by hand
         return
     if machine.environment.get("RAY_ADDRESS"):
         address, source = machine.environment["RAY_ADDRESS"], "RAY_ADDRESS"

@@ -95,6 +95,7 @@ def check_tokenizer(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[
         yield topic.fail(str(error), chat_model)
         return
     problems = [*_check_tags(run, tokenizer, protocol, replies), *_check_ends(run, tokenizer)]
+    problems += _check_tools_are_shown(run, tokenizer, protocol)
     yield from problems
     if not problems:
         stop = ""
@@ -127,6 +128,20 @@ def _check_tags(
         yield topic.fail(
             f"{', '.join(special)}: special tokens here, which end a turn for the agent loop, and which decoding drops",
             "Register them as ordinary added tokens (special=False).",
+        )
+
+
+def _check_tools_are_shown(
+    run: Run, tokenizer: "PreTrainedTokenizerBase", protocol: "ToolProtocol"
+) -> Iterator[Finding]:
+    schemas = tool_schemas(run)
+    shown = protocol.schemas(schemas)
+    prompt = tokenizer.apply_chat_template(TRACE[:1], tools=shown, tokenize=False, **template_kwargs(run))
+    if missing := [name for name in schemas if shown is not None and name not in prompt]:
+        yield topic.warn(
+            f"the chat template leaves out the tools ({', '.join(missing)}): nothing in the prompt says how to call "
+            "them",
+            "Take a model whose template has tools, set model.custom_chat_template, or say it in the data.",
         )
 
 
@@ -175,7 +190,7 @@ def check_agreement(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[
                 f"SFT model of ours.",
             )
     ids, mask, schemas = sft_tokens(run, tokenizer)
-    rollout = asyncio.run(_roll_out(rl, run.protocol, tokenizer, ids, mask))
+    rollout = asyncio.run(_roll_out(rl, run, tokenizer, ids, mask))
     difference = first_difference(tokenizer, (ids, mask), rollout)
     if difference:
         yield topic.fail(
@@ -225,9 +240,12 @@ def sft_tokens(run: Run, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int
 
 
 async def _roll_out(
-    rl: Run, protocol: str, tokenizer: "PreTrainedTokenizerBase", ids: list[int], mask: list[int]
+    rl: Run, run: Run, tokenizer: "PreTrainedTokenizerBase", ids: list[int], mask: list[int]
 ) -> tuple[list[int], list[int]]:
-    """(ids, mask) of the real agent loop, whose server samples the parts of `ids` that are the model's."""
+    """(ids, mask) of the real agent loop with the settings of `rl`, on the model and protocol of `run`.
+
+    Its server samples the parts of `ids` that are the model's.
+    """
     from verl.workers.rollout.replica import TokenOutput
 
     from verl_ext.agent_loop.tool_loop import RetoolAgentLoop
@@ -241,7 +259,10 @@ async def _roll_out(
     async def run_code(*_: Any, **__: Any) -> RunResult:
         return RunResult("ok", OUTPUT, "", 0, queue_s=0.0, run_s=0.0, attempts=1, message="")
 
-    config = OmegaConf.merge(rl.config, {"retool": {"trajectory_log": {"enable": False}}})
+    long = {"prompt_length": len(ids), "response_length": 2 * len(ids)}  # check_rows looks at lengths
+    config = OmegaConf.merge(
+        rl.config, {"retool": {"trajectory_log": {"enable": False}}, "actor_rollout_ref": {"rollout": long}}
+    )
     loop = RetoolAgentLoop(
         trainer_config=SimpleNamespace(config=config),
         server_manager=SimpleNamespace(generate=generate),
@@ -249,9 +270,9 @@ async def _roll_out(
         processor=None,
         dataset_cls=None,
         data_config=SimpleNamespace(config=config.data),
-        hf_model_type=_model_type(rl),
+        hf_model_type=_model_type(run),
         tools=SimpleNamespace(tools=[]),
-        protocol=protocol,
+        protocol=run.protocol,
     )
     loop.tools.sandbox = SimpleNamespace(run=run_code)
     loop.tools.schemas = tool_schemas(rl)

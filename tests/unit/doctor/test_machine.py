@@ -91,6 +91,11 @@ def test_a_running_cluster_is_joined_and_refuses_resources(cluster, listener, ma
     assert "refuses num_cpus, num_gpus, object_store_memory there" in on_cpu
 
 
+def test_an_address_that_is_set_by_hand_is_not_second_guessed(cluster, make_run, make_machine):
+    cluster(closed_port())
+    assert list(check_ray(make_run("tiny_dapo", "+ray_kwargs.ray_init.address=local"), make_machine())) == []
+
+
 def test_the_address_in_the_environment_comes_first(cluster, listener, make_run, make_machine, told, only_ok):
     cluster(closed_port())
     only_ok(check_ray(make_run(), make_machine(environment={"RAY_ADDRESS": listener})))

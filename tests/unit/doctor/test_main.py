@@ -71,6 +71,18 @@ def test_a_dead_sandbox_fails_and_is_not_loaded(inputs, alone, capsys):
     assert lines[2].startswith("doctor: tiny_dapo, quick checks: ") and "0 WARN, 1 FAIL" in lines[2]
 
 
+def test_without_a_tokenizer_the_rest_is_said_to_be_unchecked(inputs, alone, monkeypatch, capsys, tmp_path):
+    from verl_ext.doctor import sandbox
+
+    monkeypatch.setattr(sandbox, "check_reachable", lambda run: [])
+    monkeypatch.setattr(sandbox, "check_load", lambda run, seconds: [])
+    (tmp_path / "empty").mkdir()
+    status = main(["--config-name", "tiny_dapo", *inputs, f"actor_rollout_ref.model.path={tmp_path}/empty"])
+    printed = capsys.readouterr().out
+    assert status == 1 and f"FAIL  template    no tokenizer at {tmp_path}/empty" in printed
+    assert "tokenizer, template and data were not checked" in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,5 +1,6 @@
 """The estimate: against torch's own count of a real FSDP model, and against what the published run logged."""
 
+import dataclasses
 import json
 
 import pytest
@@ -14,12 +15,22 @@ ROLLOUT = "actor_rollout_ref.rollout"
 H200_GIB = 139.8  # as torch tells it
 
 
-@pytest.mark.parametrize("name", ["Qwen2.5-32B-Instruct", "Qwen2.5-7B-Instruct", "Qwen3-4B-Instruct-2507"])
+# sum(p.numel()) of the whole models made on the meta device
+EXPECTED = {
+    "Qwen2.5-32B-Instruct": 32763876352,
+    "Qwen2.5-7B-Instruct": 7615616512,
+    "Qwen3-4B-Instruct-2507": 4022468096,
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
 def test_parameters_are_those_that_transformers_makes(name, tmp_path):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = read_shape(f"Qwen/{name}")
+    whole = read_shape(f"Qwen/{name}")
+    assert whole.parameters == EXPECTED[name]
+    shape = dataclasses.replace(whole, layers=2)  # of which all others are copies
     config = AutoConfig.for_model(
         shape.model_type,
         hidden_size=shape.hidden,

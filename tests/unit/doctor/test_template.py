@@ -37,9 +37,22 @@ def protocol(name, value):
     return f"{'retool' if '_dapo' in name else 'data.retool'}.protocol={value}"
 
 
+@pytest.fixture
+def qwen(other):
+    """With the chat template of Qwen2.5-Instruct, which shows tools and calls."""
+    other.chat_template = (ROOT / "tests" / "data" / "qwen2.5_chat_template.jinja").read_text()
+    return other
+
+
 @pytest.mark.parametrize(("name", "value"), RUNS)
-def test_tokenizer_and_template_fit_both_protocols(name, value, tiny_run, tokenizer, only_ok):
-    only_ok(check_tokenizer(tiny_run(name, protocol(name, value)), tokenizer))
+def test_tokenizer_and_template_fit_both_protocols(name, value, tiny_run, qwen, only_ok):
+    only_ok(check_tokenizer(tiny_run(name, protocol(name, value)), qwen))
+
+
+def test_a_template_without_tools_is_noticed_where_the_protocol_needs_them(tiny_run, tokenizer, told, only_ok):
+    hermes = told(check_tokenizer(tiny_run("tiny_dapo", protocol("tiny_dapo", "hermes")), tokenizer), Level.WARN)[0]
+    assert "the chat template leaves out the tools (code_interpreter)" in hermes
+    only_ok(check_tokenizer(tiny_run("tiny_dapo"), tokenizer))
 
 
 @pytest.mark.parametrize(("name", "value"), RUNS)
@@ -95,6 +108,27 @@ def test_a_template_argument_that_only_rl_has(tiny_run, other, told):
         "data.apply_chat_template_kwargs is {'loud': True} in tiny_dapo"
         in told(check_agreement(run, other), Level.WARN)[0]
     )
+
+
+def test_qwens_template_renders_the_whole_conversation_as_the_rollout_does(tiny_run, qwen, only_ok):
+    run = tiny_run("tiny_sft", protocol("tiny_sft", "hermes"))
+    findings = [finding for finding in check_agreement(run, qwen) if "protocol is" not in finding.message]
+    only_ok(findings)
+
+
+def test_sft_that_shows_the_interpreters_output_otherwise(tiny_run, tokenizer, monkeypatch, told):
+    monkeypatch.setattr("verl_ext.sft_trace.format_output", lambda stdout, stderr: f"{stdout} {stdout}")
+    text = told(check_agreement(tiny_run(), tokenizer), Level.FAIL)[0]
+    assert "SFT and rollout make different tokens of the same trace: at token" in text
+
+
+def test_a_template_that_renders_past_turns_otherwise(tiny_run, other, told):
+    """As those that take the thinking out of turns that are over."""
+    other.chat_template += "{% if messages | length > 3 %}{{ 'late' }}{% endif %}"
+    other.chat_template = "{% if messages | length > 3 %}{{ 'early' }}{% endif %}" + other.chat_template
+    run = tiny_run("tiny_sft", protocol("tiny_sft", "hermes"))
+    texts = told(check_agreement(run, other), Level.WARN)
+    assert any("renders the finished conversation otherwise, from 'early" in text for text in texts), texts
 
 
 def test_a_difference_names_its_place(tokenizer):
