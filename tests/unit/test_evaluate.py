@@ -63,6 +63,7 @@ def test_samples_that_are_there_are_compared_without_a_model(tmp_path, capsys):
         (["--samples", "{tmp}"], "No samples at"),
         (["--model", "{tmp}", "--out", "{tmp}/o"], "is no Hugging Face folder: it has no config.json"),
         (["--checkpoint", "{tmp}"], "has no whole checkpoint"),
+        (["--model", "{tmp}/m", "--out", "{tmp}/o", "--compare", "{tmp}/before"], "No samples at .*/before"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "--config", "qwen2"], "qwen2.yaml does not exist.*qwen2-32b_dapo"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "retool.protocl=code"], "Could not override 'retool.protocl'"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "--config", "tiny_sft"], "is of no RL run with tools"),
