@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from verl_ext.data.rows import DataError
 from verl_ext.evaluation.checkpoint import CheckpointError, find_checkpoint, merge, settings_of
 from verl_ext.evaluation.problems import NAMES, read_sets
-from verl_ext.evaluation.result import NoSamples, make_result, write_result
+from verl_ext.evaluation.result import NoSamples, find_samples, make_result, write_result
 from verl_ext.evaluation.settings import ConfigError, load_config, model_fingerprint, sample_settings
 from verl_ext.evaluation.store import OtherSettings, Store
 from verl_ext.pipeline import lock_folder
@@ -54,6 +54,8 @@ SHORTHANDS = {  # flag -> (key of the config, type)
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     try:
+        if args.compare:
+            find_samples(args.compare)  # says so now, not after hours, if there are none
         folder = args.samples or take_samples(args)
         result, text = make_result(folder, compared_with=args.compare, draws=args.draws, seed=args.seed)
         out = args.out or (None if args.samples else folder)
@@ -125,19 +127,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def take_samples(args: argparse.Namespace) -> Path:
     """Take what is missing of the samples; returns their folder."""
     config_name, overrides = args.config or DEFAULT_CONFIG, []
-    if args.checkpoint:
-        checkpoint = find_checkpoint(args.checkpoint)
-        if not args.config:
-            config_name, overrides = settings_of(checkpoint)
-        args.model = merge(checkpoint)
-        args.out = args.out or checkpoint.run / "evaluation" / f"global_step_{checkpoint.step}"
-    if args.model and not (args.model / "config.json").is_file():
-        raise ConfigError(f"{args.model} is no Hugging Face folder: it has no config.json. Merge a checkpoint first.")
+    checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
+    if checkpoint and not args.config:
+        config_name, overrides = settings_of(checkpoint)
     for flag, (key, _) in SHORTHANDS.items():
         value = getattr(args, flag.replace("-", "_"))
         overrides += [] if value is None else [f"{key}={value}"]
     overrides += args.overrides
     config = load_config(config_name, overrides)
+    if checkpoint:
+        args.model = merge(checkpoint)
+        args.out = args.out or checkpoint.run / "evaluation" / f"global_step_{checkpoint.step}"
+    if args.model and not (args.model / "config.json").is_file():
+        raise ConfigError(f"{args.model} is no Hugging Face folder: it has no config.json. Merge a checkpoint first.")
     set_environment()
     args.out.mkdir(parents=True, exist_ok=True)
     urls = args.sandbox_url or os.environ.get("SANDBOX_URL")

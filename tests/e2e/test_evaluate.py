@@ -95,7 +95,7 @@ def test_another_setting_is_refused_before_anything_starts(run: Path, resumed: P
 
 @pytest.fixture(scope="module")
 def url(run: Path, resumed: Path) -> Iterator[str]:
-    options = ("--dtype", "float32", "--max-model-len", "256")
+    options = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager")
     with serve(run / "merged_step_30", run / "server.log", *options) as url:
         yield url
 

@@ -63,6 +63,7 @@ def test_samples_that_are_there_are_compared_without_a_model(tmp_path, capsys):
         (["--samples", "{tmp}"], "No samples at"),
         (["--model", "{tmp}", "--out", "{tmp}/o"], "is no Hugging Face folder: it has no config.json"),
         (["--checkpoint", "{tmp}"], "has no whole checkpoint"),
+        (["--model", "{tmp}/m", "--out", "{tmp}/o", "--compare", "{tmp}/before"], "No samples at .*/before"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "--config", "qwen2"], "qwen2.yaml does not exist.*qwen2-32b_dapo"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "retool.protocl=code"], "Could not override 'retool.protocl'"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "--config", "tiny_sft"], "is of no RL run with tools"),
@@ -92,11 +93,16 @@ def test_a_config_is_composed_by_name_and_from_a_runs_folder(tmp_path):
 
 
 def test_settings_are_what_a_sample_depends_on_and_not_where_the_sandbox_is():
-    rows = [{"uid": "a:0", "problem": "x"}, {"uid": "b:0", "problem": "y"}, {"uid": "b:1", "problem": "z"}]
+    from omegaconf import OmegaConf
 
-    def settings(*overrides: str, **changes):
-        given = {"seed": 0, "model": {"sha256": "1"}, "interface": "fake"} | changes
-        return sample_settings(load_config("qwen2-32b_dapo", overrides), rows, **given)
+    rows = [{"uid": "a:0", "problem": "x"}, {"uid": "b:0", "problem": "y"}, {"uid": "b:1", "problem": "z"}]
+    composed = load_config("qwen2-32b_dapo", [])
+
+    def settings(key: str = "", value: object = None, **changes) -> dict:
+        config = composed.copy()
+        if key:
+            OmegaConf.update(config, key, value, force_add=True)
+        return sample_settings(config, rows, **{"seed": 0, "model": {"sha256": "1"}, "interface": "fake"} | changes)
 
     now = settings()
     assert json.loads(json.dumps(now)) == now
@@ -104,16 +110,19 @@ def test_settings_are_what_a_sample_depends_on_and_not_where_the_sandbox_is():
     assert (now["n"], now["temperature"], now["top_p"], now["top_k"], now["seed"]) == (30, 1.0, 0.6, -1, 0)
     assert (now["max_prompt_length"], now["max_response_length"]) == (2048, 16384)
     assert now["retool"]["max_tool_calls"] == 8 and now["retool"]["sandbox"]["timeout_s"] == 30
-    for same in ("retool.sandbox.urls=[http://10.0.0.1:8080]", "retool.sandbox.max_concurrency=1", "trainer.nnodes=1"):
-        assert settings(same) == now, same
-    for other in (
-        "retool.sandbox.timeout_s=1",
-        "retool.traceback=last_line",
-        "+data.apply_chat_template_kwargs.enable_thinking=false",
-        "actor_rollout_ref.rollout.val_kwargs.top_k=5",
-        "reward.reward_kwargs.verifiers={mine: x.Y}",
-    ):
-        assert settings(other) != now, other
+    same = {"retool.sandbox.urls": ["http://10.0.0.1:8080"], "retool.sandbox.max_concurrency": 1, "trainer.nnodes": 1}
+    for key, value in same.items():
+        assert settings(key, value) == now, key
+    other = {
+        "retool.sandbox.timeout_s": 1,
+        "retool.traceback": "last_line",
+        "data.apply_chat_template_kwargs.enable_thinking": False,
+        "data.max_response_length": 64,
+        "actor_rollout_ref.rollout.val_kwargs.top_k": 5,
+        "reward.reward_kwargs.verifiers": {"mine": "x.Y"},
+    }
+    for key, value in other.items():
+        assert settings(key, value) != now, key
     assert settings(seed=1) != now != settings(model={"sha256": "2"})
 
 

@@ -261,7 +261,7 @@ class OpenAiServer:
             except TimeoutError:
                 problem = f"no answer within {self._http.timeout.total:g} s"
             except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: what is no JSON
-                problem = repr(error)
+                problem = f"{type(error).__name__}: {error}"
         raise ServerFailure(f"{url} failed {self._max_attempts} times, the last time: {problem}")
 
     async def aclose(self) -> None:
