@@ -244,6 +244,17 @@ def test_a_stopped_run_stays_stopped_until_its_settings_change(make, caplog):
         assert calls.steps == [5, 6]
 
 
+def test_validating_an_older_checkpoint_leaves_what_the_run_learned_as_it_is(make, tmp_path):
+    trainer, _ = make(ON["early_stop"], ON["adaptive_n"], accs={2: 0.9, 4: 0.1})
+    trainer.fit(None)
+    before = {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")}
+    only, calls = make(ON["early_stop"], ON["adaptive_n"], "trainer.val_only=true", resume_at=2)
+    only.config.trainer.val_before_train = True
+    only.fit(None)
+    assert calls.validations == [(2, "all problems")] and calls.steps == []
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")} == before and len(before) == 2
+
+
 def test_a_collapse_that_a_resumed_run_measures_before_training_ends_it(make):
     """Killed between a checkpoint and its validation: verl saves first."""
     trainer, _ = make(ON["early_stop"], accs={2: 0.9}, steps=2)
@@ -357,8 +368,8 @@ def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, t
     ("overrides", "message"),
     [
         ([ON["adaptive_n"], "algorithm.adv_estimator=rloo"], "adaptive_n needs GRPO's baselines .*=rloo"),
-        ([ON["light"], "trainer.test_freq=-1"], "trainer.test_freq is -1, so that the run never validates"),
-        ([ON["early_stop"], "trainer.test_freq=0"], "trainer.test_freq is 0, so that the run never validates"),
+        ([ON["light"], "trainer.test_freq=0"], "trainer.test_freq is 0, so that the run never validates"),
+        ([ON["early_stop"], "trainer.test_freq=-1"], "trainer.test_freq is -1, so that the run never validates"),
         ([ON["adaptive_n"], "retool.adaptive_n.phases=[[0,1]]"], "retool.adaptive_n.phases is"),
     ],
 )
