@@ -49,6 +49,8 @@ class RunTrainer(PPOTrainer):
         self._watch: EarlyStopWatch | None = None
         self._is_light = False  # whether the validation that runs is
         self._last_saved = 0  # step of the newest checkpoint
+        if config.trainer.get("val_only", False):  # of any checkpoint of the run: what the run learned stays as it is
+            return
 
         adaptive_n = read_settings(config, "adaptive_n", AdaptiveN)
         if adaptive_n:
@@ -64,15 +66,15 @@ class RunTrainer(PPOTrainer):
         schedule = read_settings(config, "validation_schedule", ValidationSchedule)
         light = read_settings(config, "light_validation", LightValidation)
         early_stop = read_settings(config, "early_stop", EarlyStop)
-        if schedule or light:
-            self._plan = ValidationPlan(config.trainer.test_freq, schedule, light)
-        if early_stop and not config.trainer.get("val_only", False):
-            self._watch = EarlyStopWatch(early_stop, StepJournal(folder / "early_stop.jsonl"))
         if (light or early_stop) and not schedule and config.trainer.test_freq <= 0:
             raise ValueError(
                 f"trainer.test_freq is {config.trainer.test_freq}, so that the run never validates: "
                 "retool.light_validation and retool.early_stop need it above 0, or retool.validation_schedule."
             )
+        if schedule or light:
+            self._plan = ValidationPlan(config.trainer.test_freq, schedule, light)
+        if early_stop:
+            self._watch = EarlyStopWatch(early_stop, StepJournal(folder / "early_stop.jsonl"))
 
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:
         """As verl's, which is called when the checkpoint is loaded; a run that was stopped early stays stopped."""

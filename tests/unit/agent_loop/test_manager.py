@@ -94,6 +94,15 @@ def test_a_group_is_stored_at_once_when_its_last_sample_has_ended(roll_out_promp
     }
 
 
+@pytest.mark.parametrize(
+    ("number", "keys"), [(2, "train:['p_1_0', 'p_0_0']"), (3, "train:['p_2_0', 'p_1_0', 'p_0_0']")]
+)
+def test_a_prompt_may_say_its_own_number_of_samples(roll_out_prompt, number: int, keys: str) -> None:
+    """As `retool.adaptive_n` makes it do; `rollout.n` is 4."""
+    running, (stored, _), finished = roll_out_prompt(samples_of([3, 1, 2, 2]), __rollout_n__=number)
+    assert stored == keys and finished == ("train:p", "finished")
+
+
 def test_trajectories_go_to_their_log_and_not_into_the_storage(roll_out_prompt) -> None:
     class Log:
         written: list[dict] = []

@@ -135,6 +135,51 @@ def test_light_validations_have_fewer_problems_and_names_of_their_own(make):
     assert trainer.val_dataloader == "all problems"
 
 
+def test_verls_own_validation_takes_the_light_problems_and_their_number_of_responses(make, monkeypatch, submitted):
+    """3 of 8 problems, 2 responses each, of which the first is right and the very last is lost: verl counts 3 of 6."""
+    import torch
+    import transfer_queue as tq
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils import tensordict_utils as tu
+
+    validate = PPOTrainer._validate
+    trainer, _ = make(ON["light"], "retool.light_validation.problems=3", "retool.light_validation.n=2")
+    monkeypatch.setattr(PPOTrainer, "_validate", validate)
+    trainer.val_dataset = [
+        {"raw_prompt": [{"role": "user", "content": str(i)}], "data_source": "tiny", "index": i} for i in range(8)
+    ]
+    trainer.tokenizer = SimpleNamespace(pad_token_id=0, decode=lambda ids, **_: "text")
+    trainer.reward_loop_manager = SimpleNamespace(reward_loop_worker_handles=["a worker"])
+    trainer.agent_loop_manager = submitted.manager
+    queue = []
+    monkeypatch.setattr(tq, "kv_batch_put", lambda keys, **_: queue.append(keys))
+
+    def sample(global_steps, partition_id, batch_size):
+        keys = [f"{uid}_{session}_0" for uid in queue[-1] for session in range(submitted.numbers[-1])][:-1]
+        return tq.KVBatchMeta(partition_id=partition_id, keys=keys, tags=[{} for _ in keys]), {}
+
+    def kv_batch_get(keys, partition_id, select_fields):
+        nested = torch.nested.as_nested_tensor([torch.ones(1) for _ in keys], layout=torch.jagged)
+        accs = [float(key.split("_")[1] == "0") for key in keys]
+        extra_fields = [{"reward_extra_info": {"acc": acc}} for acc in accs]
+        columns = {
+            "prompts": nested,
+            "responses": nested,
+            "rm_scores": nested,
+            "num_turns": torch.full((len(keys),), 2),
+        }
+        columns |= {"uid": [key.split("_")[0] for key in keys], "data_source": ["tiny"] * len(keys)}
+        columns |= {"reward_model": [{"ground_truth": "1"}] * len(keys), "extra_fields": extra_fields}
+        return tu.get_tensordict({name: columns[name] for name in select_fields})
+
+    monkeypatch.setattr(trainer.replay_buffer, "sample", sample)
+    monkeypatch.setattr(tq, "kv_batch_get", kv_batch_get)
+    trainer.global_steps = 2
+    metrics = trainer._validate()
+    assert submitted.numbers == [2, 2, 2]
+    assert metrics["val-light/tiny/acc/mean@2"] == 0.5 and not any(name.startswith("val-core") for name in metrics)
+
+
 def test_dumps_of_light_validations_and_no_others_go_to_their_own_folder(make, monkeypatch):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
@@ -197,6 +242,17 @@ def test_a_stopped_run_stays_stopped_until_its_settings_change(make, caplog):
         on, calls = make(ON["early_stop"], setting, resume_at=4)
         on.fit(None)
         assert calls.steps == [5, 6]
+
+
+def test_validating_an_older_checkpoint_leaves_what_the_run_learned_as_it_is(make, tmp_path):
+    trainer, _ = make(ON["early_stop"], ON["adaptive_n"], accs={2: 0.9, 4: 0.1})
+    trainer.fit(None)
+    before = {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")}
+    only, calls = make(ON["early_stop"], ON["adaptive_n"], "trainer.val_only=true", resume_at=2)
+    only.config.trainer.val_before_train = True
+    only.fit(None)
+    assert calls.validations == [(2, "all problems")] and calls.steps == []
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")} == before and len(before) == 2
 
 
 def test_a_collapse_that_a_resumed_run_measures_before_training_ends_it(make):
@@ -312,8 +368,8 @@ def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, t
     ("overrides", "message"),
     [
         ([ON["adaptive_n"], "algorithm.adv_estimator=rloo"], "adaptive_n needs GRPO's baselines .*=rloo"),
-        ([ON["light"], "trainer.test_freq=-1"], "trainer.test_freq is -1, so that the run never validates"),
-        ([ON["early_stop"], "trainer.test_freq=0"], "trainer.test_freq is 0, so that the run never validates"),
+        ([ON["light"], "trainer.test_freq=0"], "trainer.test_freq is 0, so that the run never validates"),
+        ([ON["early_stop"], "trainer.test_freq=-1"], "trainer.test_freq is -1, so that the run never validates"),
         ([ON["adaptive_n"], "retool.adaptive_n.phases=[[0,1]]"], "retool.adaptive_n.phases is"),
     ],
 )
