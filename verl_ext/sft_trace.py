@@ -71,6 +71,8 @@ def split_trace(
         segments += _segments(turn, schemas, protocol, eos)
     if protocol.stop is not None and protocol.stop in last.content:
         raise ValueError(f"the answer has {protocol.stop}, where a rollout would have run code")
+    if protocol.parse(last.content, schemas, ended=True):
+        raise ValueError(f"the answer has what the agent loop would take for a call: {last.content[-200:]!r}")
     return prompt, protocol.schemas(schemas), [*segments, _own(last.content, eos), Segment([eos], True)]
 
 

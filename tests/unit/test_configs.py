@@ -237,6 +237,15 @@ def test_every_class_that_a_config_names_exists(run: str):
         assert name in defined_classes(path.removeprefix("pkg://")), f"{path} has no class {name}"
 
 
+@pytest.mark.parametrize("run", RL_RUNS)
+def test_the_workers_of_a_run_write_its_trajectories(run: str):
+    from verl_ext.agent_loop.trajectory_log import check_trajectory_log
+
+    config = composed_once(run)
+    assert config.retool.trajectory_log.enable
+    check_trajectory_log(config)
+
+
 def test_separate_rollouts_on_a_cpu_have_what_verl_wants():
     tree = {name: value for name, value in own_yaml("hardware/cpu_separate").items() if name != "defaults"}
     keys = [key for key in leaves(tree) if not any(is_within(key, section) for section in OPEN_SECTIONS)]

@@ -123,6 +123,25 @@ def test_a_bad_row_is_refused_with_its_number_and_the_reason(make_dataset, row, 
         make_dataset([TRACE, TRACE], [row, TRACE])  # rows count on over the files
 
 
+@pytest.mark.parametrize(
+    ("protocol", "answer"),
+    [
+        ("hermes", '<tool_call>{"name": "code_interpreter", "arguments": {"code": "1"}}</tool_call>'),
+        ("hermes", "<tool_call>{"),
+        ("hermes", "<code>1</code>"),
+        ("code", "<code>1"),
+        ("code", "<tool_call>{"),
+    ],
+)
+def test_an_answer_that_a_rollout_would_not_end_with_is_refused(make_dataset, protocol, answer):
+    """The loop would run it, or say what is wrong with it; trained on, the model would stop there."""
+    with pytest.raises(ValueError, match="SFT row 1 .* the answer has what the agent loop would take for a call"):
+        make_dataset([TRACE, [user(), assistant(answer)]], protocol=protocol)
+    boxed = [user(), assistant(f"Not {answer.removesuffix('</code>')} but \\boxed{{2}}")]
+    if "</tool_call>" not in answer:  # a turn that boxes an answer is an answer
+        assert len(make_dataset([boxed], protocol=protocol)) == 1
+
+
 def test_rows_of_all_files_are_there_up_to_max_samples(make_dataset):
     other = [user("2+2?"), assistant("4")]
     assert len(make_dataset([TRACE], [other, other])) == 3

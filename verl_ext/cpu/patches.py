@@ -137,8 +137,8 @@ def _copy_saved_weights(module: ModuleType) -> None:
     """verl/utils/fsdp_utils.py:1146 `fsdp2_sharded_save_to_cpu` (0.9.1) saves `param.detach().cpu()`.
 
     Of a parameter on the CPU that is the parameter itself, which goes on learning: where `separate_async` has a
-    `parameter_sync_step` above 1, the old log-probs of later mini-batches would be those of the current weights. (On
-    GPUs the same holds with `param_offload`.)
+    `parameter_sync_step` above 1, the old log-probs of later mini-batches would be those of the current weights. (It
+    is not made for offloaded parameters on GPUs either: experimental/separation/engine_workers.py:82.)
     """
     original = module.fsdp2_sharded_save_to_cpu
 

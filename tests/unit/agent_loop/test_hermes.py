@@ -143,13 +143,13 @@ def test_what_pythons_decoder_gives_up_on_is_the_models_error(parse, body, repai
 
 
 @pytest.mark.parametrize(
-    "text", ["<code>" * 13_000, "</code>" + "<code>" * 13_000, "<tool_call>" * 2000 + "</tool_call>"]
+    "text", ["<code>" * 13_000, "</code>" + "<code>" * 13_000, "<tool_call>" * 5000 + "</tool_call>"]
 )
 def test_a_model_that_repeats_a_tag_does_not_hold_up_the_others(parse, text):
-    """All rollouts of a worker share a thread. Quadratic searches took 14 s here."""
-    started = time.perf_counter()
+    """All rollouts of a worker share a thread. Quadratic searches took 14 s and 6 s here."""
+    started = time.process_time()
     parse(text, repair_json=True)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_a_lone_surrogate_is_shown_and_not_raised(roll_out, tokenizer, turn):
