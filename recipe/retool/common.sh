@@ -1,5 +1,6 @@
 # Sourced by the launchers in this folder: goes to the repository's root, finds Python, sorts arguments, checks inputs and
-# the run (verl_ext/doctor), and has the one command of an SFT and of an RL run on GPUs. Paths in variables count from the repository's root, unless absolute.
+# the run (verl_ext/doctor), and has the one command of an SFT and of an RL run on GPUs. Paths in variables count from the
+# repository's root, unless absolute.
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 if [[ ${1-} == --help ]]; then # the launcher's own header; Hydra's help is `--hydra-help`
@@ -95,9 +96,9 @@ dapo() {
     retool.sandbox.urls="[${SANDBOX_URL:-http://127.0.0.1:8080}]" trainer.default_local_dir="'$OUTPUT_DIR'"
     ++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="'$metrics'"
     trainer.nnodes="$NNODES" "${OVERRIDES[@]}")
+  $PRINT_ONLY || forget_dead_ray
   doctor "$1" "${OVERRIDES[@]}"
   $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
-  $PRINT_ONLY || forget_dead_ray
 
   exec "$PYTHON" -m verl.trainer.main_ppo --config-dir=configs --config-name="$1" "${OPTIONS[@]}" "${OVERRIDES[@]}"
 }

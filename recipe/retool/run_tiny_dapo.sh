@@ -22,9 +22,9 @@ require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its last chec
 OVERRIDES=(data.train_files="'$DATA_DIR/rl_train.parquet'" data.val_files="'$DATA_DIR/eval.parquet'"
   actor_rollout_ref.model.path="'$MODEL_PATH'" retool.sandbox.urls="[${SANDBOX_URL:-http://127.0.0.1:8080}]"
   trainer.default_local_dir="'$OUTPUT_DIR'" "${OVERRIDES[@]}")
+$PRINT_ONLY || forget_dead_ray
 doctor tiny_dapo "${OVERRIDES[@]}"
 $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
-$PRINT_ONLY || forget_dead_ray
 
 WARM=(-m verl_ext.cpu.warm_python) # the run's processes start by fork, without their imports
 if $PRINT_ONLY; then WARM=(); fi

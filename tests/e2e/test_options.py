@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LR = 1e-4
 OVERRIDES = [
-    *("trainer.total_training_steps=12", "trainer.save_freq=4", "trainer.max_actor_ckpt_to_keep=null"),
+    *("trainer.total_training_steps=12", "trainer.save_freq=4", "retool.checkpoints.keep_last=null"),
     *("data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=3", "actor_rollout_ref.rollout.n=8"),
     "trainer.val_before_train=true",
     "++reward.reward_kwargs.random_reward_p=0.5",  # so small a model solves nothing, and equal groups teach nothing

@@ -70,7 +70,7 @@ def _check_traces(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, fi
             f"({long[0]})",
             "Raise data.max_length, or set data.truncation=drop.",
         )
-    texts = Counter("".join(text for text, _ in segments) for segments in dataset.segments)
+    texts = Counter("".join(part for each in segments for part in each.parts) for segments in dataset.segments)
     if (copies := len(dataset) - len(texts)) > 0:
         yield topic.warn(
             f"{split}: {copies} of {whole} traces are there before, word for word",

@@ -90,7 +90,7 @@ def check_tokenizer(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[
         return
     protocol = protocol_of(run, tokenizer)
     try:
-        replies = [protocol.reply([OUTPUT], ended=ended) for ended in {True, not protocol.call_ends_turn}]
+        replies = ["".join(protocol.reply([OUTPUT], ended=ended)) for ended in {True, not protocol.call_ends_turn}]
     except ValueError as error:
         yield topic.fail(str(error), chat_model)
         return
@@ -224,7 +224,8 @@ def _partners(run: Run) -> tuple[Run | None, Run | None]:
 
 def sft_tokens(run: Run, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int], list | None]:
     """(ids, loss mask) of TRACE as RetoolSFTDataset makes them, and the tools in its prompt."""
-    from verl_ext.sft_trace import split_trace
+    from verl_ext.agent_loop.protocol import SegmentEncoder
+    from verl_ext.sft_trace import Segment, split_trace
 
     tools = list(tool_schemas(run).values()) if run.is_rl else None
     prompt, schemas, response = split_trace(TRACE, tools, protocol_of(run, tokenizer), tokenizer.eos_token)
@@ -232,10 +233,11 @@ def sft_tokens(run: Run, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int
         prompt, tools=schemas, add_generation_prompt=True, tokenize=False, **template_kwargs(run)
     )
     ids, mask = [], []
-    for part, own in [(text, False), *response]:
-        encoded = tokenizer(part, add_special_tokens=False)["input_ids"]
+    encoder = SegmentEncoder(tokenizer)
+    for segment in [Segment([text], False), *response]:
+        encoded = encoder.encode(segment.parts)
         ids += encoded
-        mask += [int(own)] * len(encoded)
+        mask += [int(segment.own)] * len(encoded)
     return ids, mask, schemas
 
 
