@@ -66,7 +66,8 @@ def check_keys(run: Run, composed: dict, reference: dict) -> Iterator[Finding]:
         if not (is_open(key) or is_known(key, reference) or is_field_of_own_class(key, run.config)):
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"Did you mean {close[0]}?" if close else "Remove it."
-            yield topic.fail(f"verl does not know {key}; it would do nothing", hint)
+            say = topic.fail if key.partition(".")[0] in reference else topic.warn  # a section of the user's own
+            yield say(f"verl does not know {key}; it would do nothing", hint)
 
 
 def check_effect(composed: dict, defaults: dict) -> Iterator[Finding]:
@@ -79,11 +80,11 @@ def check_effect(composed: dict, defaults: dict) -> Iterator[Finding]:
 def check_types(composed: dict, defaults: dict) -> Iterator[Finding]:
     for key, value in composed.items():
         default = defaults.get(key)
-        if key == "trainer.save_freq" and value == "after_each_epoch":
+        if key in ("trainer.save_freq", "trainer.test_freq") and value == "after_each_epoch":
             continue
         if value is not None and not is_open(key) and not has_type_of(value, default):
             kind = type(default).__name__
-            yield topic.fail(
+            yield topic.warn(
                 f"{key} is {value!r} ({type(value).__name__}), but verl's default is a {kind}", "Correct it."
             )
 

@@ -77,6 +77,9 @@ def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
     if run.is_on_cpu:
         yield topic.ok("the run is on the CPU")
         return
+    if run.get("trainer.device") != "cuda":
+        yield topic.ok(f"device {run.get('trainer.device')}: not looked at")
+        return
     if run.is_rl and machine.environment.get("RAY_ADDRESS"):
         yield topic.ok(
             f"RAY_ADDRESS={machine.environment['RAY_ADDRESS']}: the GPUs are that cluster's, not looked at here"

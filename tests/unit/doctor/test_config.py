@@ -50,10 +50,11 @@ def test_a_run_that_begins_with_another_one_has_its_open_keys():
             Level.FAIL,
             "verl does not know trainer.savefreq; it would do nothing -> Did you mean ",
         ),
+        ("+mine.threshold=3", Level.WARN, "verl does not know mine.threshold"),
         ("+retool.max_calls=3", Level.FAIL, "retool.max_calls is none of verl_ext's settings"),
         ("~retool.sandbox.timeout_s", Level.FAIL, "retool.sandbox.timeout_s is missing, and verl_ext reads it"),
         ("retool.protocol=xml", Level.FAIL, "retool.protocol is 'xml' -> Set it to code or hermes."),
-        ("trainer.save_freq=often", Level.FAIL, "trainer.save_freq is 'often' (str), but verl's default is a int"),
+        ("trainer.save_freq=often", Level.WARN, "trainer.save_freq is 'often' (str), but verl's default is a int"),
         ("trainer.experiment_name=${nothing.there}", Level.FAIL, "a reference cannot be resolved"),
         (
             "custom_reward_function.path=mine.py",

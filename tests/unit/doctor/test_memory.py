@@ -212,6 +212,17 @@ def test_a_run_that_does_not_fit(overrides, gpu_gib, changes, message, make_run,
     assert any(message in text for text in texts), texts
 
 
+def test_what_is_close_is_a_warning(make_run, make_machine, told):
+    # 89.2 GiB x 1.06 + 3 = 97.6 of 85, but 89.2 < 1.12 x 85 = 95.2
+    run = make_run("qwen2-32b_dapo", "trainer.nnodes=1")
+    assert any(
+        "training peaks at about 98 GiB" in text for text in told(check_memory(run, make_machine(0), 85.0), Level.WARN)
+    )
+    # 366 GiB of weights and moments fit into 400, the processes' 64 beside them do not
+    tight = make_machine(memory_bytes=400 * GIB)
+    assert "host memory of a node about 430 GiB" in told(check_memory(run, tight), Level.WARN)[0]
+
+
 def test_kv_cache_of_a_server(make_run, make_machine, told):
     # 0.9 x 139.8 - 3 - 2 x 32.764e9 / 4 / 2^30 (15.26) = 107.56 GiB a GPU; a token has 2 x 2 x 64 layers x 8 heads x
     # 128 = 262,144 bytes, over 4 GPUs 65,536: 107.56 x 2^30 / 65,536 = 1.762 million
