@@ -1,7 +1,7 @@
 """A run that was killed goes on when the same command is started again.
 
 Each case is a chain: a run is killed at one moment, started again, killed at the next, and at last runs to its end.
-`RETOOL_RESUME_MATRIX=1 pytest -m slow tests/e2e/test_resume.py` runs them all, which takes half an hour; CI a few.
+`RETOOL_RESUME_MATRIX=1 pytest -m slow tests/e2e/test_resume.py` runs them all; CI a chosen few.
 """
 
 import json
