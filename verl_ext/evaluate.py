@@ -106,6 +106,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     server.add_argument("--served-model", default="", metavar="NAME", help="default: the first that it serves")
     server.add_argument("--api-key-env", default="", metavar="VARIABLE", help="environment variable that holds a key")
     server.add_argument("--request-timeout", type=float, default=3600.0, metavar="S", help="default: 3600 s")
+    server.add_argument(
+        "--no-seeds", action="store_true", help="send none: vLLM on a CPU dies of seeds in long batches"
+    )
     args = parser.parse_intermixed_args(argv)
     args.data = args.data or list(NAMES)
     if not (args.out or args.checkpoint or args.samples):
@@ -169,7 +172,13 @@ async def _take_samples(args: argparse.Namespace, config: "DictConfig", about: d
     try:
         if args.server:
             key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
-            server = OpenAiServer(args.server, model=args.served_model, api_key=key, timeout_s=args.request_timeout)
+            server = OpenAiServer(
+                args.server,
+                model=args.served_model,
+                api_key=key,
+                seeded=not args.no_seeds,
+                timeout_s=args.request_timeout,
+            )
             await server.find_model()
             folder = args.tokenizer or Path(server.root or "")
             if not (folder / "tokenizer_config.json").is_file():
@@ -185,7 +194,9 @@ async def _take_samples(args: argparse.Namespace, config: "DictConfig", about: d
             tokenizer.chat_template = model.custom_chat_template
         sampler = Sampler(config, tokenizer, server, _model_type(folder))
         await sampler.check_prompts(rows)
-        settings = sample_settings(config, rows, seed=args.seed, model=identity, interface=server.interface)
+        settings = sample_settings(
+            config, rows, seed=args.seed, model=identity, interface=server.interface, seeded=server.seeded
+        )
         tasks = make_tasks(rows, settings["n"], args.seed)
         named = {"model": str(args.model)} if args.model else {"model": server.model, "server": args.server}
         about = {"title": f"Evaluation of {named['model']}", **named, "samples": len(tasks), **about}

@@ -17,7 +17,7 @@ from tests.e2e.vllm_server import serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROBLEMS = 16
-SAME = ("input", "output", "model_spans", "finish_reason", "tool_calls", "tool_errors", "acc", "pred", "seed")
+SAME = ("input", "output", "model_spans", "finish_reason", "tool_calls", "tool_errors", "acc", "pred")
 
 
 @pytest.fixture(scope="module")
@@ -119,14 +119,20 @@ def test_vllms_server_gives_the_same_greedy_samples(
     assert result["settings"]["interface"] == "/v1/completions, token ids in, token ids out"
     difference = result["comparison"]["difference"]["overall"]
     assert difference["num_problems"] == difference["test"]["equal"] == PROBLEMS
-    assert set(result["comparison"]["settings"]) == {"interface", "model.sha256", "model.served", "model.root"}
+    assert set(result["comparison"]["settings"]) == {
+        "interface",
+        "seed",  # none in process, on a CPU
+        "model.sha256",
+        "model.served",
+        "model.root",
+    }
 
 
 def test_sampled_responses_run_their_code_in_the_sandbox(url: str, arguments: list[str], tmp_path: Path) -> None:
     """At temperature 1 a model after 30 steps of SFT writes whole calls, most of them wrong."""
-    result = evaluate_served(url, tmp_path, *arguments, "--temperature", "1", "--n", "8")
+    result = evaluate_served(url, tmp_path, *arguments, "--temperature", "1", "--n", "8", "--no-seeds")
     rows = rows_of(tmp_path).values()
-    assert len(rows) == 8 * PROBLEMS and len({row["seed"] for row in rows}) == 8 * PROBLEMS
+    assert len(rows) == 8 * PROBLEMS
     assert len({row["output"] for row in rows}) > 4 * PROBLEMS, "the samples of a problem are the same"
     called = [row for row in rows if row["tool_calls"]]
     assert called and all("</code>\n<interpreter>\n" in row["output"] for row in called)

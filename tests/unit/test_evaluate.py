@@ -123,6 +123,7 @@ def test_settings_are_what_a_sample_depends_on_and_not_where_the_sandbox_is():
     }
     for key, value in other.items():
         assert settings(key, value) != now, key
+    assert settings(seeded=False) == now | {"seed": None}
     assert settings(seed=1) != now != settings(model={"sha256": "2"})
 
 

@@ -167,16 +167,17 @@ class Sampler:
                 again: what is hard to verify must not be drawn until it is easy.
         """
         started = time.perf_counter()
+        seed = {"seed": task.seed} if self._server.seeded else {}
         columns = task.row | {"session_id": task.number, "global_steps": 0}
         if before and before["failure"] == "unverified":
             ids, fields, prompt = before["response_ids"], before, before["input"]
         else:
             try:
-                output = await self._loop(task.row).run(self._params | {"seed": task.seed}, **columns)
+                output = await self._loop(task.row).run(self._params | seed, **columns)
             except ServerFailure as error:
                 logger.warning("%s: %s", task.uid, error)
                 kind = "server_failure"
-                return _row(task, finish_reason=kind, failure=kind, error=str(error))
+                return _row(task, finish_reason=kind, failure=kind, error=str(error), **seed)
             ids, fields = output.response_ids, output.extra_fields
             prompt = self._tokenizer.decode(output.prompt_ids, skip_special_tokens=True)
         scored = await self._reward.score_rollout(ids, columns | {"tool_extra_fields": fields})
@@ -187,6 +188,7 @@ class Sampler:
             input=prompt,
             output=self._tokenizer.decode(ids, skip_special_tokens=True),
             failure=failure,
+            **seed,
             **info | {"score": scored["reward_score"]} | ({"acc": None} if failure else {}),
             seconds=round(time.perf_counter() - started, 3),
             model_spans=fields["model_spans"],
@@ -223,4 +225,4 @@ def _row(task: Task, **values: Any) -> dict[str, Any]:
     """A row with the keys that `figures.read_dump` asks for; what `values` lacks is empty."""
     row = dict.fromkeys(TEXTS, "") | dict.fromkeys(NUMBERS, 0.0) | {"acc": None} | values
     row |= {"uid": task.uid, "data_source": task.row["data_source"], "gts": task.row["reward_model"]["ground_truth"]}
-    return row | {"problem": task.row["problem"], "seed": task.seed}
+    return row | {"problem": task.row["problem"]}

@@ -39,6 +39,7 @@ class TooFewGpus(ValueError):
 class Server(Protocol):
     interface: str  # how it is talked to, for the result
     max_model_len: int | None  # tokens, prompt and response; None where the server does not say
+    seeded: bool  # it takes a seed for each sample
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], priority: int = 0
@@ -50,6 +51,11 @@ class Server(Protocol):
 def turn_seed(seed: int, prompt_ids: Sequence[int]) -> int:
     """The seed of one turn: another one for each turn of a sample, as its prompt grows."""
     return (seed + len(prompt_ids)) % 2**63
+
+
+def _vary_seed(params: dict[str, Any], prompt_ids: Sequence[int]) -> None:
+    if "seed" in params:
+        params["seed"] = turn_seed(params["seed"], prompt_ids)
 
 
 class VllmServer:
@@ -70,6 +76,9 @@ class VllmServer:
                 f"actor_rollout_ref.rollout.tensor_model_parallel_size x data_parallel_size is {wanted}, but there are "
                 f"{devices} GPUs here. Lower them; on a CPU, take +hardware=cpu."
             )
+        # vLLM 0.28.0, v1/worker/gpu_model_runner.py:3825 sets the generator of a seeded request back when its prompt is
+        # computed in pieces. A CPU's generator cannot be set back, and the engine dies of it.
+        self.seeded = devices > 0
         self.max_model_len = rollout.max_model_len or rollout.prompt_length + rollout.response_length
         batched = rollout.max_num_batched_tokens
         own = OmegaConf.to_container(OmegaConf.select(rollout, "engine_kwargs.vllm") or OmegaConf.create())
@@ -108,7 +117,7 @@ class VllmServer:
         from vllm.v1.engine.exceptions import EngineDeadError
 
         params = NEUTRAL | sampling_params
-        params["seed"] = turn_seed(params["seed"], prompt_ids)
+        _vary_seed(params, prompt_ids)
         try:
             prompt = TokensPrompt(prompt_token_ids=prompt_ids)
             outputs = self._engine.generate(prompt, SamplingParams(**params), request_id=uuid4().hex)
@@ -133,6 +142,7 @@ class OpenAiServer:
     Args:
         url: such as "http://127.0.0.1:8000/v1".
         model: as the server names it; "" takes the first of its `/models`.
+        seeded: sends a seed with each sample, of which vLLM 0.28 dies where it runs on a CPU (see VllmServer).
         timeout_s: of one request, waiting in the server's queue included.
         max_attempts: requests per turn; only the world's errors are tried again (connection, 408, 429, 5xx).
         backoff_s: pause before the second attempt; doubles each time.
@@ -144,11 +154,12 @@ class OpenAiServer:
         *,
         model: str = "",
         api_key: str = "",
+        seeded: bool = True,
         timeout_s: float = 3600.0,
         max_attempts: int = 4,
         backoff_s: float = 1.0,
     ):
-        self.url, self.model = url.rstrip("/"), model
+        self.url, self.model, self.seeded = url.rstrip("/"), model, seeded
         self.root: str | None = None  # the folder or name of the weights, where the server says
         self.max_model_len: int | None = None
         self.interface = ""
@@ -213,7 +224,7 @@ class OpenAiServer:
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], priority: int = 0
     ) -> TokenOutput:
         params = {name: value for name, value in sampling_params.items() if name not in ("output_kind", "logprobs")}
-        params["seed"] = turn_seed(params["seed"], prompt_ids)
+        _vary_seed(params, prompt_ids)
         request = {"model": self.model, "prompt": prompt_ids if self._ids_in else self._tokenizer.decode(prompt_ids)}
         if self._ids_out:
             choice = await self._choice(request | NEUTRAL | params | {"return_token_ids": True})

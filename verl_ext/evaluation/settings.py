@@ -47,7 +47,13 @@ def load_config(config: str, overrides: Sequence[str]) -> DictConfig:
 
 
 def sample_settings(
-    config: DictConfig, rows: Sequence[Mapping[str, Any]], *, seed: int, model: Mapping[str, Any], interface: str
+    config: DictConfig,
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    seed: int,
+    model: Mapping[str, Any],
+    interface: str,
+    seeded: bool = True,
 ) -> dict[str, Any]:
     """What the samples depend on, as plain JSON: with other settings an evaluation does not go on.
 
@@ -55,6 +61,7 @@ def sample_settings(
         rows: of `problems.read_sets`.
         model: what tells its weights from others.
         interface: of the server.
+        seeded: each sample has a seed of its own, made of `seed`.
     """
     rollout, retool = config.actor_rollout_ref.rollout, OmegaConf.to_container(config.retool, resolve=True)
     retool.pop("trajectory_log", None)
@@ -67,7 +74,7 @@ def sample_settings(
         "interface": interface,
         "data": {name: {"problems": len(each), "sha256": fingerprint(each)} for name, each in sets.items()},
         "n": rollout.val_kwargs.n,  # samples of a problem
-        "seed": seed,
+        "seed": seed if seeded else None,
         **{name: rollout.val_kwargs[name] for name in ("temperature", "top_p", "top_k")},
         "max_prompt_length": rollout.prompt_length,  # tokens
         "max_response_length": rollout.response_length,  # tokens, of all turns and what tools say

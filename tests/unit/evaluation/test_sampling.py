@@ -22,6 +22,7 @@ class FakeServer:
     answer: Callable[[str, int], str]
     interface: str = "fake"
     max_model_len: int | None = 256
+    seeded: bool = True
     prompts: list[str] = field(default_factory=list)
     params: list[dict] = field(default_factory=list)
 
@@ -35,7 +36,7 @@ class FakeServer:
         if "<interpreter>" not in text:
             ids = self.tokenizer.encode("<code>print(1+1)</code>")
         else:
-            said = self.answer(text, sampling_params["seed"])
+            said = self.answer(text, sampling_params.get("seed"))
             ids = [*self.tokenizer.encode(said), self.tokenizer.eos_token_id]
         return TokenOutput(token_ids=ids, stop_reason="completed", extra_fields={})
 
@@ -79,11 +80,13 @@ def problem(index: int, truth: str = "2", **more: Any) -> dict[str, Any]:
     } | more
 
 
-def sample(config, tokenizer, folder, rows, answer, *, n=2, sandbox=None, concurrency=4) -> tuple[dict, FakeServer]:
+def sample(
+    config, tokenizer, folder, rows, answer, *, n=2, sandbox=None, concurrency=4, seeded=True
+) -> tuple[dict, FakeServer]:
     """Run an evaluation to its end; returns the rows by uid, and the server."""
     from verl_ext.evaluation.sampling import Sampler, make_tasks
 
-    server = FakeServer(tokenizer, answer)
+    server = FakeServer(tokenizer, answer, seeded=seeded)
 
     async def run() -> dict:
         sampler = Sampler(config, tokenizer, server, "qwen2")
@@ -125,6 +128,13 @@ def test_a_sample_has_the_same_seed_in_every_run_and_another_than_all_others(con
     assert len({task.seed for task in tasks} | {task.seed for task in make_tasks([problem(1)], 1, seed=1)}) == 7
     _, server = sample(config, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{2}", n=1)
     assert [params["seed"] for params in server.params] == [tasks[0].seed] * 2  # the server varies it by turn
+
+
+def test_a_server_that_takes_no_seeds_gets_none_and_the_rows_have_none(config, tokenizer, tmp_path):
+    rows, server = sample(config, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{2}", seeded=False)
+    assert all("seed" not in each for each in [*server.params, *rows.values()]) and len(server.params) == 4
+    rows, _ = sample(config, tokenizer, tmp_path / "seeded", [problem(1)], lambda *_: "\\boxed{2}")
+    assert len({row["seed"] for row in rows.values()}) == 2
 
 
 def test_an_interrupted_run_goes_on_with_what_is_missing(config, tokenizer, tmp_path):

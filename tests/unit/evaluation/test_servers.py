@@ -215,10 +215,13 @@ def test_more_gpus_than_there_are_are_refused_before_anything_starts(tmp_path):
 
 
 def test_the_engine_gets_the_runs_settings_without_those_of_training(tmp_path):
+    import torch
+
     from verl_ext.evaluation.settings import load_config
 
     rollout = load_config("tiny_dapo", []).actor_rollout_ref.rollout
     server = VllmServer(tmp_path, rollout)
+    assert server.seeded == (torch.cuda.device_count() > 0), "the engine dies of seeds on a CPU"
     settings = server._settings
     assert (settings["model"], settings["max_model_len"], server.max_model_len) == (str(tmp_path), 256, 256)
     assert (settings["dtype"], settings["block_size"], settings["enforce_eager"]) == ("float32", 32, True)
