@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 
 import psutil
-from tqdm import tqdm
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
+from verl_ext.data.rows import progress_bar  # noqa: E402
 from verl_ext.reward import score_answer, symbolic  # noqa: E402
 from verl_ext.reward.verifiers.mathematics import MathVerifier  # noqa: E402
 
@@ -109,7 +109,7 @@ async def score_all(rows: list[tuple[str, str, bool]]) -> tuple[float, float]:
         if ordinary:
             ended.append(time.monotonic() - start)
 
-    with tqdm(total=len(rows), unit="answer") as progress:
+    with progress_bar(total=len(rows), unit="answer") as progress:
         for done in asyncio.as_completed([score(*row) for row in rows]):
             await done
             progress.update()
