@@ -135,5 +135,6 @@ def test_sampled_responses_run_their_code_in_the_sandbox(url: str, arguments: li
     assert len(rows) == 8 * PROBLEMS
     assert len({row["output"] for row in rows}) > 4 * PROBLEMS, "the samples of a problem are the same"
     called = [row for row in rows if row["tool_calls"]]
-    assert called and all("</code>\n<interpreter>\n" in row["output"] for row in called)
+    answered = [row for row in called if row["finish_reason"] != "max_tokens"]  # else there may be no room for output
+    assert answered and all("</code>\n<interpreter>\n" in row["output"] for row in answered)
     assert result["tools"]["tool/run_s"] > 0 and result["tools"]["finish/sandbox_failure"] == 0

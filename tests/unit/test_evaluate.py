@@ -110,7 +110,13 @@ def test_settings_are_what_a_sample_depends_on_and_not_where_the_sandbox_is():
     assert (now["n"], now["temperature"], now["top_p"], now["top_k"], now["seed"]) == (30, 1.0, 0.6, -1, 0)
     assert (now["max_prompt_length"], now["max_response_length"]) == (2048, 16384)
     assert now["retool"]["max_tool_calls"] == 8 and now["retool"]["sandbox"]["timeout_s"] == 30
-    same = {"retool.sandbox.urls": ["http://10.0.0.1:8080"], "retool.sandbox.max_concurrency": 1, "trainer.nnodes": 1}
+    same = {
+        "retool.sandbox.urls": ["http://10.0.0.1:8080"],
+        "retool.sandbox.max_concurrency": 1,
+        "trainer.nnodes": 1,
+        "retool.early_stop.enable": True,
+        "retool.checkpoints.keep_last": 1,
+    }
     for key, value in same.items():
         assert settings(key, value) == now, key
     other = {

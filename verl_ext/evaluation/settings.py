@@ -16,7 +16,8 @@ from verl_ext.evaluation.problems import fingerprint
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _FINGERPRINT_BYTES = 2**20  # of each end of a file
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
-# Of `retool`, what no sample depends on.
+# Of `retool` and of its sandbox, what no sample depends on.
+_OF_TRAINING = ("trajectory_log", "checkpoints", "adaptive_n", "validation_schedule", "light_validation", "early_stop")
 _ADDRESSES = ("urls", "max_concurrency", "max_calls_per_s", "queue_timeout_s")
 
 
@@ -64,7 +65,7 @@ def sample_settings(
         seeded: each sample has a seed of its own, made of `seed`.
     """
     rollout, retool = config.actor_rollout_ref.rollout, OmegaConf.to_container(config.retool, resolve=True)
-    retool.pop("trajectory_log", None)
+    retool = {name: value for name, value in retool.items() if name not in _OF_TRAINING}
     retool["sandbox"] = {name: value for name, value in retool["sandbox"].items() if name not in _ADDRESSES}
     sets: dict[str, list] = {}
     for row in rows:
