@@ -65,6 +65,7 @@ class SymbolicPool:
                 answer = self._slow.ask(pred, gold)
             verdict.set_result(answer and answer["equal"])
         except BaseException as exc:
+            answer = None
             verdict.set_exception(exc)
         if answer is None:  # a lost worker, or none at all, says nothing of the answer: the next one tries again
             with self._lock:

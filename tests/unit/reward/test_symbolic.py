@@ -151,6 +151,18 @@ def test_lost_worker_is_no_verdict(pool, monkeypatch):
     assert pool.is_equal("x+15", "15+x") is True
 
 
+def test_failure_of_the_slow_lane_is_not_kept(pool, monkeypatch):
+    def fail(pred: str, gold: str) -> dict:
+        raise RuntimeError("no worker")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._quick, "ask", lambda pred, gold: {"equal": None})
+        patch.setattr(pool._slow, "ask", fail)
+        with pytest.raises(RuntimeError, match="no worker"):
+            pool.is_equal("x+16", "16+x")
+    assert pool.is_equal("x+16", "16+x") is True
+
+
 def test_close_ends_the_workers(pool):
     pool.is_equal("x", "x")
     pids = pool.worker_pids()
