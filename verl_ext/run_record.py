@@ -106,6 +106,9 @@ def read_metrics(paths: Sequence[Path]) -> Metrics:
     A resumed process starts its file at a later step, so files are taken in order of their first step, then of the time
     they were written. Values that are no finite numbers are left out.
 
+    With algorithm.rollout_correction.bypass_mode verl logs no `actor/entropy`: `actor/entropy_loss` stands in, the same
+    mean over tokens, of the update (verl 0.9.1, workers/utils/losses.py:124; needs actor.calculate_entropy).
+
     Raises:
         ValueError: a line is of another form; names it.
     """
@@ -117,6 +120,8 @@ def read_metrics(paths: Sequence[Path]) -> Metrics:
         for row in rows:
             step = int(row["step"])
             values = {k: float(v) for k, v in row["data"].items() if isinstance(v, int | float) and math.isfinite(v)}
+            if "actor/entropy_loss" in values:
+                values.setdefault("actor/entropy", values["actor/entropy_loss"])
             steps.setdefault(step, {}).update(values)
             if "timing_s/step" in values:
                 timed.append(step)

@@ -285,11 +285,12 @@ def show_rl_progress(folder: Path) -> Watch:
     def describe(data: dict) -> str | None:
         if "train/acc" not in data:
             return None
+        entropy = data.get("actor/entropy", data.get("actor/entropy_loss", float("nan")))  # the second: bypass_mode
         return (
             f"score {data['critic/score/mean']:+.3f} | acc {data['train/acc']:.2f} | "
             f"code {data['tool/code_ratio']:.2f} | tool err {data['tool/error_rate']:.1%} | "
             f"len {data['response_length/mean']:.0f} tok | "
-            f"entropy {data['actor/entropy']:.3f} | {data['timing_s/step']:.1f} s"
+            f"entropy {entropy:.3f} | {data['timing_s/step']:.1f} s"
         )
 
     return _Progress(folder, describe, 0.0)

@@ -256,6 +256,7 @@ def test_the_asynchronous_trainer_takes_the_same_sampler(small: Path, tmp_path: 
     check_advantages(run)
     for _, data in run.metrics():
         assert 0 <= data["tool/code_ratio"] <= 1 and data["failure/aborted"] == 0
+        assert data["actor/entropy_loss"] > 0 and "actor/entropy" not in data  # bypass_mode: what the report reads
         assert sum(value for name, value in data.items() if name.startswith("finish/")) == pytest.approx(1.0)
     assert os.listdir(run.out / "trajectories")
 
@@ -263,7 +264,11 @@ def test_the_asynchronous_trainer_takes_the_same_sampler(small: Path, tmp_path: 
 def test_rollouts_on_a_server_of_their_own_while_the_actor_learns(small: Path, tmp_path: Path) -> None:
     """verl's mode `separate_async`, two mini-batches a step; the weights go through shared memory."""
     with running_server() as url, faulty(url, random.Random(2)) as (faulty_url, _):
-        overrides = ("hardware=cpu_separate", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
+        overrides = (
+            "hardware=cpu_separate",
+            "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+            "algorithm.rollout_correction.bypass_mode=false",  # the trainer's old log-probs, compared with vLLM's below
+        )
         run = Run(tmp_path / "rl", small, faulty_url, *overrides).finish()
     metrics = dict(run.metrics())
     assert sorted(metrics) == [1, 2] and len(run.batches()) == 4

@@ -27,6 +27,8 @@ OVERRIDES = [
     "--rl=algorithm.filter_groups.max_num_gen_batches=1",
     # After 30 steps of SFT every answer is wrong: equal rewards, no gradient. Random ones make the updates real.
     "--rl=+reward.reward_kwargs.random_reward_p=0.5",
+    # The trainer's own old log-probs, so that they can be compared with vLLM's.
+    "--rl=algorithm.rollout_correction.bypass_mode=false",
 ]
 
 

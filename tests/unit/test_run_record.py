@@ -40,6 +40,18 @@ def test_values_that_are_no_numbers_are_left_out(tmp_path):
     assert read_metrics([path]).steps == {1: {"d": 1.0}}
 
 
+def test_entropy_comes_from_the_update_where_nothing_else_logs_it(tmp_path):
+    path = write(
+        tmp_path / "metrics.jsonl",
+        [
+            (1, {"actor/entropy_loss": 0.5}),
+            (2, {"actor/entropy": 0.3}),
+            (3, {"actor/entropy": 0.2, "actor/entropy_loss": 0.1}),
+        ],
+    )
+    assert read_metrics([path]).curve("actor/entropy") == ([1, 2, 3], [0.5, 0.3, 0.2])
+
+
 def test_a_half_written_last_line_is_dropped_and_one_in_the_middle_is_an_error(tmp_path):
     path = write(tmp_path / "metrics.jsonl", [(1, {"a": 1.0})], tail='{"step": 2, "da')
     assert read_metrics([path]).steps == {1: {"a": 1.0}}

@@ -81,7 +81,7 @@ class Sample:
         """What in the world, not in the model, kept this sample from being judged, of FAILURES; None: it was judged."""
         if self.sandbox_failure:
             return "sandbox_failure"
-        if self.finish_reason == "server_failure":
+        if self.finish_reason in ("server_failure", "aborted"):  # the second: of the agent loop, in verl's dumps
             return "server_failure"
         return "unverified" if self.unverified or self.acc is None else None
 

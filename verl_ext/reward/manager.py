@@ -115,10 +115,12 @@ class RewardOptions:
 class RetoolRewardManager(RewardManagerBase):
     """+1/-1 on the answer in the model's own tokens, with length penalties, a tool bonus and a control as options.
 
-    A sample that the world failed (`extra_fields.finish_reason == "sandbox_failure"`, or an answer that could not be
-    verified in time) is not scored as wrong: it gets the reward 0.0, halfway between right and wrong, and the flag
-    `sandbox_failure` or `unverified`, by which the sampler keeps it out of training (verl_ext/replay_buffer.py). A row
-    that is broken, such as one without a ground truth, raises: it has no score.
+    A sample that the world failed (`extra_fields.finish_reason` "sandbox_failure" or "aborted", or an answer that could
+    not be verified in time) is not scored as wrong: it gets the reward 0.0, halfway between right and wrong, and the
+    flag `sandbox_failure` or `unverified` or the finish reason, by which the sampler keeps it out of training
+    (verl_ext/replay_buffer.py) and the figures of a dump leave it out (verl_ext/evaluation/figures.py). verl's own
+    means over a validation (val-core/*) count its `acc`. A row that is broken, such as one without a ground truth,
+    raises: it has no score.
     """
 
     def __init__(
@@ -178,22 +180,23 @@ class RetoolRewardManager(RewardManagerBase):
         num_tokens = len(token_ids)
         extra_fields = sample.get("tool_extra_fields") or {}
         spans = extra_fields.get("model_spans", [(0, num_tokens)])
-        sandbox_failed = extra_fields.get("finish_reason") == "sandbox_failure"
+        finish_reason = str(extra_fields.get("finish_reason", ""))
 
         response = await asyncio.to_thread(self._decode, token_ids, spans)
         score = await self._verify(response, sample)
         unverified = score.verdict == "unknown"
+        world_failed = unverified or finish_reason in ("sandbox_failure", "aborted")
         self._count(score, response, sample)
         num_model_tokens = sum(end - start for start, end in spans)
 
         train_acc = score.acc
         if self.options.random_reward_p is not None:
             train_acc = float(self._draw(sample, token_ids) < self.options.random_reward_p)
-        if sandbox_failed or unverified:
+        if world_failed:
             train_acc = 0.5
         parts = {"reward_base": 2.0 * train_acc - 1.0, "reward_overlong": 0.0, "reward_length": 0.0}
         parts["reward_tool_bonus"] = 0.0
-        if not (sandbox_failed or unverified):
+        if not world_failed:
             counted = num_model_tokens if self.options.overlong_counts == "model" else num_tokens
             parts["reward_overlong"] = self._overlong(counted)
             if self.options.length_penalty:
@@ -212,14 +215,14 @@ class RetoolRewardManager(RewardManagerBase):
                 "train_acc": train_acc,
                 **parts,
                 "unverified": float(unverified),
-                "sandbox_failure": float(sandbox_failed),
+                "sandbox_failure": float(finish_reason == "sandbox_failure"),
                 "response_tokens": float(num_model_tokens),
                 **{name: float(extra_fields.get(name, 0.0)) for name in COPIED_COUNTS},
                 "pred": score.pred,
                 "verdict": score.verdict,
                 "method": score.method,
                 "data_source": str(sample.get("data_source", "")),
-                "finish_reason": str(extra_fields.get("finish_reason", "")),
+                "finish_reason": finish_reason,
             },
         }
 

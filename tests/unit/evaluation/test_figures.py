@@ -101,6 +101,7 @@ def test_k_beyond_the_samples_is_refused(samples):
         ({"unverified": 1.0, "finish_reason": "verifier_unknown"}, "unverified"),
         ({"acc": None}, "unverified"),
         ({"acc": None, "finish_reason": "server_failure"}, "server_failure"),
+        ({"finish_reason": "aborted"}, "server_failure"),
         ({"sandbox_failure": 1.0, "unverified": 1.0}, "sandbox_failure"),
     ],
 )

@@ -144,11 +144,13 @@ def test_unverified_answer_is_flagged_and_not_scored_as_wrong(make_manager, monk
     assert "1 of 2 samples" in caplog.text
 
 
-def test_sandbox_failure_is_flagged_and_not_scored_as_wrong(make_manager):
-    failed = {"finish_reason": "sandbox_failure"}
+@pytest.mark.parametrize(("finish_reason", "flag"), [("sandbox_failure", 1.0), ("aborted", 0.0)])
+def test_what_the_world_failed_is_named_and_not_scored_as_wrong(make_manager, finish_reason, flag):
+    failed = {"finish_reason": finish_reason}
     manager = make_manager(max_response_length=20, overlong_buffer_cfg={"enable": True, "len": 10})
     reward, info = score(manager, "<code>print(6*7)</code>", extra_fields=failed)
-    assert (reward, info["sandbox_failure"], info["train_acc"], info["reward_overlong"]) == (0.0, 1.0, 0.5, 0.0)
+    assert (reward, info["train_acc"], info["reward_overlong"]) == (0.0, 0.5, 0.0)
+    assert (info["sandbox_failure"], info["finish_reason"]) == (flag, finish_reason)
     assert score(manager, "<code>print(6*7)</code>")[1]["sandbox_failure"] == 0.0
 
 
