@@ -7,7 +7,6 @@ transformers' own code, and nothing of the stand-in is written into configs or c
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 
 def flash_attn_func(
@@ -86,9 +85,12 @@ def flash_attn_varlen_func(
     kwargs = {"dropout_p": dropout_p, "softmax_scale": softmax_scale, "causal": causal}
     if causal and len(lengths) * max(lengths) <= 2 * q.shape[0]:
         # Right-padded, one call: a causal query never sees the padding behind it. Many small calls cost more.
-        padded = [pad_sequence(x.split(lengths), batch_first=True) for x in (q, k, v)]
-        out = flash_attn_func(*padded, **kwargs)
-        return torch.cat([row[:length] for row, length in zip(out.unbind(0), lengths, strict=True)])
+        # Indices, not pad_sequence: in its backward each sequence copies the gradient of all.
+        shape = len(lengths), max(lengths)
+        places = torch.cat([torch.arange(length) + row * shape[1] for row, length in enumerate(lengths)])
+        padded = [x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, places, x) for x in (q, k, v)]
+        out = flash_attn_func(*(x.unflatten(0, shape) for x in padded), **kwargs)
+        return out.flatten(0, 1).index_select(0, places)
     # Lengths differ too much: padding would cost more than it saves.
     segments = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
     return torch.cat([flash_attn_func(*(x[None] for x in segment), **kwargs)[0] for segment in segments])
