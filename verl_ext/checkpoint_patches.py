@@ -3,7 +3,6 @@
 verl 0.9.1 offers a callback after a save of RL, but nothing before one, nothing at a resume and nothing for SFT.
 """
 
-import importlib.metadata
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import Any
 import wrapt
 
 from verl_ext import checkpoints
-
-VERL = "0.9.1"
+from verl_ext.versions import VERL, require_versions
 
 logger = logging.getLogger(__name__)
 logger.setLevel(logging.INFO)
@@ -30,12 +28,7 @@ def install(verl: ModuleType) -> None:
     Raises:
         RuntimeError: it has another version than the one that was patched.
     """
-    found = importlib.metadata.version("verl")
-    if found != VERL:
-        raise RuntimeError(
-            f"verl_ext/checkpoint_patches.py replaces internals of verl {VERL}, but found {found}. Install "
-            "requirements/*.txt (bash scripts/setup_env.sh), or check each patch there against the new version."
-        )
+    require_versions(VERL, "verl_ext/checkpoint_patches.py")
     wrapt.register_post_import_hook(_guard_sft, "verl.utils.checkpoint.checkpoint_handler")
     wrapt.register_post_import_hook(_guard_rl, "verl.trainer.ppo.v1.trainer_base")
     wrapt.register_post_import_hook(_watch_metrics, "verl.utils.tracking")

@@ -265,6 +265,6 @@ def test_the_best_is_found_in_what_verl_logs(rolling: Any, tmp_path: Path):
 
 
 def test_another_verl_is_refused(rolling: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.10.0")
-    with pytest.raises(RuntimeError, match=r"internals of verl 0\.9\.1, but found 0\.10\.0"):
+    monkeypatch.setattr(rolling, "VERL", {"verl": "0.10.0"})
+    with pytest.raises(RuntimeError, match=r"internals of \{'verl': '0.10.0'\}, but found \{'verl': '0.9.1'\}"):
         rolling.install(None)

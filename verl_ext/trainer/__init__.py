@@ -4,10 +4,9 @@
 `lr_schedule.py` and `wsd_engine.py` the schedule. Their keys: `retool.*` and `optim.*` in configs/qwen2-32b_dapo.yaml.
 """
 
-import importlib.metadata
 from types import ModuleType
 
-VERL_VERSION = "0.9.1"
+from verl_ext.versions import VERL, require_versions
 
 
 def extend_trainers(v1: ModuleType) -> None:
@@ -21,12 +20,7 @@ def extend_trainers(v1: ModuleType) -> None:
     Raises:
         RuntimeError: verl has another version than the one whose trainers are extended.
     """
-    version = importlib.metadata.version("verl")
-    if version != VERL_VERSION:
-        raise RuntimeError(
-            f"verl_ext.trainer extends the trainers of verl {VERL_VERSION}, but found {version}. Install "
-            f"verl=={VERL_VERSION}, or check verl_ext/trainer/run_trainer.py against the new trainer_base.py."
-        )
+    require_versions(VERL, "verl_ext/trainer/run_trainer.py")
     from verl_ext.trainer.run_trainer import RunTrainer
 
     registry = v1.trainer_base.TRAINER_REGISTRY

