@@ -314,8 +314,9 @@ def _name(side: str, source: str) -> str:
 def _curve(name: str, metrics: Metrics, key: str, batch: Batch | None, align: str) -> Series | None:
     steps, values = metrics.curve(key)
     factor = 1 if align == "step" or batch is None else getattr(batch, align)
-    is_held_out = held_out_source(key) is not None
-    return Series(name, [step * factor for step in steps], values, points=is_held_out) if steps else None
+    gaps = [after - before for before, after in zip(steps, steps[1:], strict=False)]
+    points = held_out_source(key) is not None or max(gaps, default=0) > 20  # no line over steps that nobody logged
+    return Series(name, [step * factor for step in steps], values, points) if steps else None
 
 
 def _ends(curve: Series | None) -> tuple[tuple[float, float], tuple[float, float]] | None:

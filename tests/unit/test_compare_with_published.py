@@ -44,6 +44,12 @@ def test_the_published_run_alone(script):
     assert len(script.rows(part)) == len(script.COMPARED["rl"]), "every metric compared is in the published log"
 
 
+def test_no_line_leads_over_steps_that_nobody_logged(script):
+    published = script.read_part("sft", [], None, "step").published_curves("train/loss")[""]
+    assert published.x == [1, 2, 3, 4, 5, 151, 152] and published.points
+    assert not script.read_part("rl", [], None, "step").published_curves("critic/score/mean")[""].points
+
+
 def test_figures_that_the_published_readme_computes(script):
     steps = script.read_part("rl", [], None, "step").published.steps
     for data in (steps[step] for step in range(1, 11)):
