@@ -39,10 +39,14 @@ RL = [
     "actor_rollout_ref.rollout.n=4",
     "algorithm.filter_groups.max_num_gen_batches=1",
 ]
-COLOCATE_ASYNC = [
-    "trainer.v1.trainer_mode=colocate_async",
-    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.agent_loop.manager.LeanAgentLoopManager",
-]
+MODES = {
+    "sync": [],
+    "colocate_async": [
+        "trainer.v1.trainer_mode=colocate_async",
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.agent_loop.manager.LeanAgentLoopManager",
+    ],
+    "separate_async": ["hardware=cpu_separate"],
+}
 
 # For each start that is killed: `<moment>:<n>` of moments.py, and the step of the checkpoint that the next one resumes.
 Kills = list[tuple[str, int]]
@@ -61,6 +65,7 @@ MATRIX = [
         for mode in ("auto", "resume_path")
         for kills in RL_KILLS
     ),
+    ("separate_async", "auto", [("rollout:5", 2), ("update:2", 2)]),  # it samples one mini-batch at a time
 ]
 CASES = MATRIX if os.environ.get("RETOOL_RESUME_MATRIX") else CHOSEN
 
@@ -69,7 +74,7 @@ CASES = MATRIX if os.environ.get("RETOOL_RESUME_MATRIX") else CHOSEN
 class Run:
     """A run's folder, and how it is started."""
 
-    kind: str  # sft | sync | colocate_async
+    kind: str  # sft, or one of MODES
     out: Path
     small: Path
     sandbox: str = ""
@@ -78,8 +83,8 @@ class Run:
     def start(self, *overrides: str, **environment: str):
         if self.starts:
             time.sleep(1.1)  # metrics files are named by the second
-        script, settings = ("run_tiny_sft.sh", SFT) if self.kind == "sft" else ("run_tiny_dapo.sh", RL)
-        settings = [*settings, *(COLOCATE_ASYNC if self.kind == "colocate_async" else [])]
+        sft = ("run_tiny_sft.sh", SFT)
+        script, settings = sft if self.kind == "sft" else ("run_tiny_dapo.sh", RL + MODES[self.kind])
         environment |= {
             "DATA_DIR": str(self.small / "data"),
             "MODEL_PATH": str(self.small / "sft" / "merged"),
