@@ -63,8 +63,8 @@ def tracked_step(folder: Path) -> int | None:
         return None
 
 
-def problem(checkpoint: Path) -> str | None:
-    """What keeps a checkpoint from being whole; None if nothing does."""
+def problem(checkpoint: Path, is_needed: Callable[[str], bool] = lambda name: True) -> str | None:
+    """What keeps a checkpoint from being whole, of the files that are needed; None if nothing does."""
     if not checkpoint.is_dir():
         return "there is no such folder"
     try:
@@ -74,6 +74,8 @@ def problem(checkpoint: Path) -> str | None:
     except (ValueError, KeyError) as error:
         return f"its {MANIFEST} cannot be read ({error!r})"
     for name, expected in sizes.items():
+        if not is_needed(name):
+            continue
         try:
             found = (checkpoint / name).stat().st_size
         except FileNotFoundError:
@@ -273,23 +275,28 @@ class Rolling:
                 f"retool.checkpoints has {', '.join(sorted(unknown))}; expected keep_last, best_metric and best_mode."
             )
         rolling = cls(Path(trainer["default_local_dir"]), **settings)
-        rolling._check(trainer)
+        rolling._check(trainer, config.get("retool") or {})
         rolling._load()
         return rolling
 
-    def _check(self, trainer: Mapping[str, Any]) -> None:
+    def _check(self, trainer: Mapping[str, Any], retool: Mapping[str, Any]) -> None:
         if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 1):
             raise ValueError(f"retool.checkpoints.keep_last={self.keep_last!r}; expected 1 or more, or null for all.")
         if self.best_mode not in ("max", "min"):
             raise ValueError(f"retool.checkpoints.best_mode={self.best_mode!r}; expected max or min.")
-        save_freq, test_freq = trainer.get("save_freq"), trainer.get("test_freq")
-        if not (self.best_metric and isinstance(save_freq, int) and isinstance(test_freq, int) and save_freq > 0):
+        key, intervals = "trainer.test_freq", [trainer.get("test_freq")]
+        if (light := retool.get("light_validation") or {}).get("enable"):
+            key, intervals = "retool.light_validation.full_every", [light["full_every"]]
+        elif (schedule := retool.get("validation_schedule") or {}).get("enable"):
+            key, intervals = "retool.validation_schedule.phases", [every for _, every in schedule["phases"]]
+        save_freq = trainer.get("save_freq")
+        if not (self.best_metric and all(isinstance(freq, int) for freq in (save_freq, *intervals)) and save_freq > 0):
             return
-        if test_freq <= 0 or save_freq % test_freq:
+        if any(every <= 0 or save_freq % every for every in intervals):
             logger.warning(
-                "retool.checkpoints.best_metric=%s: only a step with a validation can be the best, but "
-                "trainer.save_freq=%s is no multiple of trainer.test_freq=%s.",
-                *(self.best_metric, save_freq, test_freq),
+                "retool.checkpoints.best_metric=%s: only a step with a whole validation can be the best, but "
+                "trainer.save_freq=%s is no multiple of %s=%s.",
+                *(self.best_metric, save_freq, key, ", ".join(map(str, intervals))),
             )
 
     def _load(self) -> None:

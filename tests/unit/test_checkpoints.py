@@ -332,6 +332,24 @@ def test_validations_that_miss_checkpoints_are_warned_of(
     assert (f"save_freq=30 is no multiple of trainer.test_freq={test_freq}" in caplog.text) is warns
 
 
+@pytest.mark.parametrize(
+    ("options", "missed"),
+    [
+        ({"light_validation": {"enable": True, "full_every": 20}}, "light_validation.full_every=20"),
+        ({"light_validation": {"enable": True, "full_every": 30}}, None),
+        ({"validation_schedule": {"enable": True, "phases": [[0, 10], [50, 20]]}}, "validation_schedule.phases=10, 20"),
+        ({"validation_schedule": {"enable": False, "phases": [[0, 20]]}}, None),
+    ],
+)
+def test_options_that_replace_the_validations_are_looked_at(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict, missed: str | None
+):
+    settings = config(tmp_path, {"save_freq": 30, "test_freq": 5}, **ACCURACY)
+    settings["retool"] |= options
+    Rolling.from_config(settings)
+    assert (missed in caplog.text) if missed else not caplog.text
+
+
 def test_a_config_without_our_keys_keeps_all(tmp_path: Path):
     assert Rolling.from_config({"trainer": {"default_local_dir": str(tmp_path)}}) == Rolling(tmp_path)
 

@@ -73,9 +73,9 @@ def test_every_metric_in_the_guides_is_logged():
     assert len(found) > 30
     kinds = {f"tool/malformed/{kind}" for kind in MALFORMED_KINDS}
     missing = found - logged() - kinds
-    assert {key for key in missing if not key.startswith("tool/error/")} - {"perf/max_memory_allocated_gb"} == set(), (
-        "perf/max_memory_allocated_gb is the published run's name"
-    )
+    # The published run's name; and what a run with bypass_mode logs (tests/e2e/test_failures.py), which these are not.
+    elsewhere = {"perf/max_memory_allocated_gb", "actor/entropy_loss"}
+    assert {key for key in missing if not key.startswith("tool/error/")} - elsewhere == set()
 
 
 def test_every_setting_in_the_guides_exists(settings):

@@ -42,6 +42,7 @@ _WRAPPED = [re.compile(rf"\s*{before}\s*(.*?)\s*{behind}\s*", re.DOTALL) for bef
 
 _SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![a-zA-Z])|[\s${}~]|\\[()\[\]]")
 _PUNCTUATION = re.compile(r"[\"'’“”?;。、]|(?<!\d)[.,:]|[.,:](?!\d)")  # not the point of 1.5
+_PRIMES = re.compile(r"(?<![a-zA-Z'’])(?:[a-zA-Z]['’]+)+(?![a-z])")  # f'(2), A'B'; not Ann's, the n's, 'A'
 _FRACTIONS = re.compile(r"\\[dt]frac(?![a-zA-Z])")
 _COMMANDS = re.compile(r"\\(?:[a-zA-Z]+|.)", re.DOTALL)
 _DRAWINGS = re.compile(r"\[asy\].*?\[/asy\]", re.DOTALL)
@@ -61,8 +62,12 @@ def bare_problem(prompt: str) -> str:
 
 
 def same_problem_key(problem: str) -> str:
-    """Equal for texts that differ in spaces, case, punctuation, dollar signs and braces only, not in an operator."""
+    """Equal for texts that differ in spaces, case, punctuation, dollar signs and braces only.
+
+    Not for texts that differ in an operator, or in the prime of a name.
+    """
     text = _FRACTIONS.sub(r"\\frac", unicodedata.normalize("NFKC", problem))
+    text = _PRIMES.sub(lambda found: re.sub("['’]", "′", found[0]), text)
     return _PUNCTUATION.sub("", _SPACING.sub("", text)).casefold()
 
 

@@ -1,5 +1,6 @@
 """A checkpoint of verl's FSDP trainers, SFT or RL, as a Hugging Face folder, and the settings to evaluate it with."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
+
+from verl_ext import checkpoints
 
 REPO = Path(__file__).resolve().parents[2]
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -34,9 +37,10 @@ class Checkpoint:
 def find_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint that a path means: a run's folder (its newest whole step), `global_step_N`, or its `actor`.
 
-    A step is whole if all ranks' shards are there and the run has noted it, which verl does last; a run folder without
-    that note, `latest_checkpointed_iteration.txt`, was never saved whole. A step that was copied elsewhere has no note
-    beside it, and counts by its shards.
+    A step is whole if all ranks' shards are there, with the sizes that its `checkpoint.json` lists (checkpoints.py; an
+    optimizer's may be gone). A step of verl without verl_ext has no such list: then the run must have noted it, or a
+    later one, in `latest_checkpointed_iteration.txt`, which verl does last. One that was copied elsewhere, without that
+    note beside it, counts by its shards.
 
     Raises:
         CheckpointError: no such folder, no whole step, or the named step is not whole.
@@ -48,20 +52,16 @@ def find_checkpoint(path: Path) -> Checkpoint:
         )
     step_folder = path.parent if path.name == "actor" else path
     if match := _STEP.fullmatch(step_folder.name):
-        missing = _missing(step_folder)
-        noted = _noted_step(step_folder.parent)
-        if not missing and noted is not None and int(match[1]) > noted:
-            missing = f"the run has noted step {noted} as its last whole one: saving this one was broken off"
-        if missing:
+        step, noted = int(match[1]), checkpoints.tracked_step(step_folder.parent)
+        if missing := _missing(step_folder, step if noted is None else noted):
             raise CheckpointError(f"{step_folder} is not whole: {missing}. Take another step, or the run's folder.")
-        return Checkpoint(step_folder.parent, int(match[1]), _shards(step_folder))
-    steps = {int(m[1]): folder for folder in path.iterdir() if (m := _STEP.fullmatch(folder.name))}
-    noted = _noted_step(path)
-    for step in sorted(steps, reverse=True):
-        if noted is not None and step <= noted and not _missing(steps[step]):
-            return Checkpoint(path, step, _shards(steps[step]))
+        return Checkpoint(step_folder.parent, step, _shards(step_folder))
+    steps, noted = checkpoints.steps(path), checkpoints.tracked_step(path)
+    for step in reversed(steps):
+        if not _missing(checkpoints.path_of(path, step), noted or 0):
+            return Checkpoint(path, step, _shards(checkpoints.path_of(path, step)))
     raise CheckpointError(
-        f"{path} has no whole checkpoint: steps {sorted(steps) or 'none'}, noted as saved {noted or 'none'}. Expected "
+        f"{path} has no whole checkpoint: steps {steps or 'none'}, noted as saved {noted or 'none'}. Expected "
         "the folder of an SFT or RL run (trainer.default_local_dir), its global_step_N, or global_step_N/actor."
     )
 
@@ -69,28 +69,34 @@ def find_checkpoint(path: Path) -> Checkpoint:
 def merge(checkpoint: Checkpoint) -> Path:
     """Merge the shards by verl's model merger, unless that was done after they were written; returns the folder.
 
+    Two that merge one checkpoint at a time wait for each other, by a lock on `merged_step_N.log`.
+
     Raises:
         CheckpointError: the merger failed; its output is in `merged_step_N.log`.
     """
     target = checkpoint.merged
-    if target.is_dir() and target.stat().st_mtime >= max(
-        file.stat().st_mtime for file in checkpoint.shards.glob("*.pt")
-    ):
-        print(f"{target}: merged already", flush=True)
-        return target
-    print(f"merging {checkpoint.shards} into {target}", flush=True)
-    part, log = Path(f"{target}.part"), Path(f"{target}.log")
-    shutil.rmtree(part, ignore_errors=True)
-    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-    command += ["--local_dir", str(checkpoint.shards), "--target_dir", str(part)]
-    with open(log, "wb") as sink:
+    with open(f"{target}.log", "ab") as log:
+        fcntl.flock(log, fcntl.LOCK_EX)
+        if target.is_dir() and target.stat().st_mtime >= max(
+            file.stat().st_mtime for file in checkpoint.shards.glob("*.pt")
+        ):
+            print(f"{target}: merged already", flush=True)
+            return target
+        print(f"merging {checkpoint.shards} into {target}", flush=True)
+        part = Path(f"{target}.part")
+        shutil.rmtree(part, ignore_errors=True)
+        command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+        command += ["--local_dir", str(checkpoint.shards), "--target_dir", str(part)]
+        log.truncate(0)
         environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "verl_ext"}
-        status = subprocess.run(command, cwd=REPO, env=environment, stdout=sink, stderr=sink).returncode
-    if status:
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
-        raise CheckpointError(f"merging {checkpoint.shards} failed with status {status}; the end of {log}:\n{tail}")
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(part, target)
+        status = subprocess.run(command, cwd=REPO, env=environment, stdout=log, stderr=log).returncode
+        if status:
+            tail = "\n".join(Path(log.name).read_text(errors="replace").splitlines()[-5:])
+            raise CheckpointError(
+                f"merging {checkpoint.shards} failed with status {status}; the end of {log.name}:\n{tail}"
+            )
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(part, target)
     return target
 
 
@@ -121,8 +127,8 @@ def _shards(step_folder: Path) -> Path:
     return actor if actor.is_dir() else step_folder
 
 
-def _missing(step_folder: Path) -> str:
-    """What a step lacks to be whole; "" for nothing."""
+def _missing(step_folder: Path, noted: int) -> str:
+    """What a step lacks to be whole; "" for nothing. `noted`: the step that the run has noted as whole."""
     folder = _shards(step_folder)
     found = [tuple(map(int, m.groups())) for file in folder.iterdir() if (m := _SHARD.fullmatch(file.name))]
     if not found:
@@ -133,9 +139,10 @@ def _missing(step_folder: Path) -> str:
     (world,) = worlds
     if absent := sorted(set(range(world)) - {rank for _, rank in found}):
         return f"{folder} lacks the shards of ranks {absent} of {world}"
-    return "" if (folder / "huggingface" / "config.json").is_file() else f"{folder} has no huggingface/config.json"
-
-
-def _noted_step(run: Path) -> int | None:
-    note = run / "latest_checkpointed_iteration.txt"
-    return int(note.read_text()) if note.is_file() else None
+    if not (folder / "huggingface" / "config.json").is_file():
+        return f"{folder} has no huggingface/config.json"
+    if (step_folder / checkpoints.MANIFEST).is_file():
+        return checkpoints.problem(step_folder, lambda name: _SHARD.fullmatch(Path(name).name) is not None) or ""
+    if int(step_folder.name.rpartition("_")[2]) > noted:
+        return f"the run has noted step {noted} as its last whole one: saving this one was broken off"
+    return ""

@@ -122,7 +122,8 @@ def evaluate(
 ) -> dict[str, Evaluation]:
     """Figures of every data source, and of several pooled: `in_distribution`, `out_of_distribution`, `overall`.
 
-    A problem is its data source and input text. Samples the world failed (`Sample.failure`) are counted and left out.
+    A problem is its data source and own text, or input text where that is not known. Samples the world failed
+    (`Sample.failure`) are counted and left out.
 
     Args:
         k: samples for best@k and maj@k; by default all n of a problem. mean@k always averages all n.
@@ -132,7 +133,7 @@ def evaluate(
     """
     if not samples:
         raise ValueError("No samples to evaluate. Check that the dump is not empty.")
-    problems = _by_problem(samples)
+    problems = _by_problem(samples, _identity(samples))
     n, k = _counts([problems], k)
     figures = {}
     for name, sources in _pools(source for source, _ in problems).items():
@@ -169,7 +170,7 @@ def compare(
 
     Args as for `evaluate`; k defaults to the smaller n of the two. Groups without a common problem are left out.
     """
-    by = "problem" if all(sample.problem for side in (before, after) for sample in side) else "input"
+    by = _identity([*before, *after])
     sides = [_by_problem(before, by), _by_problem(after, by)]
     _, k = _counts(sides, k)
     judged = [
@@ -208,7 +209,7 @@ def latest_dump(folder: Path) -> Path | None:
 
 def by_k(samples: Sequence[Sample], *, draws: int = 10_000, seed: int = 0) -> dict[str, dict[str, dict[int, Estimate]]]:
     """Group -> {"pass@k" | "maj@k": k -> estimate}, for n and the powers of two below it. Args as for `evaluate`."""
-    n, _ = _counts([_by_problem(samples)], None)
+    n, _ = _counts([_by_problem(samples, _identity(samples))], None)
     curves: dict[str, dict[str, dict[int, Estimate]]] = {}
     for k in [*(2**i for i in range(n.bit_length()) if 2**i < n), n]:
         for group, figures in evaluate(samples, k=k, draws=draws, seed=seed).items():
@@ -344,7 +345,12 @@ def _sample(row: dict[str, Any]) -> Sample:
     return Sample(**texts, **numbers, acc=acc, gts=row["gts"], problem=row.get("problem", ""))
 
 
-def _by_problem(samples: Iterable[Sample], by: str = "input") -> dict[tuple[str, str], list[Sample]]:
+def _identity(samples: Iterable[Sample]) -> str:
+    """What tells problems apart: their own text, for a sample that its server failed has no input; else the input."""
+    return "problem" if all(sample.problem for sample in samples) else "input"
+
+
+def _by_problem(samples: Iterable[Sample], by: str) -> dict[tuple[str, str], list[Sample]]:
     problems = defaultdict(list)
     for sample in samples:
         problems[sample.data_source, getattr(sample, by)].append(sample)

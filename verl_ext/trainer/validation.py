@@ -32,7 +32,7 @@ class LightValidation:
     Attributes:
         problems: of the validation set, evenly spaced, the same ones every time.
         n: responses per problem.
-        full_every: steps; a validation at a multiple of it is full. So are the one before training and the last.
+        full_every: steps; a validation at a multiple of it is full. So are the one before step 1 and the last.
     Raises:
         ValueError: one of them is below 1.
     """

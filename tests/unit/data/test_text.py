@@ -66,6 +66,10 @@ def test_real_dapo_prompts_are_stripped_to_the_problem():
         ("Find $\\sin x$", "Find $\\cos x$", False),
         ("Find $3:4$", "Find $34$", False),
         ("for 2 x 3", "for 2 x 4", False),
+        ("Find $f'(2)$.", "Find f’(2)", True),
+        ("Find $f'(2)$.", "Find $f(2)$.", False),
+        ("Let $A'B'$ be", "Let $AB$ be", False),
+        ("Ann's share, the n's sum", "Ann’s share, the ns sum", True),
     ],
 )
 def test_spelling_does_not_make_another_problem_but_an_operator_does(one, other, same):

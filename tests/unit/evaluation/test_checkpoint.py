@@ -1,9 +1,11 @@
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from verl_ext.checkpoints import vouch
 from verl_ext.evaluation.checkpoint import CheckpointError, find_checkpoint, merge, settings_of
 
 
@@ -62,6 +64,30 @@ def test_what_is_not_whole_is_refused_with_what_is_missing(tmp_path, steps, note
         find_checkpoint(tmp_path / path)
 
 
+def test_what_verl_ext_saved_counts_by_its_own_list(tmp_path):
+    for step in (10, 20, 30):
+        shards = make_step(tmp_path, step, actor=True)
+        (shards / "optim_world_size_2_rank_0.pt").write_bytes(b"Adam")
+        (shards / "optim_world_size_2_rank_1.pt").write_bytes(b"Adam")
+        (shards / "model_world_size_2_rank_0.pt").write_bytes(b"weights")
+        vouch(shards.parent)
+    note(tmp_path, 10)  # the run was set back
+    assert find_checkpoint(tmp_path).step == find_checkpoint(tmp_path / "global_step_30").step == 30
+    (shards / "optim_world_size_2_rank_0.pt").unlink()
+    assert find_checkpoint(tmp_path).step == 30, "an evaluation needs no optimizer"
+    (shards / "model_world_size_2_rank_0.pt").write_bytes(b"wei")
+    assert find_checkpoint(tmp_path).step == 20
+    with pytest.raises(CheckpointError, match="rank_0.pt has 3 of 7 bytes"):
+        find_checkpoint(shards)
+
+
+def test_an_empty_note_is_none(tmp_path):
+    make_step(tmp_path, 5)
+    (tmp_path / "latest_checkpointed_iteration.txt").touch()
+    with pytest.raises(CheckpointError, match=r"steps \[5\], noted as saved none"):
+        find_checkpoint(tmp_path)
+
+
 def test_shards_of_two_world_sizes_are_refused(tmp_path):
     folder = make_step(tmp_path, 5)
     (folder / "model_world_size_1_rank_0.pt").touch()
@@ -102,6 +128,15 @@ def test_a_checkpoint_is_merged_once_and_again_when_its_shards_are_newer(tmp_pat
     os.utime(shards / "model_world_size_2_rank_1.pt", (later, later))
     merge(checkpoint)
     assert len(merger()) == 2
+
+
+def test_two_merges_of_a_checkpoint_wait_for_each_other(tmp_path, merger, monkeypatch):
+    checkpoint = find_checkpoint(make_step(tmp_path / "run", 5))
+    python = Path(sys.executable)
+    python.write_text(python.read_text().replace("exit $(", 'sleep .3\ntouch "$target/shard"\nexit $('))
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(merge, [checkpoint] * 2)) == [checkpoint.merged] * 2
+    assert len(merger()) == 1 and (checkpoint.merged / "shard").exists()
 
 
 def test_a_merge_that_fails_leaves_no_model(tmp_path, merger):

@@ -226,6 +226,16 @@ def test_problems_are_paired_by_their_own_text_where_both_sides_have_it(samples)
     assert compare(after, dump, draws=10) == {}
 
 
+def test_samples_that_their_server_failed_belong_to_their_problems(samples):
+    rows = [row(name, i, 1) | {"problem": name} for name in "abc" for i in range(3)]
+    for each in rows[::3]:
+        each |= {"acc": None, "finish_reason": "server_failure", "input": ""}
+    figures = evaluate(samples(rows), draws=10)["tiny_tools"]
+    assert (figures.num_problems, figures.num_problems_scored, figures.num_problems_short) == (3, 3, 3)
+    assert (figures.n, figures.k, figures.excluded["server_failure"]) == (3, 3, 3)
+    assert list(by_k(samples(rows), draws=10)["tiny_tools"]["pass@k"]) == [1, 2, 3]
+
+
 def test_curves_have_n_and_the_powers_of_two_below_it(samples):
     rows = [row("a", i, acc, pred=pred) for i, (acc, pred) in enumerate([(1, "7"), (0, "5"), (0, "5")])]
     curve = by_k(samples(rows), draws=10)["tiny_tools"]
