@@ -157,14 +157,15 @@ def check_memory(run: Run, machine: Machine, gpu_gib: float | None = None) -> It
             )
         return
     yield from _check_host(memory, machine)
-    gpu_gib = gpu_gib or min((gpu.total_gib for gpu in machine.gpus), default=None)
+    gpu_gib = gpu_gib or min((gpu.total_gib for gpu in machine.gpus if gpu.total_gib is not None), default=None)
     need = memory.training * RESERVED / GIB + CONTEXT_GIB
     text = (
         f"training peaks at about {need:.0f} GiB of a GPU: {memory.terms['training']}; torch reserves {RESERVED:g} "
         f"times the sum, and {CONTEXT_GIB:g} GiB go to contexts"
     )
     if gpu_gib is None:
-        yield topic.ok(f"{text} (no GPU here to compare with)")
+        here = "the GPUs' memory is unknown" if machine.gpus else "no GPU here to compare with"
+        yield topic.ok(f"{text} ({here})")
         return
     fewer = "More GPUs, a larger Ulysses size with a smaller token budget per GPU, or fused kernels for the logits."
     if memory.training / GIB > TOLERANCE * gpu_gib:
