@@ -124,6 +124,28 @@ def test_disk(make_run, monkeypatch, told):
     assert "5,133.9 GiB with the trajectory logs" in told(check_disk(everything), Level.OK)[0]
 
 
+@pytest.mark.parametrize(
+    ("free_gib", "best", "level", "message"),
+    [
+        # 366.16 GiB each and logs of 7.63: the last, the next and the best take 1,106.1 GiB, without the best 740.0
+        (1110, True, Level.WARN, "-> Set retool.checkpoints.keep_last=1, or save more rarely."),
+        (1000, True, Level.WARN, "even keep_last=1 needs 1,106.1 GiB, 3 checkpoint(s) at once -> Free as much, set "),
+        (1000, True, Level.WARN, "best_metric=null, which takes one less, or set trainer.default_local_dir"),
+        (1110, False, Level.WARN, "-> Set retool.checkpoints.keep_last=2, or save more rarely."),
+        (735, False, Level.WARN, "even keep_last=1 needs 740.0 GiB, 2 checkpoint(s) at once -> Free as much, set tr"),
+        (400, True, Level.FAIL, "even keep_last=1 needs 1,106.1 GiB"),
+        (400, False, Level.FAIL, "even keep_last=1 needs 740.0 GiB"),
+    ],
+)
+def test_a_disk_too_small_for_fewer_checkpoints(free_gib, best, level, message, make_run, monkeypatch, told):
+    usage = shutil._ntuple_diskusage(1, 1, int(free_gib * GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    run = make_run("qwen2-32b_dapo", *([] if best else ["retool.checkpoints.best_metric=null"]))
+    texts = told(check_disk(run), level)
+    assert message in texts[0], texts
+    assert level is Level.WARN or "keep_last=1," not in texts[0]
+
+
 def test_missing_files(make_run, told, rows):
     run = make_run("qwen2-32b_dapo", rows(3), "data.val_files=/nowhere/val.parquet")
     assert "data.val_files: /nowhere/val.parquet does not exist" in told(check_files(run), Level.FAIL)[0]
