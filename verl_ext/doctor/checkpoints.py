@@ -146,6 +146,15 @@ def check_resume(run: Run) -> Iterator[Finding]:
             return
         if chosen:
             checkpoints.require_ranks(chosen / "actor" if run.is_rl else chosen, run.gpus)
+            states = len(list(chosen.glob("data_*.pt")))
+            if not run.is_rl and states != run.data_parallel:  # verl_ext/checkpoint_patches.py refuses it, too
+                yield topic.fail(
+                    f"{chosen} holds the data-loader states of {states} data-parallel ranks, but this run has "
+                    f"{run.data_parallel}",
+                    "Resume with as many GPUs and the same engine.ulysses_sequence_parallel_size, or start anew from "
+                    "the merged model.",
+                )
+                return
     except (ValueError, checkpoints.NotWhole) as error:
         yield topic.fail(str(error), f"See what is there: python -m verl_ext.checkpoints {folder}")
         return
@@ -160,4 +169,8 @@ def check_resume(run: Run) -> Iterator[Finding]:
             f"step {step} of {total} is reached: nothing is left to do", "Raise the steps, or go on to evaluate."
         )
     else:
-        yield topic.ok(f"the run goes on from {chosen.name}" + (f" of {total}" if total is not None else ""))
+        text = f"the run goes on from {chosen.name}" + (f" of {total}" if total is not None else "")
+        epoch = None if run.is_rl else steps_per_epoch(run)
+        if epoch and step % epoch == 0:
+            text += f", the end of epoch {step // epoch}, with the next epoch"
+        yield topic.ok(text)

@@ -29,11 +29,13 @@ def rows(tmp_path):
 def save(tmp_path):
     """A checkpoint as verl with verl_ext leaves it, small."""
 
-    def make(step, *, world=16, part="actor"):
+    def make(step, *, world=16, part="actor", states=0):
         folder = tmp_path / "out" / f"global_step_{step}"
         (folder / part).mkdir(parents=True)
         for rank in range(world):
             (folder / part / f"model_world_size_{world}_rank_{rank}.pt").write_bytes(b"x")
+        for rank in range(states):  # of SFT's data loaders
+            (folder / f"data_{rank}.pt").write_bytes(b"x")
         checkpoints.vouch(folder)
         (tmp_path / "out" / checkpoints.TRACKER).write_text(str(step))
         return folder
@@ -69,6 +71,23 @@ def test_a_checkpoint_of_another_number_of_gpus(make_run, save, told):
     sft = make_run("qwen2-32b_sft", nnodes=2, nproc_per_node=8)
     save(60, world=8, part="")
     assert "was saved by 8 ranks, but this run has 16" in told(check_resume(sft), Level.FAIL)[0]
+
+
+def test_sft_resumes_with_as_many_data_parallel_ranks_only(make_run, save, told):
+    save(30, part="", states=4)  # 16 GPUs, of which 4 share a sequence
+    assert told(check_resume(make_run("qwen2-32b_sft", nnodes=2, nproc_per_node=8)), Level.OK)
+    other = make_run("qwen2-32b_sft", "engine.ulysses_sequence_parallel_size=2", nnodes=2, nproc_per_node=8)
+    text = told(check_resume(other), Level.FAIL)[0]
+    assert "holds the data-loader states of 4 data-parallel ranks, but this run has 8 -> Resume with as" in text
+
+
+def test_sft_that_resumes_at_the_end_of_an_epoch(make_run, save, rows, told):
+    # 320 rows / 32 = 10 steps an epoch
+    run = make_run("qwen2-32b_sft", rows(320), nnodes=2, nproc_per_node=8)
+    save(15, part="", states=4)
+    assert "the end of epoch" not in told(check_resume(run), Level.OK)[0]
+    save(20, part="", states=4)
+    assert "global_step_20 of 60, the end of epoch 2, with the next epoch" in told(check_resume(run), Level.OK)[0]
 
 
 def test_a_run_that_is_at_its_end(make_run, save, told):
