@@ -132,6 +132,29 @@ def test_rl_batches_that_do_not_fit(overrides, level, message, make_run, told):
     assert any(message in text for text in texts), texts
 
 
+SEPARATE = ["trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        # 512 prompts, mini-batches of 64
+        (
+            ["trainer.v1.separate_async.parameter_sync_step=4"],
+            "data.train_batch_size=512 is not trainer.v1.separate_async.parameter_sync_step=4 x ppo_mini_batch_size=64 "
+            "= 256",
+        ),
+        ([f"{ROLLOUT}.nnodes=0"], "n_gpus_per_node = 0 GPUs for separate_async's servers, of which each takes 4"),
+        ([f"{ROLLOUT}.n_gpus_per_node=6"], "n_gpus_per_node = 6 GPUs"),
+    ],
+)
+def test_separate_async_has_batches_and_gpus_of_its_own(overrides, message, make_run, told, only_ok):
+    fits = [*SEPARATE, "trainer.v1.separate_async.parameter_sync_step=8"]
+    only_ok(check_batch(make_run("qwen2-32b_dapo", *fits)))
+    texts = told(check_batch(make_run("qwen2-32b_dapo", *fits, *overrides)), Level.FAIL)
+    assert len(texts) == 1 and message in texts[0], texts
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
