@@ -54,7 +54,11 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         yield config.topic.fail(f"{args.config_name} cannot be composed: {text}", "Correct the YAML or the override.")
         return
     run = Run(args.config_name, composed, required, args.nnodes, args.nproc_per_node, ROOT)
-    here = machine.Machine.here()
+    try:
+        here = machine.Machine.here()
+    except Exception as error:
+        here = None
+        yield _broken(machine.topic, error)
     quick: list[tuple[Topic, Check]] = [
         (versions.topic, versions.check_versions),
         (versions.topic, lambda: versions.check_external_modules(dict(os.environ))),
@@ -73,6 +77,8 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     ]
     reachable = True
     for topic, check in quick:
+        if here is None and topic in (machine.topic, memory.topic):
+            continue
         for finding in _guarded(topic, check):
             reachable &= not (topic is sandbox.topic and finding.level == Level.FAIL)
             yield finding
@@ -114,9 +120,11 @@ def _guarded(topic: Topic, check: Check) -> Iterator[Finding]:
     try:
         yield from check()
     except Exception as error:
-        yield topic.warn(
-            f"a check broke: {type(error).__name__}: {error}", "Report it: this is a bug of verl_ext.doctor."
-        )
+        yield _broken(topic, error)
+
+
+def _broken(topic: Topic, error: Exception) -> Finding:
+    return topic.warn(f"a check broke: {type(error).__name__}: {error}", "Report it: this is a bug of verl_ext.doctor.")
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

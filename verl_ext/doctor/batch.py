@@ -40,13 +40,15 @@ def _check_rl(run: Run) -> Iterator[Finding]:
         yield topic.fail(
             f"actor_rollout_ref.rollout.n is {n}: a group of one has its raw score as advantage", "Set it to 8 or 16."
         )
-    if prompts % mini:
+    if run.is_separate:
+        yield from _check_separate(run, per_server)
+    elif prompts % mini:
         yield topic.fail(
             f"data.train_batch_size={prompts} is no multiple of ppo_mini_batch_size={mini} (prompts, both)",
             f"Take a mini-batch that divides it, such as {_divisor(prompts, mini)}.",
         )
     yield from _check_gpus(run)
-    if run.gpus % per_server:
+    if run.has_hybrid_servers and run.gpus % per_server:
         yield topic.fail(
             f"{run.gpus} GPUs are no multiple of the {per_server} of one vLLM server",
             "Change tensor_model_parallel_size.",
@@ -95,6 +97,24 @@ def _check_rl(run: Run) -> Iterator[Finding]:
             f"the length penalty counts from reward_kwargs.max_resp_len={limit}, but responses end at "
             f"{response} tokens",
             "Leave it at ${data.max_response_length}.",
+        )
+
+
+def _check_separate(run: Run, per_server: int) -> Iterator[Finding]:
+    """As verl 0.9.1 asserts: trainer/ppo/v1/trainer_separate_async.py:55-70."""
+    prompts, mini = run.get("data.train_batch_size"), run.get("actor_rollout_ref.actor.ppo_mini_batch_size")
+    sync_step = run.get("trainer.v1.separate_async.parameter_sync_step")
+    if prompts != sync_step * mini:
+        yield topic.fail(
+            f"data.train_batch_size={prompts} is not trainer.v1.separate_async.parameter_sync_step={sync_step} x "
+            f"ppo_mini_batch_size={mini} = {sync_step * mini}; separate_async refuses to start",
+            f"Set data.train_batch_size={sync_step * mini}, or change the others.",
+        )
+    if run.rollout_gpus < 1 or run.rollout_gpus % per_server:
+        yield topic.fail(
+            f"actor_rollout_ref.rollout.nnodes x n_gpus_per_node = {run.rollout_gpus} GPUs for separate_async's "
+            f"servers, of which each takes {per_server}",
+            f"Give rollouts a multiple of {per_server} GPUs.",
         )
 
 

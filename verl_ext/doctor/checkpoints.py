@@ -79,9 +79,10 @@ def check_disk(run: Run) -> Iterator[Finding]:
     there = len(list(folder.glob("global_step_*")))
     rolling = run.get("retool.checkpoints", {})
     kept = rolling.get("keep_last")
-    number = None if total is None else -(-total // save_freq)
+    number = every = None if total is None else -(-total // save_freq)
+    has_best = rolling.get("best_metric") is not None
     if kept is not None:  # and the best one, and the one that is being written
-        most = kept + 1 + (rolling.get("best_metric") is not None)
+        most = kept + 1 + has_best
         number = most if number is None else min(number, most)
     logs = _log_bytes(run)
     text = f"a checkpoint takes {size(one)} ({memory.terms['checkpoint']}); {size(free)} are free in {existing}"
@@ -94,14 +95,22 @@ def check_disk(run: Run) -> Iterator[Finding]:
     need = max(0, number - there) * one + logs
     which = f"all {number} are kept (every {save_freq} steps)"
     if kept is not None:
-        best = " and the best" if rolling["best_metric"] is not None else ""
+        best = " and the best" if has_best else ""
         which = f"the last {kept}{best} are kept, {number} are there while one is written"
     text += f"; {which}, {size(need)} with the trajectory logs"
     if need > free:
-        fits = int((free - logs) // one)
-        yield topic.warn(
-            f"{text}: the disk is full after {fits}, at step {(there + fits) * save_freq}",
-            f"Set retool.checkpoints.keep_last={max(1, min(3, fits - 2))}, or save more rarely.",
+        fits = max(0, int((free - logs) // one))
+        text += f": the disk is full after {fits}, at step {(there + fits) * save_freq}"
+        least = 2 + has_best if every is None else min(every, 2 + has_best)  # the last, the next, the best
+        if there + fits >= least:
+            keep = max(1, min(3, there + fits - 1 - has_best))
+            yield topic.warn(text, f"Set retool.checkpoints.keep_last={keep}, or save more rarely.")
+            return
+        say = topic.fail if there + free // one < min(least, 2) else topic.warn
+        without = "set retool.checkpoints.best_metric=null, which takes one less, or " if least == 3 else ""
+        yield say(
+            f"{text}; even keep_last=1 needs {size((least - there) * one + logs)}, {least} checkpoint(s) at once",
+            f"Free as much, {without}set trainer.default_local_dir (OUTPUT_DIR) to a larger disk.",
         )
     else:
         yield topic.ok(text)
@@ -137,6 +146,15 @@ def check_resume(run: Run) -> Iterator[Finding]:
             return
         if chosen:
             checkpoints.require_ranks(chosen / "actor" if run.is_rl else chosen, run.gpus)
+            states = len(list(chosen.glob("data_*.pt")))
+            if not run.is_rl and states != run.data_parallel:  # verl_ext/checkpoint_patches.py refuses it, too
+                yield topic.fail(
+                    f"{chosen} holds the data-loader states of {states} data-parallel ranks, but this run has "
+                    f"{run.data_parallel}",
+                    "Resume with as many GPUs and the same engine.ulysses_sequence_parallel_size, or start anew from "
+                    "the merged model.",
+                )
+                return
     except (ValueError, checkpoints.NotWhole) as error:
         yield topic.fail(str(error), f"See what is there: python -m verl_ext.checkpoints {folder}")
         return
@@ -151,4 +169,8 @@ def check_resume(run: Run) -> Iterator[Finding]:
             f"step {step} of {total} is reached: nothing is left to do", "Raise the steps, or go on to evaluate."
         )
     else:
-        yield topic.ok(f"the run goes on from {chosen.name}" + (f" of {total}" if total is not None else ""))
+        text = f"the run goes on from {chosen.name}" + (f" of {total}" if total is not None else "")
+        epoch = None if run.is_rl else steps_per_epoch(run)
+        if epoch and step % epoch == 0:
+            text += f", the end of epoch {step // epoch}, with the next epoch"
+        yield topic.ok(text)

@@ -26,8 +26,8 @@ OPEN_FILES = 4096  # sockets of Ray's workers, vLLM's servers and the calls in f
 @dataclass(frozen=True)
 class Gpu:
     name: str
-    total_gib: float
-    used_gib: float
+    total_gib: float | None  # None: nvidia-smi does not tell, as of a MIG part or of memory shared with the host
+    used_gib: float | None
     driver: str
 
 
@@ -63,13 +63,25 @@ def query_gpus() -> tuple[Gpu, ...]:
         done = subprocess.run([*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = []
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = None if variable is None else {item.strip() for item in variable.split(",")}
+    gpus, driver = [], ""
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
         index, uuid, name, total_mib, used_mib, driver = (part.strip() for part in line.split(","))
-        if visible is None or {index, uuid} & set(visible.split(",")):
-            gpus.append(Gpu(name, float(total_mib) / 1024, float(used_mib) / 1024, driver))
+        if visible is None or any(
+            item == index or (item.startswith("GPU-") and uuid.startswith(item)) for item in visible
+        ):
+            gpus.append(Gpu(name, _gib(total_mib), _gib(used_mib), driver))
+    if driver and visible:
+        gpus += [Gpu("MIG part", None, None, driver) for item in visible if item.startswith("MIG-")]
     return tuple(gpus)
+
+
+def _gib(mib: str) -> float | None:
+    try:
+        return float(mib) / 1024
+    except ValueError:  # [N/A], [Insufficient Permissions]
+        return None
 
 
 def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
@@ -94,11 +106,21 @@ def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
         )
     if not gpus:
         return
-    if len({(gpu.name, round(gpu.total_gib)) for gpu in gpus}) > 1:
+    if len({(gpu.name, gpu.total_gib and round(gpu.total_gib)) for gpu in gpus}) > 1:
         yield topic.warn(
             f"GPUs differ: {', '.join(sorted({gpu.name for gpu in gpus}))}", "Name equal ones in CUDA_VISIBLE_DEVICES."
         )
-    used = [f"{i} ({gpu.used_gib:.1f} GiB)" for i, gpu in enumerate(gpus) if gpu.used_gib > 0.05 * gpu.total_gib]
+    unknown = [str(i) for i, gpu in enumerate(gpus) if gpu.total_gib is None or gpu.used_gib is None]
+    if unknown:
+        yield topic.warn(
+            f"nvidia-smi does not tell the memory of GPU {', '.join(unknown)}",
+            "For the estimate, name it: python -m verl_ext.doctor --gpu-gib.",
+        )
+    used = [
+        f"{i} ({gpu.used_gib:.1f} GiB)"
+        for i, gpu in enumerate(gpus)
+        if str(i) not in unknown and gpu.used_gib > 0.05 * gpu.total_gib
+    ]
     if used:
         yield topic.warn(f"memory of GPU {', '.join(used)} is in use", "See who has it: nvidia-smi.")
     driver = gpus[0].driver
@@ -107,7 +129,8 @@ def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
             f"NVIDIA driver {driver}; requirements/gpu.txt has CUDA 13, which needs {CUDA_13_DRIVER} or newer",
             "Update the driver, or set up a stack of your own for an older CUDA.",
         )
-    yield topic.ok(f"{len(gpus)} x {gpus[0].name}, {gpus[0].total_gib:.0f} GiB, driver {driver}")
+    memory = "memory unknown" if gpus[0].total_gib is None else f"{gpus[0].total_gib:.0f} GiB"
+    yield topic.ok(f"{len(gpus)} x {gpus[0].name}, {memory}, driver {driver}")
 
 
 def check_limits(run: Run, machine: Machine) -> Iterator[Finding]:

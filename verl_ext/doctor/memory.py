@@ -157,14 +157,15 @@ def check_memory(run: Run, machine: Machine, gpu_gib: float | None = None) -> It
             )
         return
     yield from _check_host(memory, machine)
-    gpu_gib = gpu_gib or min((gpu.total_gib for gpu in machine.gpus), default=None)
+    gpu_gib = gpu_gib or min((gpu.total_gib for gpu in machine.gpus if gpu.total_gib is not None), default=None)
     need = memory.training * RESERVED / GIB + CONTEXT_GIB
     text = (
         f"training peaks at about {need:.0f} GiB of a GPU: {memory.terms['training']}; torch reserves {RESERVED:g} "
         f"times the sum, and {CONTEXT_GIB:g} GiB go to contexts"
     )
     if gpu_gib is None:
-        yield topic.ok(f"{text} (no GPU here to compare with)")
+        here = "the GPUs' memory is unknown" if machine.gpus else "no GPU here to compare with"
+        yield topic.ok(f"{text} ({here})")
         return
     fewer = "More GPUs, a larger Ulysses size with a smaller token budget per GPU, or fused kernels for the logits."
     if memory.training / GIB > TOLERANCE * gpu_gib:
@@ -180,14 +181,16 @@ def check_memory(run: Run, machine: Machine, gpu_gib: float | None = None) -> It
 def _check_rollout(run: Run, shape: ModelShape, memory: Memory, gpu_gib: float) -> Iterator[Finding]:
     share = run.get("actor_rollout_ref.rollout.gpu_memory_utilization")
     vllm, resident = share * gpu_gib, memory.resident / GIB + CONTEXT_GIB * (1 - share)
-    if vllm + resident > gpu_gib:
-        yield topic.fail(
-            f"while it generates, vLLM takes {share:g} x {gpu_gib:.0f} = {vllm:.0f} GiB and the actor keeps "
+    is_shared = run.has_hybrid_servers
+    say, when = (topic.warn, "validates") if run.is_separate else (topic.fail, "generates")
+    if is_shared and vllm + resident > gpu_gib:
+        yield say(
+            f"while it {when}, vLLM takes {share:g} x {gpu_gib:.0f} = {vllm:.0f} GiB and the actor keeps "
             f"{memory.resident / GIB:.0f}",
             "Offload it (fsdp_config.param_offload, optimizer_offload), or lower rollout.gpu_memory_utilization.",
         )
-    if memory.sync / GIB + 2 * CONTEXT_GIB > gpu_gib:
-        yield topic.fail(
+    if is_shared and memory.sync / GIB + 2 * CONTEXT_GIB > gpu_gib:
+        yield say(
             f"while weights are sent, vLLM's {memory.vllm_weights / GIB:.0f} GiB and the actor's make "
             f"{memory.sync / GIB:.0f}",
             "A larger tensor_model_parallel_size, or optimizer_offload.",
@@ -195,7 +198,7 @@ def _check_rollout(run: Run, shape: ModelShape, memory: Memory, gpu_gib: float) 
     tokens = kv_tokens(run, shape, gpu_gib)
     longest = run.get("data.max_prompt_length") + run.get("data.max_response_length")
     parallel = run.get("actor_rollout_ref.rollout.tensor_model_parallel_size", 1)
-    servers = max(1, run.gpus // parallel)
+    servers = max(1, run.rollout_gpus // parallel)
     sequences = run.get("data.train_batch_size") * run.get("actor_rollout_ref.rollout.n") / servers
     text = (
         f"a vLLM server has {share:g} x {gpu_gib:.0f} - {memory.vllm_weights / GIB:.1f} (weights) - {CONTEXT_GIB:g} "

@@ -71,6 +71,24 @@ class Run:
         return self.nodes * self.gpus_per_node
 
     @property
+    def is_separate(self) -> bool:
+        """In verl's mode `separate_async`, whose rollouts come from servers on GPUs of their own."""
+        return self.is_rl and self.get("trainer.v1.trainer_mode") == "separate_async"
+
+    @property
+    def has_hybrid_servers(self) -> bool:
+        """Whether vLLM is on the actor's GPUs, too; in `separate_async` for validation (or as hybrid_rollout says)."""
+        return self.is_rl and not (self.is_separate and not self.get("actor_rollout_ref.hybrid_engine", True))
+
+    @property
+    def rollout_gpus(self) -> int:
+        """GPUs of the servers that rollouts of the training come from."""
+        if not self.is_separate:
+            return self.gpus
+        rollout = "actor_rollout_ref.rollout"
+        return self.get(f"{rollout}.nnodes", 0) * self.get(f"{rollout}.n_gpus_per_node", 0)
+
+    @property
     def ulysses(self) -> int:
         """GPUs that share a sequence."""
         section = "actor_rollout_ref.actor.fsdp_config" if self.is_rl else "engine"

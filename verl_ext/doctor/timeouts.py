@@ -43,6 +43,14 @@ def check_timeouts(run: Run) -> Iterator[Finding]:
                 f"the tool YAML gives {tool} {tool_code_s:g} s, but code runs by retool.sandbox.timeout_s={code_s:g}",
                 "Set both to the same.",
             )
+    if request_s >= call_s:
+        least = ANSWER_GRACE_S * ATTEMPTS / (ATTEMPTS - 1)
+        yield topic.warn(
+            f"a request may take {request_s:g} s, but its call ends after {call_s:g} s: a slow first attempt leaves no "
+            "time for another",
+            f"Set retool.sandbox.queue_timeout_s to {QUEUE_S:g}; {least:.3g} is too little.",
+        )
+        return
     yield topic.ok(
         f"code {code_s:g} s < request {request_s:g} s < call {call_s:g} s (queueing and {ATTEMPTS} attempts); {calls} "
         f"calls of a rollout take {calls * call_s:g} s at the worst, and nothing in verl's v1 trainer limits a rollout"

@@ -29,11 +29,13 @@ def rows(tmp_path):
 def save(tmp_path):
     """A checkpoint as verl with verl_ext leaves it, small."""
 
-    def make(step, *, world=16, part="actor"):
+    def make(step, *, world=16, part="actor", states=0):
         folder = tmp_path / "out" / f"global_step_{step}"
         (folder / part).mkdir(parents=True)
         for rank in range(world):
             (folder / part / f"model_world_size_{world}_rank_{rank}.pt").write_bytes(b"x")
+        for rank in range(states):  # of SFT's data loaders
+            (folder / f"data_{rank}.pt").write_bytes(b"x")
         checkpoints.vouch(folder)
         (tmp_path / "out" / checkpoints.TRACKER).write_text(str(step))
         return folder
@@ -69,6 +71,23 @@ def test_a_checkpoint_of_another_number_of_gpus(make_run, save, told):
     sft = make_run("qwen2-32b_sft", nnodes=2, nproc_per_node=8)
     save(60, world=8, part="")
     assert "was saved by 8 ranks, but this run has 16" in told(check_resume(sft), Level.FAIL)[0]
+
+
+def test_sft_resumes_with_as_many_data_parallel_ranks_only(make_run, save, told):
+    save(30, part="", states=4)  # 16 GPUs, of which 4 share a sequence
+    assert told(check_resume(make_run("qwen2-32b_sft", nnodes=2, nproc_per_node=8)), Level.OK)
+    other = make_run("qwen2-32b_sft", "engine.ulysses_sequence_parallel_size=2", nnodes=2, nproc_per_node=8)
+    text = told(check_resume(other), Level.FAIL)[0]
+    assert "holds the data-loader states of 4 data-parallel ranks, but this run has 8 -> Resume with as" in text
+
+
+def test_sft_that_resumes_at_the_end_of_an_epoch(make_run, save, rows, told):
+    # 320 rows / 32 = 10 steps an epoch
+    run = make_run("qwen2-32b_sft", rows(320), nnodes=2, nproc_per_node=8)
+    save(15, part="", states=4)
+    assert "the end of epoch" not in told(check_resume(run), Level.OK)[0]
+    save(20, part="", states=4)
+    assert "global_step_20 of 60, the end of epoch 2, with the next epoch" in told(check_resume(run), Level.OK)[0]
 
 
 def test_a_run_that_is_at_its_end(make_run, save, told):
@@ -122,6 +141,28 @@ def test_disk(make_run, monkeypatch, told):
     assert "all 14 are kept (every 30 steps)" in text and "the disk is full after 5, at step 150" in text
     free(6000)
     assert "5,133.9 GiB with the trajectory logs" in told(check_disk(everything), Level.OK)[0]
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "best", "level", "message"),
+    [
+        # 366.16 GiB each and logs of 7.63: the last, the next and the best take 1,106.1 GiB, without the best 740.0
+        (1110, True, Level.WARN, "-> Set retool.checkpoints.keep_last=1, or save more rarely."),
+        (1000, True, Level.WARN, "even keep_last=1 needs 1,106.1 GiB, 3 checkpoint(s) at once -> Free as much, set "),
+        (1000, True, Level.WARN, "best_metric=null, which takes one less, or set trainer.default_local_dir"),
+        (1110, False, Level.WARN, "-> Set retool.checkpoints.keep_last=2, or save more rarely."),
+        (735, False, Level.WARN, "even keep_last=1 needs 740.0 GiB, 2 checkpoint(s) at once -> Free as much, set tr"),
+        (400, True, Level.FAIL, "even keep_last=1 needs 1,106.1 GiB"),
+        (400, False, Level.FAIL, "even keep_last=1 needs 740.0 GiB"),
+    ],
+)
+def test_a_disk_too_small_for_fewer_checkpoints(free_gib, best, level, message, make_run, monkeypatch, told):
+    usage = shutil._ntuple_diskusage(1, 1, int(free_gib * GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    run = make_run("qwen2-32b_dapo", *([] if best else ["retool.checkpoints.best_metric=null"]))
+    texts = told(check_disk(run), level)
+    assert message in texts[0], texts
+    assert level is Level.WARN or "keep_last=1," not in texts[0]
 
 
 def test_missing_files(make_run, told, rows):

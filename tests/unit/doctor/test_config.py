@@ -132,6 +132,29 @@ def test_rl_batches_that_do_not_fit(overrides, level, message, make_run, told):
     assert any(message in text for text in texts), texts
 
 
+SEPARATE = ["trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=8"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        # 512 prompts, mini-batches of 64
+        (
+            ["trainer.v1.separate_async.parameter_sync_step=4"],
+            "data.train_batch_size=512 is not trainer.v1.separate_async.parameter_sync_step=4 x ppo_mini_batch_size=64 "
+            "= 256",
+        ),
+        ([f"{ROLLOUT}.nnodes=0"], "n_gpus_per_node = 0 GPUs for separate_async's servers, of which each takes 4"),
+        ([f"{ROLLOUT}.n_gpus_per_node=6"], "n_gpus_per_node = 6 GPUs"),
+    ],
+)
+def test_separate_async_has_batches_and_gpus_of_its_own(overrides, message, make_run, told, only_ok):
+    fits = [*SEPARATE, "trainer.v1.separate_async.parameter_sync_step=8"]
+    only_ok(check_batch(make_run("qwen2-32b_dapo", *fits)))
+    texts = told(check_batch(make_run("qwen2-32b_dapo", *fits, *overrides)), Level.FAIL)
+    assert len(texts) == 1 and message in texts[0], texts
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -153,12 +176,24 @@ def test_sft_batches_that_do_not_fit(overrides, message, make_run, told):
         (["retool.sandbox.timeout_s=0"], Level.FAIL, "the sandbox takes (0, 86400] s"),
         (["+retool.sandbox.queue_timeout_s=0"], Level.FAIL, "no time beyond its code's"),
         (["retool.sandbox.timeout_s=90"], Level.WARN, "queue for 60 s, less than the 90 s that one program may run"),
+        # 5 / 4 + 3 + 8 and 5 + 3; equal where q / 4 + 8 = q, q = 32 / 3
+        (
+            ["retool.sandbox.timeout_s=3", "+retool.sandbox.queue_timeout_s=5"],
+            Level.WARN,
+            "a request may take 12.25 s, but its call ends after 8 s",
+        ),
+        (["+retool.sandbox.queue_timeout_s=5"], Level.WARN, "Set retool.sandbox.queue_timeout_s to 60; 10.7 is too"),
         # 60 / 4 + 30 + 8 and 60 + 30
         ([], Level.OK, "code 30 s < request 53 s < call 90 s"),
     ],
 )
 def test_timeouts_lie_within_each_other(overrides, level, message, make_run, told):
     assert any(message in text for text in told(check_timeouts(make_run("qwen2-32b_dapo", *overrides)), level))
+
+
+def test_no_inequality_is_shown_that_does_not_hold(make_run):
+    run = make_run("qwen2-32b_dapo", "retool.sandbox.timeout_s=3", "+retool.sandbox.queue_timeout_s=5")
+    assert Level.OK not in {finding.level for finding in check_timeouts(run)}
 
 
 def test_the_tool_yaml_has_the_same_time_limit(make_run, told, tmp_path):

@@ -104,6 +104,16 @@ def test_a_check_that_breaks_does_not_stop_a_run(inputs, alone, monkeypatch, cap
     assert "WARN  memory      a check broke: ZeroDivisionError" in capsys.readouterr().out
 
 
+def test_a_machine_that_cannot_be_looked_at_does_not_stop_a_run(inputs, alone, monkeypatch, capsys):
+    from verl_ext.doctor import machine, sandbox
+
+    monkeypatch.setattr(sandbox, "check_reachable", lambda run: [])
+    monkeypatch.setattr(machine, "query_gpus", lambda: 1 / 0)
+    assert main(["--config-name", "tiny_dapo", "--quick", *inputs]) == 0
+    printed = capsys.readouterr().out
+    assert "WARN  machine     a check broke: ZeroDivisionError" in printed and "1 WARN, 0 FAIL" in printed
+
+
 def test_the_quick_part_imports_neither_torch_nor_verl(inputs):
     """It stands before every start."""
     code = (

@@ -233,6 +233,26 @@ def test_kv_cache_of_a_server(make_run, make_machine, told):
     assert any("Generation will be slow" in each or "KV cache" in each for each in text), text
 
 
+def test_separate_async_has_servers_on_gpus_of_their_own(make_run, make_machine, told, only_ok):
+    mode = ["trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=8"]
+    settings = [f"{FSDP}.param_offload=false", f"{ROLLOUT}.gpu_memory_utilization=0.95"]
+    machine = make_machine(gpu_gib=H200_GIB)
+    assert (
+        "while it generates, vLLM takes"
+        in told(check_memory(make_run("qwen2-32b_dapo", *settings), machine), Level.FAIL)[0]
+    )
+    alone = list(
+        check_memory(make_run("qwen2-32b_dapo", *mode, "actor_rollout_ref.hybrid_engine=false", *settings), machine)
+    )
+    only_ok(alone)
+    # 512 x 16 responses over 8 GPUs / 4 = 2 servers
+    assert any("of 4,096 a step" in text for text in told(alone, Level.OK))
+    # with the hybrid engine, verl's default, servers are on the actor's GPUs, too, and awake while it validates
+    hybrid = list(check_memory(make_run("qwen2-32b_dapo", *mode, *settings), machine))
+    assert "while it validates, vLLM takes" in told(hybrid, Level.WARN)[0]
+    assert Level.FAIL not in {finding.level for finding in hybrid}
+
+
 def test_without_gpus_the_formula_is_shown_and_nothing_compared(make_run, make_machine, only_ok, told):
     findings = list(check_memory(make_run(), make_machine(0)))
     only_ok(findings)
