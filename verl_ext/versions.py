@@ -29,5 +29,5 @@ def require_versions(
     if wrong:
         raise RuntimeError(
             f"{where} replaces internals of {dict(versions)}, but found {wrong}. Install requirements/*.txt "
-            f"(bash scripts/setup_env.sh), or check what it replaces against the new version."
+            "(bash scripts/setup_env.sh), or check what it replaces against the new version."
         )

@@ -130,7 +130,7 @@ def test_a_checkpoint_is_merged_once_and_again_when_its_shards_are_newer(tmp_pat
     assert len(merger()) == 2
 
 
-def test_two_merges_of_a_checkpoint_wait_for_each_other(tmp_path, merger, monkeypatch):
+def test_two_merges_of_a_checkpoint_wait_for_each_other(tmp_path, merger):
     checkpoint = find_checkpoint(make_step(tmp_path / "run", 5))
     python = Path(sys.executable)
     python.write_text(python.read_text().replace("exit $(", 'sleep .3\ntouch "$target/shard"\nexit $('))
