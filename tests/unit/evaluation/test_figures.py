@@ -165,6 +165,19 @@ def test_difference_is_paired_by_problem(samples):
     assert 0 < gain.high - gain.low < 0.2 < 2 * (side.high - side.low)
 
 
+def test_runs_of_other_numbers_of_samples_are_compared_at_the_smaller(samples):
+    """1 sample before, 8 after of which one is right: pass@1 of 8 is 1/8, not pass@8 = 1."""
+    before = samples([row(name, 0, 0) for name in "ab"])
+    after = samples([row(name, i, i == 0) for name in "ab" for i in range(8)])
+    for sides, sign in (((before, after), 1), ((after, before), -1)):
+        each = compare(*sides, draws=10)["tiny_tools"]
+        assert each.k == 1
+        assert each.metrics["acc/mean@k"].value == each.metrics["acc/best@k"].value == pytest.approx(sign / 8)
+        assert each.metrics["acc/maj@k"].value == pytest.approx(sign / 8)
+    with pytest.raises(ValueError, match="k is 8, but .* 1 <= k <= 1"):
+        compare(before, after, k=8)
+
+
 def test_no_share_and_no_difference_is_shown_without_a_width(samples):
     """64 problems with two samples each, all wrong, before and after; no sample ran code."""
     rows = [row(str(i), s, 0, tool_calls=0.0) for i in range(64) for s in (0, 1)]
