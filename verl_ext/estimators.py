@@ -13,9 +13,9 @@ from scipy.stats import beta
 
 MAX_CELLS = 2_000_000  # resamples x problems held in memory at a time: 16 MB
 TOLERANCE = 1e-9  # within it two sums of shares are equal
-# With fewer problems off an end (or moved, for a difference) than this, an exact interval is given. A resample of n misses
-# all m such problems with a chance of (1 - m/n)^n, about e^-m: 0.050 for three, so that the bootstrap's 2.5th percentile
-# is the end itself, and 0.018 for four.
+# With fewer problems off an end (or moved, for a difference) than this, an exact interval is given. A resample of n
+# misses all m such problems with a chance of (1 - m/n)^n, about e^-m: 0.050 for three, so that the bootstrap's 2.5th
+# percentile is the end itself, and 0.018 for four.
 FEW_PROBLEMS = 4
 
 
