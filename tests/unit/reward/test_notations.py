@@ -1,4 +1,4 @@
-"""Spellings of one answer, each kind with neighbours that are another answer: rows are (answer, ground truth, right)."""
+"""Spellings of one answer, each kind with neighbours that are another answer. Rows: (answer, ground truth, right)."""
 
 import time
 
