@@ -96,7 +96,7 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, elem
         return compare_values(pred, gold) if sets else Comparison(False, "structure")
     if _mixes_notations(pred, gold):
         return compare_values(pred, gold)
-    if r"\cup" in pred or r"\cup" in gold:
+    if any(len(split_top_level(side, r"\cup")) > 1 for side in (pred, gold)):
         return _compare_unions(pred, gold, compare_values)
     pred_parts, gold_parts = split_parts(pred), split_parts(gold)
     if pred_parts is None and gold_parts is None:

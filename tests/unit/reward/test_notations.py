@@ -213,6 +213,8 @@ SETS = [
     (r"\{5\}", "5", True),
     (r"\{(1,2)\}", "(1,2)", True),
     (r"\{[1,2]\}", "[1,2]", False),
+    (r"(2 \cup)", "x^2+1", False),
+    (r"([1,2]\cup\{5\})", r"[1,2]\cup\{5\}", True),
 ]  # fmt: skip
 TABLES = {name: table for name, table in globals().items() if name.isupper() and isinstance(table, list)}
 
