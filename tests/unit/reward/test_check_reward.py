@@ -62,7 +62,7 @@ LABELLED = [
 
 
 def test_labelled_file_is_judged_by_both_graders(script, capsys, tmp_path):
-    """By hand: ours right on 2 of 4 (no box in the fourth), math-verify on 2 (it takes the second for right, and 8 for wrong)."""
+    """By hand: 2 of 4 for both; ours finds no box in the fourth, math-verify takes the second for right."""
     file = tmp_path / "labelled.json"
     file.write_text(json.dumps(LABELLED))
     assert script.main(["labelled", str(file)]) == 0
