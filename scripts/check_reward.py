@@ -4,8 +4,12 @@
     python scripts/check_reward.py golds FILE.jsonl      rows: answer; each equals its own spellings and no other gold
     python scripts/check_reward.py traces FILE.jsonl     rows: messages, ground_truth, upstream_correct
     python scripts/check_reward.py code FILE.jsonl       rows: reference, test; starts a sandbox on 127.0.0.1
+    python scripts/check_reward.py labelled FILE         rows: gold, response, label (.jsonl, .json or .parquet)
 
 The files of tests/data will do. Pairs: at least 98% right and no false positive. Code: references pass, mutants fail.
+`pairs` and `labelled` print math-verify's figures beside ours. `labelled` takes any file of responses that somebody has
+judged, such as VerifierBench's mathematics, finds its columns (--gold, --response, --label name others) and lists where
+ours and the label differ. It fails for no disagreement: labels of such files err, too.
 """
 
 import argparse
@@ -20,7 +24,9 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from verl_ext.reward import score_answer  # noqa: E402
+from verl_ext.reward import Score, score_answer  # noqa: E402
+from verl_ext.reward.extraction import extract_answer  # noqa: E402
+from verl_ext.reward.grade import judge_by_math_verify  # noqa: E402
 from verl_ext.reward.rationals import NotANumber, read_quantity  # noqa: E402
 from verl_ext.reward.score import compare  # noqa: E402
 
@@ -28,20 +34,99 @@ MIN_RIGHT = 0.98
 TOLERANCE = 0.01  # relative, of the graders that accept rounded decimals
 
 
+COLUMNS = {
+    "gold": ("gold", "gold_answer", "ground_truth", "answer", "correct_answer", "reference"),
+    "response": ("response", "llm_response", "model_generation", "generation", "llm_output", "output", "completion"),
+    "label": ("label", "gold_judgment", "correctness", "is_correct", "equal", "judgment"),
+}
+LABELS = {"true": True, "correct": True, "right": True, "a": True, "1": True, "1.0": True}
+LABELS |= {"false": False, "incorrect": False, "wrong": False, "b": False, "0": False, "0.0": False}
+LABELS |= {"c": None, "invalid": None}  # VerifierBench's third: a response that cannot be judged
+
+
 def check_pairs(rows: list[dict[str, Any]]) -> bool:
     """Judge labelled pairs; contested ones are left out of the count."""
     counted = [row for row in rows if not row.get("contested")]
-    right = false_positives = 0
+    judged = []
     for row in counted:
         response = rf"The final answer is \boxed{{{row['pred']}}}." if row["kind"] == "answer" else row["pred"]
-        score = score_answer(response, row["gold"])
-        right += (score.acc == 1.0) == row["equal"]
-        false_positives += score.acc == 1.0 and not row["equal"]
+        judged.append((row["equal"], *judge(response, row["gold"])))
+        score = judged[-1][1]
         if (score.acc == 1.0) != row["equal"]:
             print(f"  {row['category']}: expected {row['equal']}, {score.verdict} by {score.method}: "
                   f"{row['pred'][:80]!r} against {row['gold'][:80]!r}")  # fmt: skip
+    right, false_positives = compare_graders(judged)
     print(f"{right} of {len(counted)} right ({right / len(counted):.1%}), {false_positives} false positives")
     return right >= MIN_RIGHT * len(counted) and not false_positives
+
+
+def judge(response: str, gold: str) -> tuple[Score, bool | None]:
+    """Our score, and math-verify's verdict on the whole response; None where it is not asked (guards.py)."""
+    return score_answer(response, gold), judge_by_math_verify(response, gold, extract_answer(response) or "")
+
+
+def compare_graders(judged: list[tuple[bool, Score, bool | None]]) -> tuple[int, int]:
+    """Print a line per grader against the labels; ours right and its false positives."""
+    ours = [(label, score.acc == 1.0) for label, score, _ in judged]
+    theirs = [(label, bool(verdict)) for label, _, verdict in judged]
+    print(f"{'':12} {'right':>15} {'false pos.':>10} {'false neg.':>10} {'precision':>10} {'recall':>8}")
+    for name, verdicts in (("ours", ours), ("math-verify", theirs)):
+        table = Counter(verdicts)
+        right = table[True, True] + table[False, False]
+        said, true = table[True, True] + table[False, True], table[True, True] + table[True, False]
+        print(
+            f"{name:12} {right:6} ({right / len(judged):6.1%}) {table[False, True]:10} {table[True, False]:10} "
+            f"{table[True, True] / max(said, 1):10.1%} {table[True, True] / max(true, 1):8.1%}"
+        )
+    unasked = sum(verdict is None for _, _, verdict in judged)
+    if unasked:
+        print(f"{unasked} answers are not shown to math-verify, which could hang on them: wrong in its row")
+    table = Counter(ours)
+    return table[True, True] + table[False, False], table[False, True]
+
+
+def check_labelled(rows: list[dict[str, Any]], named: dict[str, str | None], *, boxed_only: bool) -> bool:
+    """Judge responses that somebody has labelled, and list where ours and the label differ.
+
+    Args:
+        named: column of each of COLUMNS, None to look for one of its usual names.
+        boxed_only: leave out responses without a complete box, which we count as no answer whatever they say.
+    Raises:
+        ValueError: a column is missing, or a label is neither right nor wrong nor left open.
+    """
+    columns = {role: named[role] or next((name for name in names if name in rows[0]), None)
+               for role, names in COLUMNS.items()}  # fmt: skip
+    if missing := [role for role, column in columns.items() if column not in rows[0]]:
+        raise ValueError(
+            f"No column for {', '.join(missing)} among {', '.join(rows[0])}. Name it: --{missing[0]} COLUMN."
+        )
+    judged, left_out = [], Counter()
+    for row in rows:
+        written = str(row[columns["label"]]).strip().lower()
+        if written not in LABELS:
+            raise ValueError(f"The label {written!r} is none of {', '.join(LABELS)}.")
+        label, gold, response = LABELS[written], str(row[columns["gold"]]), str(row[columns["response"]])
+        if label is None or not gold.strip() or boxed_only and extract_answer(response) is None:
+            left_out["label left open" if label is None else "no gold" if not gold.strip() else "no box"] += 1
+            continue
+        score, verdict = judge(response, gold)
+        judged.append((label, score, verdict))
+        if (score.acc == 1.0) != label:
+            print(f"  labelled {'right' if label else 'wrong'}, ours {score.verdict} by {score.method}, math-verify "
+                  f"{verdict}: {score.pred[:80]!r} against {gold[:80]!r}")  # fmt: skip
+    print(f"{len(judged)} rows, {sum(label for label, _, _ in judged)} labelled right; left out: {dict(left_out)}")
+    if judged:
+        compare_graders(judged)
+    return bool(judged)
+
+
+def read_rows(file: Path) -> list[dict[str, Any]]:
+    if file.suffix == ".parquet":
+        import pandas
+
+        return pandas.read_parquet(file).to_dict("records")
+    text = file.read_text(encoding="utf-8")
+    return json.loads(text) if text.lstrip()[:1] == "[" else [json.loads(line) for line in text.splitlines() if line]
 
 
 def spellings(answer: str) -> list[str]:
@@ -167,11 +252,19 @@ CHECKS = {"pairs": check_pairs, "golds": check_golds, "traces": check_traces, "c
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=CHECKS)
+    parser.add_argument("what", choices=[*CHECKS, "labelled"])
     parser.add_argument("file", type=Path)
+    for role, names in COLUMNS.items():
+        parser.add_argument(f"--{role}", metavar="COLUMN", help=f"of `labelled` (default: the first of {names})")
+    parser.add_argument("--boxed-only", action="store_true", help="of `labelled`: leave out responses without a box")
     arguments = parser.parse_args(argv)
-    with open(arguments.file, encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
+    rows = read_rows(arguments.file)
+    if arguments.what == "labelled":
+        named = {role: getattr(arguments, role) for role in COLUMNS}
+        try:
+            return 0 if check_labelled(rows, named, boxed_only=arguments.boxed_only) else 1
+        except ValueError as error:
+            parser.error(str(error))
     return 0 if CHECKS[arguments.what](rows) else 1
 
 

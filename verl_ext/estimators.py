@@ -1,4 +1,4 @@
-"""Estimators for repeated samples of problems: pass@k, majority vote, bootstrap over problems, tests of a difference.
+"""Estimators for repeated samples of problems: pass@k, majority vote, intervals over problems, tests of a difference.
 
 Pure functions. They know nothing of files or of verl; `evaluation/figures.py` feeds them.
 """
@@ -9,18 +9,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import beta
 
 MAX_CELLS = 2_000_000  # resamples x problems held in memory at a time: 16 MB
 TOLERANCE = 1e-9  # within it two sums of shares are equal
+# With fewer problems off an end (or moved, for a difference) than this, an exact interval is given. A resample of n
+# misses all m such problems with a chance of (1 - m/n)^n, about e^-m: 0.050 for three, so that the bootstrap's 2.5th
+# percentile is the end itself, and 0.018 for four.
+FEW_PROBLEMS = 4
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure and its 95% interval: 2.5th and 97.5th percentile of the bootstrap over problems."""
+    """A figure and its 95% interval over problems: see `share_95`, `difference_95` and `interval_95`.
+
+    `low` and `high` are None where no interval can be stated: all problems agree on a figure without an upper bound.
+    """
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 @dataclass(frozen=True)
@@ -72,8 +80,8 @@ def ratio_of_sums(num: np.ndarray, den: np.ndarray) -> np.ndarray:
 def bootstrap_ratios(num: np.ndarray, den: np.ndarray, *, draws: int, seed: int) -> np.ndarray:
     """`ratio_of_sums` of `draws` resamples of the problems, drawn with replacement.
 
-    The same seed and number of problems give the same resamples, which is what pairs two runs. When every problem has
-    the same value, the interval has width 0: a bootstrap cannot see what it did not sample.
+    The same seed and number of problems give the same resamples, which is what pairs two runs. A bootstrap cannot see
+    what it did not sample: when every problem has the same value, so has every resample.
 
     Args:
         num, den: float64[problems, metrics].
@@ -95,11 +103,95 @@ def bootstrap_ratios(num: np.ndarray, den: np.ndarray, *, draws: int, seed: int)
         return sums[:, :num_metrics] / sums[:, num_metrics:]
 
 
+def share_95(num: np.ndarray, den: np.ndarray, resampled: np.ndarray) -> Estimate | None:
+    """A share of sums with its interval: of the bootstrap, or an exact one where the bootstrap is degenerate.
+
+    Degenerate is: all problems have the same share, or fewer than FEW_PROBLEMS have one that is not 0, or not 1. Then
+    the bootstrap's interval is too narrow, or has no width at all: 0 of 64 gave [0, 0].
+
+    Args:
+        num, den: float64[problems] with 0 <= num <= den; a problem with den 0 says nothing.
+        resampled: float64[draws], this figure of `bootstrap_ratios`.
+    Returns:
+        None for 0/0.
+    """
+    known = den > 0
+    if not known.any():
+        return None
+    shares = num[known] / den[known]
+    off_an_end = min((shares > TOLERANCE).sum(), (shares < 1 - TOLERANCE).sum())
+    if off_an_end >= FEW_PROBLEMS and np.ptp(shares) > TOLERANCE:
+        return interval_95(float(num.sum() / den.sum()), resampled)
+    return exact_share(shares, den[known])
+
+
+def exact_share(shares: np.ndarray, weights: np.ndarray) -> Estimate:
+    """Weighted mean of problems' shares with the Clopper-Pearson interval; the problem is the unit.
+
+    Samples of one problem are not independent, so n is the number of problems and x the sum of their shares: 0 of 64
+    problems is [0, 1 - 0.025^(1/64)] = [0, 0.0560], however many samples each has. A share other than 0 and 1 counts as
+    that part of a problem, which is conservative: no variable in [0, 1] varies more than a yes or no of the same mean.
+    Unequal weights (a rate of calls, where problems differ in calls) leave fewer problems' worth of information: n is
+    Kish's (sum w)^2 / (sum w^2).
+
+    Source: Clopper & Pearson (Biometrika 26, 1934), by the beta distribution; n and x that are no integers as in Korn &
+    Graubard (Survey Methodology 24, 1998), whose n also is an effective number.
+
+    Args:
+        shares: float64[problems] in [0, 1].
+        weights: float64[problems] > 0.
+    """
+    value = float(np.average(shares, weights=weights))
+    n = float(weights.sum() ** 2 / (weights**2).sum())
+    x = min(value, 1.0) * n
+    at_0, at_1 = (shares <= TOLERANCE).all(), (shares >= 1 - TOLERANCE).all()
+    low = 0.0 if at_0 else float(beta.ppf(0.025, x, n - x + 1))
+    high = 1.0 if at_1 else float(beta.ppf(0.975, x + 1, n - x))
+    return Estimate(value, low, high)
+
+
+def difference_95(
+    before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray], resampled: np.ndarray
+) -> Estimate | None:
+    """Share after minus share before on the same problems: of the bootstrap, or exact where that is degenerate.
+
+    Degenerate is: all problems moved by the same amount, or fewer than FEW_PROBLEMS moved at all. Then gains and losses
+    are two shares of the problems with a Clopper-Pearson interval each (`exact_share`), and the difference lies between
+    least gain minus most loss and most gain minus least loss. 0 of 64 before and after is [-0.0560, 0.0560]: the share
+    of problems that move is at most 0.0560. It is conservative: each end errs only if two bounds err the same way.
+
+    Args:
+        before, after: (num, den), each float64[problems], the same problems in the same order.
+        resampled: float64[draws], resampled share after minus share before.
+    Returns:
+        None where either share is 0/0. `low` and `high` are None where nothing can be said: no problem has both shares.
+    """
+    sides = [num.sum() / den.sum() if den.any() else np.nan for num, den in (before, after)]
+    value = float(sides[1] - sides[0])
+    if not np.isfinite(value):
+        return None
+    known = (before[1] > 0) & (after[1] > 0)
+    if not known.any():
+        return Estimate(value, None, None)
+    moved = after[0][known] / after[1][known] - before[0][known] / before[1][known]
+    if (np.abs(moved) > TOLERANCE).sum() >= FEW_PROBLEMS and np.ptp(moved) > TOLERANCE:
+        return interval_95(value, resampled)
+    weights = sum(side[1][known] / side[1].sum() for side in (before, after))
+    gain, loss = exact_share(np.maximum(moved, 0.0), weights), exact_share(np.maximum(-moved, 0.0), weights)
+    # The value is in its interval also where weights differ between the sides.
+    return Estimate(value, min(value, gain.low - loss.high), max(value, gain.high - loss.low))
+
+
 def interval_95(value: float, resampled: np.ndarray) -> Estimate | None:
-    """Percentile interval of float64[draws]; resamples with 0/0 are left out. None when the value itself is 0/0."""
+    """Percentile interval of float64[draws]; resamples with 0/0 are left out. None when the value itself is 0/0.
+
+    Where all resamples are the same, there is no interval: nothing bounds what other problems would show.
+    """
     resampled = resampled[np.isfinite(resampled)]
     if not np.isfinite(value) or not resampled.size:
         return None
+    if np.ptp(resampled) <= TOLERANCE * max(1.0, abs(value)):
+        return Estimate(float(value), None, None)
     low, high = np.percentile(resampled, [2.5, 97.5])
     return Estimate(float(value), float(low), float(high))
 

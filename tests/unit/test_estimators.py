@@ -1,7 +1,20 @@
+import math
+
 import numpy as np
 import pytest
 
-from verl_ext.estimators import bootstrap_ratios, interval_95, majority_acc, paired_test, pass_at_k, ratio_of_sums
+from verl_ext.estimators import (
+    FEW_PROBLEMS,
+    bootstrap_ratios,
+    difference_95,
+    exact_share,
+    interval_95,
+    majority_acc,
+    paired_test,
+    pass_at_k,
+    ratio_of_sums,
+    share_95,
+)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +90,136 @@ def test_no_calls_at_all_have_no_error_rate():
     zeros = np.zeros((3, 1))
     value = ratio_of_sums(zeros, zeros)[0]
     assert interval_95(value, bootstrap_ratios(zeros, zeros, draws=10, seed=0)[:, 0]) is None
+
+
+def right(number, problems, each=1.0):
+    """Shares of problems, of which the first `number` are `each` and the others 0."""
+    return np.array([each] * number + [0.0] * (problems - number))
+
+
+def share(shares):
+    """As an evaluation does it: the bootstrap's interval where it can be had."""
+    den = np.ones_like(shares)
+    return share_95(shares, den, bootstrap_ratios(shares[:, None], den[:, None], draws=2000, seed=0)[:, 0])
+
+
+def difference(before, after):
+    den = np.ones((len(before), 1))
+    resampled = [bootstrap_ratios(side[:, None], den, draws=2000, seed=0)[:, 0] for side in (before, after)]
+    return difference_95((before, den[:, 0]), (after, den[:, 0]), resampled[1] - resampled[0])
+
+
+@pytest.mark.parametrize(
+    ("number", "problems", "low", "high"),
+    [
+        (0, 64, 0.0, 0.0560),  # 1 - 0.025^(1/64) = 1 - exp(-3.6889/64)
+        (64, 64, 0.9440, 1.0),  # 0.025^(1/64)
+        (0, 1, 0.0, 0.975),
+        (0, 30, 0.0, 0.1157),  # 1 - exp(-0.12296): AIME
+        (1, 64, 0.0004, 0.0840),  # low: 1 - (1-low)^64 = 0.025, low = 1 - 0.975^(1/64)
+        (2, 2, 0.1581, 1.0),  # sqrt(0.025)
+    ],
+)
+def test_share_at_an_end_has_the_exact_interval(number, problems, low, high):
+    estimate = share(right(number, problems))
+    assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=5e-5)
+    assert estimate.value == pytest.approx(number / problems)
+
+
+def test_exact_interval_solves_the_binomial_tails():
+    # Clopper-Pearson: at `low` 3 or more of 20 have a chance of 2.5%, at `high` 3 or fewer have.
+    estimate = exact_share(right(3, 20), np.ones(20))
+
+    def at_most(x, p):
+        return sum(math.comb(20, i) * p**i * (1 - p) ** (20 - i) for i in range(x + 1))
+
+    assert 1 - at_most(2, estimate.low) == pytest.approx(0.025)
+    assert at_most(3, estimate.high) == pytest.approx(0.025)
+
+
+def test_interval_is_over_problems_not_samples():
+    # 64 problems with 32 samples each, all wrong: the same as with one sample each.
+    zeros, den = np.zeros(64), np.full(64, 32.0)
+    resampled = bootstrap_ratios(zeros[:, None], den[:, None], draws=10, seed=0)[:, 0]
+    assert share_95(zeros, den, resampled).high == pytest.approx(0.0560, abs=5e-5)
+
+
+def test_unequal_weights_count_as_fewer_problems():
+    # Calls 1, 1, 2: (1+1+2)^2 / (1+1+4) = 16/6 problems. None failed: 1 - 0.025^(6/16) = 0.7493
+    estimate = exact_share(np.zeros(3), np.array([1.0, 1.0, 2.0]))
+    assert (estimate.low, estimate.high) == pytest.approx((0.0, 0.7493), abs=5e-5)
+    # A problem without calls says nothing of their errors.
+    num, den = np.zeros(3), np.array([1.0, 0.0, 1.0])
+    resampled = bootstrap_ratios(num[:, None], den[:, None], draws=10, seed=0)[:, 0]
+    assert share_95(num, den, resampled).high == pytest.approx(1 - 0.025**0.5)
+
+
+def test_parts_of_a_problem_count_as_parts():
+    estimate = share(right(2, 64, each=0.5))  # x = 2 * 0.5
+    assert (estimate.low, estimate.high) == pytest.approx((0.0004, 0.0840), abs=5e-5)
+    same = share(np.full(20, 0.5))  # no width by the bootstrap
+    assert (same.low, same.high) == pytest.approx((0.2720, 0.7280), abs=5e-5)  # Clopper-Pearson for 10 of 20
+
+
+@pytest.mark.parametrize("number", [FEW_PROBLEMS, 64 - FEW_PROBLEMS])
+def test_bootstrap_is_kept_where_enough_problems_are_off_both_ends(number):
+    shares = right(number, 64)
+    resampled = bootstrap_ratios(shares[:, None], np.ones((64, 1)), draws=2000, seed=0)[:, 0]
+    assert share(shares) == interval_95(number / 64, resampled)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "value", "low", "high"),
+    [
+        (0, 0, 0, -0.0560, 0.0560),  # nothing moved: at most 0.0560 of the problems do, either way
+        (64, 64, 0, -0.0560, 0.0560),
+        (0, 64, 1, 0.8880, 1.0),  # gain [0.9440, 1], loss [0, 0.0560]: 0.9440 - 0.0560
+        (64, 0, -1, -1.0, -0.8880),
+        (0, 1, 1 / 64, -0.0556, 0.0840),  # gain [0.0004, 0.0840], loss [0, 0.0560]
+    ],
+)
+def test_difference_without_a_bootstrap_interval_by_hand(before, after, value, low, high):
+    estimate = difference(right(before, 64), right(after, 64))
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((value, low, high), abs=6e-5)
+
+
+def test_three_problems_that_moved_show_nothing():
+    # A resample misses all three with a chance of (61/64)^64 = 0.046: the bootstrap's interval began at 0.
+    estimate = difference(right(0, 64), right(3, 64))
+    assert estimate.low < 0 < estimate.high
+    assert difference(right(0, 64), right(FEW_PROBLEMS, 64)).low > 0  # (60/64)^64 = 0.016
+
+
+def test_exact_difference_holds_the_truth_often_enough():
+    """All outcomes of 24 problems, of which each gains, loses or stays with these chances."""
+    n = 24
+    intervals = {
+        (gains, losses): difference_95((right(losses, n), np.ones(n)), (right(gains, n)[::-1], np.ones(n)), np.zeros(2))
+        for gains in range(FEW_PROBLEMS)
+        for losses in range(FEW_PROBLEMS - gains)
+    }
+    for p_gain, p_loss in [(0.0, 0.0), (0.01, 0.0), (0.04, 0.0), (0.02, 0.02), (0.08, 0.02), (0.1, 0.1)]:
+        seen = missed = 0.0
+        for (gains, losses), interval in intervals.items():
+            stay = n - gains - losses
+            ways = math.comb(n, gains) * math.comb(n - gains, losses)
+            chance = ways * p_gain**gains * p_loss**losses * (1 - p_gain - p_loss) ** stay
+            seen += chance
+            missed += chance * (not interval.low <= p_gain - p_loss <= interval.high)
+        assert missed <= 0.05 * seen, (p_gain, p_loss)
+
+
+def test_difference_of_what_no_problem_has_on_both_sides_has_no_interval():
+    ones = np.array([1.0, 0.0]), np.array([1.0, 0.0])
+    other = np.array([0.0, 0.0]), np.array([0.0, 1.0])
+    assert difference_95(ones, other, np.full(2, -1.0)) == (estimate := difference_95(ones, other, np.zeros(2)))
+    assert (estimate.value, estimate.low, estimate.high) == (-1.0, None, None)
+    assert difference_95((np.zeros(2), np.zeros(2)), other, np.zeros(2)) is None
+
+
+def test_a_figure_without_upper_bound_has_no_interval_where_all_problems_agree():
+    estimate = interval_95(2.0, np.full(100, 2.0))
+    assert (estimate.value, estimate.low, estimate.high) == (2.0, None, None)
 
 
 def test_paired_test_by_hand():

@@ -48,7 +48,7 @@ def test_samples_that_are_there_are_compared_without_a_model(tmp_path, capsys):
     after = evaluation(tmp_path / "after", [row(name, i, 1) for name in "abc" for i in (0, 1)])
     main(["--samples", str(after), "--compare", str(before), "--draws", "100", "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
-    assert "1.000 [1.000, 1.000]" in printed and "+1.000 [+1.000, +1.000]" in printed
+    assert "1.000 [0.292, 1.000]" in printed and "+1.000 [-0.415, +1.000]" in printed  # 0.025^(1/3)
     assert (tmp_path / "out" / "result.md").read_text() in printed
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert result["comparison"]["difference"]["mine"]["test"]["better"] == 3

@@ -1,4 +1,4 @@
-"""Accuracy and tool use of samples with 95% intervals, and differences on the same problems.
+"""Accuracy and tool use of samples with 95% intervals over problems, and differences on the same problems.
 
 Reads the JSONL files of `trainer.validation_data_dir` and of `python -m verl_ext.evaluate`, one row a sample. It scores
 nothing: `acc` is what the reward manager found.
@@ -18,11 +18,13 @@ from verl_ext.estimators import (
     Estimate,
     PairedTest,
     bootstrap_ratios,
+    difference_95,
     interval_95,
     majority_acc,
     paired_test,
     pass_at_k,
     ratio_of_sums,
+    share_95,
 )
 
 # Each figure is a ratio of sums over problems, so that one resampling of problems serves them all.
@@ -37,6 +39,7 @@ METRICS = (
     "model_tokens",  # tokens of the model, tool output not counted
     "truncation_rate",  # share of samples cut by the response budget
 )
+UNBOUNDED = ("turns", "model_tokens")  # the others are shares, from 0 to 1
 NUMBERS = (
     "score",
     "tool_calls",
@@ -151,7 +154,7 @@ def evaluate(
             n=n,
             k=k,
             finish_reasons=dict(sorted(Counter(row.finish_reason for row in rows).items())),
-            metrics=_named(ratio_of_sums(num, den), bootstrap_ratios(num, den, draws=draws, seed=seed)),
+            metrics=_estimates(num, den, bootstrap_ratios(num, den, draws=draws, seed=seed)),
         )
     return figures
 
@@ -190,7 +193,7 @@ def compare(
             num_problems=len(keys),
             num_unmatched=len({key for side in sides for key in side if key[0] in sources}) - len(keys),
             k=k,
-            metrics=_named(ratio_of_sums(*terms[1]) - ratio_of_sums(*terms[0]), resampled[1] - resampled[0]),
+            metrics=_differences(*terms, resampled[1] - resampled[0]),
             test=paired_test(terms[1][0][:, 0] - terms[0][0][:, 0], draws=draws, seed=seed),  # the first: acc/mean@k
         )
     return figures
@@ -255,10 +258,12 @@ def is_shown(group: str, data_sources: Sequence[str]) -> bool:
 
 
 def format_estimate(estimate: Estimate | None, *, sign: bool = False) -> str:
-    """`0.312 [0.284, 0.341]`, with `sign` `+0.312 [...]`; `-` when undefined."""
+    """`0.312 [0.284, 0.341]`, with `sign` `+0.312 [...]`; the figure alone without an interval, `-` when undefined."""
     if estimate is None:
         return "-"
     form = "+.3f" if sign else ".3f"
+    if estimate.low is None:
+        return f"{estimate.value:{form}}"
     return f"{estimate.value:{form}} [{estimate.low:{form}}, {estimate.high:{form}}]"
 
 
@@ -408,5 +413,24 @@ def _stack(terms: list[tuple[list[float], list[float]]]) -> tuple[np.ndarray, np
     )
 
 
-def _named(values: np.ndarray, resampled: np.ndarray) -> dict[str, Estimate | None]:
-    return {name: interval_95(values[i], resampled[:, i]) for i, name in enumerate(METRICS)}
+def _estimates(num: np.ndarray, den: np.ndarray, resampled: np.ndarray) -> dict[str, Estimate | None]:
+    values = ratio_of_sums(num, den)
+    return {
+        name: interval_95(values[i], resampled[:, i])
+        if name in UNBOUNDED
+        else share_95(num[:, i], den[:, i], resampled[:, i])
+        for i, name in enumerate(METRICS)
+    }
+
+
+def _differences(
+    before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray], resampled: np.ndarray
+) -> dict[str, Estimate | None]:
+    values = ratio_of_sums(*after) - ratio_of_sums(*before)
+    sides = [[(num[:, i], den[:, i]) for i in range(len(METRICS))] for num, den in (before, after)]
+    return {
+        name: interval_95(values[i], resampled[:, i])
+        if name in UNBOUNDED
+        else difference_95(sides[0][i], sides[1][i], resampled[:, i])
+        for i, name in enumerate(METRICS)
+    }

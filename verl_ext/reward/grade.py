@@ -4,6 +4,9 @@ A row is JSON with `response` (or `messages`, of which the assistant's count) an
 dumps of verl (`output`, `gts`) and the files of `unverified_dir` are such rows, too. Each row comes back with `acc`,
 `pred`, `verdict` and `method`; values that it had under these names, or as `score`, move to `recorded`. The verifier is
 chosen by `data_source` and `ability` as in training. An output that is there already is continued.
+
+A row that cannot be graded, or a line that is no JSON, comes back with the verdict "error" and the reason as `error`,
+and the exit status is 1 in the end. The next call tries such rows again: mend the input and repeat the command.
 """
 
 import argparse
@@ -25,7 +28,7 @@ from verl_ext.reward.normalisation import normalise
 from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers import Verifiers
 
-ADDED = ("acc", "pred", "verdict", "method")
+ADDED = ("acc", "pred", "verdict", "method", "error")
 CHUNK = 32  # rows handed to a process at a time
 AHEAD = 4  # chunks per process that are read before they are needed
 LISTED = 20  # disagreements printed; all are in the output
@@ -52,11 +55,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         files = find_files(arguments.input)
         grade_files(files, arguments.output, config, arguments.workers, arguments.compare == "math-verify")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(summarise(arguments.output))
-    return 0
+    errors = [row["error"] for _, row in read_rows([arguments.output]) if row["verdict"] == "error"]
+    if errors:
+        print(f"error: {len(errors)} rows could not be graded; mend them and repeat the command:", file=sys.stderr)
+        print("".join(f"  {error}\n" for error in errors[:LISTED]), end="", file=sys.stderr)
+    return 1 if errors else 0
 
 
 def find_files(paths: list[Path]) -> list[Path]:
@@ -73,68 +80,115 @@ def find_files(paths: list[Path]) -> list[Path]:
 def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers: int, compare: bool) -> None:
     """Append a graded row to `output` for each row of `files` that it does not have yet, in their order.
 
+    Rows that it has with the verdict "error" are graded first, in their places.
+
     Raises:
-        ValueError: a row is broken, or `output` holds rows of something else. What was graded before stays.
+        ValueError: `output` holds rows of something else.
+        RuntimeError: a verifier failed, not the row. What was graded before stays.
     """
     total = sum(sum(1 for _ in open(file, "rb")) for file in files)
-    done = _continue_at(files, output)
-    rows = islice(_read(files), done, None)
-    progress = _Progress(done, total)
+    done, errors = _continue_at(files, output)
+    rows = islice(read_rows(files), done, None)
+    progress = _Progress(done - len(errors), total)
     output.parent.mkdir(parents=True, exist_ok=True)
     workers = max(1, workers)
     # Forked from a clean server process: ours may have threads.
     context = get_context("forkserver")
-    with (
-        ProcessPoolExecutor(workers, context, _start_worker, (config, compare)) as pool,
-        open(output, "a", encoding="utf-8") as sink,
-    ):
-        pending: deque = deque()
+    with ProcessPoolExecutor(workers, context, _start_worker, (config, compare)) as pool:
         try:
-            while chunk := list(islice(rows, CHUNK)):
-                pending.append(pool.submit(_grade_chunk, chunk))
-                if len(pending) > AHEAD * workers:
-                    _write(pending.popleft().result(), sink, progress)
-            while pending:
-                _write(pending.popleft().result(), sink, progress)
+            if errors:
+                again = (row for index, row in enumerate(read_rows(files)) if index in errors)
+                graded = list(_grade_in_order(pool, again, workers, progress))
+                _replace_lines(output, dict(zip(sorted(errors), graded, strict=True)))
+            with open(output, "a", encoding="utf-8", buffering=1) as sink:  # by lines: a kill loses none
+                for row in _grade_in_order(pool, rows, workers, progress):
+                    sink.write(_to_line(row))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     progress.end()
 
 
-def _read(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) for each row; the place, file and line, is for messages."""
+def _grade_in_order(
+    pool: ProcessPoolExecutor, rows: Iterator[tuple[str, dict[str, Any]]], workers: int, progress: "_Progress"
+) -> Iterator[dict[str, Any]]:
+    """Graded rows, in their order; a few chunks ahead are in work. Raises after the rows before a failed one."""
+    pending: deque = deque()
+    while True:
+        while len(pending) <= AHEAD * workers and (chunk := list(islice(rows, CHUNK))):
+            pending.append(pool.submit(_grade_chunk, chunk))
+        if not pending:
+            return
+        graded, failure = pending.popleft().result()
+        yield from graded
+        progress.add(len(graded))
+        if failure:
+            raise RuntimeError(failure)
+
+
+def _to_line(row: dict[str, Any]) -> str:
+    line = json.dumps(row, ensure_ascii=False)
+    # Half a surrogate pair, which JSON can name, is no text: it stays written as \\ud800.
+    return (line if _is_text(line) else json.dumps(row)) + "\n"
+
+
+def _is_text(line: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in line)
+
+
+def _replace_lines(file: Path, rows: dict[int, dict[str, Any]]) -> None:
+    """Put rows in the place of lines, counted from 0; the file is replaced when all is written."""
+    part = file.with_name(f"{file.name}.part")
+    with open(file, encoding="utf-8") as lines, open(part, "w", encoding="utf-8") as sink:
+        for index, line in enumerate(lines):
+            sink.write(_to_line(rows[index]) if index in rows else line)
+    part.replace(file)
+
+
+def read_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) for each line; the place, file and line, is for messages.
+
+    A line that is no JSON object gives a row with its text as `line` and the reason as `error`.
+    """
     for file in files:
-        with open(file, encoding="utf-8") as lines:
+        with open(file, "rb") as lines:
             for number, line in enumerate(lines, 1):
+                place = f"{file}:{number}"
+                text = line.decode(errors="replace").rstrip("\r\n")
                 try:
                     row = json.loads(line)
-                except ValueError as error:
-                    raise ValueError(f"{file}:{number} is not JSON: {error}") from error
-                if not isinstance(row, dict):
-                    raise ValueError(f"{file}:{number} is not a JSON object but {line[:60]!r}")
-                yield f"{file}:{number}", row
+                    reason = None if isinstance(row, dict) else f"{place} is not a JSON object but {text[:60]!r}"
+                except (ValueError, RecursionError) as error:
+                    reason = f"{place} is not JSON: {error}"
+                yield place, {"line": text, "error": reason} if reason else row
 
 
-def _continue_at(files: list[Path], output: Path) -> int:
-    """How many rows `output` has; drops a last line that was broken off."""
+def _continue_at(files: list[Path], output: Path) -> tuple[int, set[int]]:
+    """How many rows `output` has, and which of them are errors; drops a last line that was broken off."""
     if not output.exists():
-        return 0
+        return 0, set()
     with open(output, "rb+") as graded:
-        end = done = 0
-        last = b""
+        end, done, errors = 0, 0, set()
+        last = -1, {}
         for line in graded:
-            if line.endswith(b"\n"):
-                end, done, last = end + len(line), done + 1, line
+            if not line.endswith(b"\n"):
+                break
+            row = json.loads(line)
+            if row["verdict"] == "error":
+                errors.add(done)
+            else:
+                last = done, row
+            end, done = end + len(line), done + 1
         graded.truncate(end)
-    if done:
-        place, row = next(islice(_read(files), done - 1, None), ("the end of the input", {}))
-        if read_row(json.loads(last), str(output)) != (read_row(row, place) if row else None):
-            raise ValueError(
-                f"{output} has {done} rows, and the last is not that of {place}: it was graded from another input. "
-                "Delete it, or name another --output."
-            )
-    return done
+    index, row = last
+    place, there = next(islice(read_rows(files), max(index, 0), None), ("the end of the input", {}))
+    total = sum(1 for _ in read_rows(files)) if done else 0
+    if index >= 0 and read_row(row, str(output)) != (read_row(there, place) if there else None) or done > total:
+        raise ValueError(
+            f"{output} has {done} rows, and row {index + 1} is not that of {place}: it was graded from another input. "
+            "Delete it, or name another --output."
+        )
+    return done, errors
 
 
 def read_row(row: dict[str, Any], place: str) -> tuple[str, Any]:
@@ -143,11 +197,14 @@ def read_row(row: dict[str, Any], place: str) -> tuple[str, Any]:
     Raises:
         ValueError: it lacks one; `place` says where the row is.
     """
-    if "messages" in row:
-        response = "\n".join(m.get("content") or "" for m in row["messages"] if m.get("role") == "assistant")
-    else:
-        response = row.get("response", row.get("output"))
-    ground_truth = row.get("ground_truth", row.get("gts", (row.get("reward_model") or {}).get("ground_truth")))
+    try:
+        if "messages" in row:
+            response = "\n".join(m.get("content") or "" for m in row["messages"] if m.get("role") == "assistant")
+        else:
+            response = row.get("response", row.get("output"))
+        ground_truth = row.get("ground_truth", row.get("gts", (row.get("reward_model") or {}).get("ground_truth")))
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{place} has `messages` or a `reward_model` of another form than verl's: {error}.") from error
     if not isinstance(response, str) or ground_truth is None:
         raise ValueError(
             f"{place} has the keys {', '.join(row)}: expected `response` or `messages` (or `output`), and "
@@ -164,23 +221,34 @@ def _start_worker(config: dict[str, Any], compare: bool) -> None:
     _COMPARE = compare
 
 
-def _grade_chunk(chunk: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    async def grade_all() -> list[Score]:
-        return await asyncio.gather(*(_grade(place, row) for place, row in chunk))
+def _grade_chunk(chunk: list[tuple[str, dict[str, Any]]]) -> tuple[list[dict[str, Any]], str | None]:
+    """The graded rows, and why the next one could not be: a failure of ours or of a service, not of the row."""
+
+    async def grade_all() -> list[Score | Exception]:
+        return await asyncio.gather(*(_grade(place, row) for place, row in chunk), return_exceptions=True)
 
     graded = []
     for (place, row), score in zip(chunk, _RUNNER.run(grade_all()), strict=True):
+        if isinstance(score, Exception) and not isinstance(score, ValueError):
+            return graded, f"{place}: {score!r}. The rows before it are graded; the same command goes on there."
+        if isinstance(score, BaseException) and not isinstance(score, ValueError):
+            raise score
         recorded = {key: row.pop(key) for key in (*ADDED, "score") if key in row}
-        row |= {"acc": score.acc, "pred": score.pred, "verdict": score.verdict, "method": score.method}
-        if recorded:
+        if isinstance(score, ValueError):
+            row |= {"acc": None, "pred": "", "verdict": "error", "method": "", "error": str(score)}
+        else:
+            row |= {"acc": score.acc, "pred": score.pred, "verdict": score.verdict, "method": score.method}
+        if recorded and "line" not in row:
             row["recorded"] = recorded
-        if _COMPARE:
+        if _COMPARE and row["verdict"] != "error":
             row["math_verify"] = judge_by_math_verify(*read_row(row, place), score.pred)
         graded.append(row)
-    return graded
+    return graded, None
 
 
 async def _grade(place: str, row: dict[str, Any]) -> Score:
+    if "line" in row and row.get("error"):
+        raise ValueError(row["error"])
     response, ground_truth = read_row(row, place)
     sample = row | ({"prompt": row["input"]} if "input" in row else {})
     verifier = _VERIFIERS.find(str(row.get("data_source", "")), str(row.get("ability", "")))
@@ -202,12 +270,6 @@ def judge_by_math_verify(response: str, ground_truth: Any, pred: str) -> bool | 
         return None
     gold = parse(f"${ground_truth}$", parsing_timeout=MATH_VERIFY_S)
     return bool(verify(gold, parse(response, parsing_timeout=MATH_VERIFY_S), timeout_seconds=MATH_VERIFY_S))
-
-
-def _write(rows: list[dict[str, Any]], sink: Any, progress: "_Progress") -> None:
-    sink.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    sink.flush()
-    progress.add(len(rows))
 
 
 class _Progress:
@@ -238,7 +300,7 @@ def summarise(output: Path) -> str:
     """Counts by verdict; agreement with recorded verdicts and with math-verify, where the rows have them."""
     verdicts, recorded, compared, listed = Counter(), Counter(), Counter(), []
     total_acc = 0.0
-    for place, row in _read([output]):
+    for place, row in read_rows([output]):
         verdicts[row["verdict"]] += 1
         total_acc += row["acc"] or 0.0
         right = row["acc"] == 1.0
@@ -254,7 +316,8 @@ def summarise(output: Path) -> str:
                     f"{row['pred'][:60]!r} against {str(ground_truth)[:60]!r}"
                 )
     count = verdicts.total()
-    lines = [f"{count} rows, mean acc {total_acc / max(count, 1):.4f}: " + _counts(verdicts)]
+    graded = count - verdicts["error"]
+    lines = [f"{count} rows, mean acc {total_acc / max(graded, 1):.4f}: " + _counts(verdicts)]
     for (before, verdict), number in sorted(recorded.items()):
         lines.append(f"recorded {_word(before)}, now {verdict}: {number}")
     if compared:

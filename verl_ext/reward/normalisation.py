@@ -5,31 +5,12 @@ or as expressions (symbolic.py).
 """
 
 import re
-import unicodedata
 from functools import lru_cache
+
+from verl_ext.reward.unicode_signs import to_latex
 
 MAX_WRAPPERS = 8  # brackets around a whole answer that are dropped
 
-# NFKC would read 3½ as 31/2, x² as x2 and ₅ as 5.
-_VULGAR_FRACTIONS = {c: " " + unicodedata.normalize("NFKC", c).replace("\u2044", "/") for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
-_SYMBOLS = str.maketrans(
-    _VULGAR_FRACTIONS
-    | {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "±": r"\pm "}
-    | {"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "√": r"\sqrt "}
-    | {
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∅": r"\emptyset ",
-        "∈": r"\in ",
-        "°": r"^\circ ",
-        "∠": r"\angle ",
-        "θ": r"\theta ",
-    }
-    | {"€": r"\$", "£": r"\$", "¥": r"\$", "₹": r"\$", "¢": r"\text{ cents}"}
-    | {"。": ".", "、": ",", "′": "'", "’": "'", "ⁿ": "^n"}
-)
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
-_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 
 # What changes how an answer looks, not what it says. Each line works on what the lines above it left.
@@ -37,7 +18,7 @@ _REWRITES = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
         # layout
-        (r"(?<=\d)(?:\{,\}|,?\\[,!]|\\ |~|')+\s*(?=\d{3}(?!\d))", ""),  # 12\,000  1{,}234  32,\!349  1'234
+        (r"(?<=\d)(?:\{,\}|,?\\!|\\,|\\ |~|')+\s*(?=\d{3}(?!\d))", ""),  # 12\,000  1{,}234  32,\!349  1'234
         (r"(?<!\\)\\[\[\]()]|(?<!\\)\$", ""),
         (r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?", ""),
         (r"\\(?:display|text|script)style(?![a-zA-Z])|\\(?:no)?limits(?![a-zA-Z])|\\hspace\{[^{}]*\}", " "),
@@ -57,18 +38,25 @@ _REWRITES = [
         (r"\\binom\s*(\d)\s*(\d)", r"\\binom{\1}{\2}"),
         (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}|(?<![a-zA-Z\\])C\((\d+),\s*(\d+)\)", r"\\binom{\1\3}{\2\4}"),
         (r"\\frac\s*(\d)", r"\\frac{\1}"),
-        (r"\\frac\s*(\{(?:[^{}]|\{[^{}]*\})*\})\s*(\d)", r"\\frac\1{\2}"),
+        (r"\\frac\s*(\{(?:[^{}]|\{[^{}]*\})*\})\s*([\da-zA-Z])", r"\\frac\1{\2}"),
         (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
         (r"\^\s*\\frac(\{[^{}]*\}\{[^{}]*\})", r"^{\\frac\1}"),
         (r"\\(?:[lr]?vert|mid)(?![a-zA-Z])", "|"),
+        (r"\\[lr]?Vert(?![a-zA-Z])", r"\\|"),
+        (r"\\lbrack(?![a-zA-Z])", "["),
+        (r"\\rbrack(?![a-zA-Z])", "]"),
+        (r"\\lparen(?![a-zA-Z])", "("),
+        (r"\\rparen(?![a-zA-Z])", ")"),
         (r"\\([lr])brace(?![a-zA-Z])", lambda m: r"\{" if m[1] == "l" else r"\}"),
         (r"\\([lr])angle(?![a-zA-Z])", lambda m: "(" if m[1] == "l" else ")"),
+        (r"\\not\s*(?:=|\\eq(?![a-zA-Z]))", r"\\ne "),
         (r"\\leq(?:slant|q)?(?![a-zA-Z])|<=", r"\\le "),
         (r"\\geq(?:slant|q)?(?![a-zA-Z])|>=", r"\\ge "),
         (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"\\in(?![a-zA-Z])", r"\\in "),
+        (r"\\var(epsilon|theta|kappa|rho|sigma|phi)(?![a-zA-Z])", r"\\\1"),
         (r"\+?\s*\\inf(?:in|ty|inity)(?![a-zA-Z])", r"\\infty "),
         (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
         (r"\*\*", "^"),
@@ -81,6 +69,12 @@ _REWRITES = [
         # ASCII notation
         (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan)(?![a-zA-Z])", r"\\\1"),
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    ]
+]
+# After degrees have become part of the argument of a function.
+_UNITS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
         # units that never change the number; other units are read in rationals.py
         (
             r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\{\s*\}\s*)?(?:\\text\s*\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))",
@@ -95,6 +89,18 @@ _REWRITES = [
         (r"\s+", " "),
     ]
 ]
+_DEGREES = re.compile(
+    r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\(?:degrees?|deg)(?![a-zA-Z])"
+    r"|\\text\s*\{\s*deg(?:rees?)?\.?\s*\})"
+)
+_FUNCTIONS = "sin|cos|tan|cot|sec|csc"
+_FUNCTION = re.compile(rf"\\(?:{_FUNCTIONS})(?![a-zA-Z])\s*(?:\^\s*(?:\{{[^{{}}]*\}}|\d))?\s*")
+_ARGUMENT = re.compile(
+    r"[-+]?(?:(?!\b(?:and|or)\b)(?:\{(?:[^{}]|\{[^{}]*\})*\}|\([^()]*\)"
+    rf"|\\(?!(?:{_FUNCTIONS}|l[en]|g[et]|ne|in|cup|pm|mp|text)(?![a-zA-Z]))[a-zA-Z]+|[^-+=<>,;()\[\]{{}}\\|&]))*"
+)
+# ]0,1[ for (0,1), where brackets that open outwards leave the end out; no LaTeX command is between them.
+_OUTWARD = re.compile(r"^(?=\]|.*\[$)([\[\]])([^\[\](){}]*,[^\[\](){}]*)([\[\]])$")
 # "The final answer is", "Answer:", and an equals sign without a left side.
 _PREAMBLE = re.compile(r"^(?:(?:the )?(?:final )?answer(?: is(?! not)| ?:| ?=)[: ]*|= ?)(?=.)", re.IGNORECASE)
 
@@ -105,16 +111,42 @@ def normalise(answer: str) -> str:
 
     Does not judge: nonsense comes back as nonsense.
     """
-    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda m: "^{" + m[0].translate(_SUPERSCRIPTS) + "}", answer)
-    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_SUBSCRIPTS) + "}", text)
-    text = unicodedata.normalize("NFKC", text.translate(_SYMBOLS)).translate(_SYMBOLS)
+    text = to_latex(answer)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
+    text = _degrees_as_radians(text)
+    for pattern, replacement in _UNITS:
+        text = pattern.sub(replacement, text)
     text = _PREAMBLE.sub("", re.sub(r"[\s.,;:\\]+$", "", text).lstrip(" ,:"))
+    text = _OUTWARD.sub(lambda m: "[("[m[1] == "]"] + m[2] + "])"[m[3] == "["], text)
     groups = split_top_level(text, ";")
     if len(groups) > 1 and "," in text:  # p=5,q=2; p=7,q=2
         text = ",".join(f"({group})" for group in groups)
     return unwrap_group(text.replace(";", ","))
+
+
+def _degrees_as_radians(text: str) -> str:
+    """`\\sin 45^\\circ` as `\\sin(45\\cdot\\frac{\\pi }{180})`: in an argument degrees count, unlike those of an angle.
+
+    An argument is the bracket after the function, or what follows up to a sum, a relation, a comma, a word or the next
+    function.
+    """
+    if not _DEGREES.search(text):
+        return text
+    written, position = [], 0
+    for function in _FUNCTION.finditer(text):
+        start = function.end()
+        if start < position:
+            continue
+        bracket = closing_index(text[start:]) + 1 if text[start : start + 1] in ("(", "{", "[") else 0
+        end = start + bracket if bracket > 0 else _ARGUMENT.match(text, start).end()
+        if unit := _DEGREES.match(text, end):  # \sin(45)^\circ, \sin 45 \text{ degrees}
+            end = unit.end()
+        radians, count = _DEGREES.subn(r"\\cdot\\frac{\\pi }{180}", text[start:end].strip())
+        if count:
+            written += [text[position:start], "(", unwrap_group(radians), ")"]
+            position = end
+    return "".join([*written, text[position:]])
 
 
 def unwrap_group(text: str) -> str:

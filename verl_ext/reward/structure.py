@@ -8,12 +8,32 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from verl_ext.reward.intervals import (
+    RELATION,
+    is_braced,
+    is_set,
+    pieces_of_union,
+    read_reals,
+    same_notation,
+)
 from verl_ext.reward.normalisation import closing_index, key, split_top_level, unwrap_group
+from verl_ext.reward.rationals import NotANumber, read_quantity
 
 MAX_PARTS = 64
 MAX_UNMATCHED = 8  # values of a list that are not the same string: each pair may cost a symbolic comparison
 
-RELATION = re.compile(r"<|>|\\(?:le|ge|ne)(?![a-zA-Z])")
+# What may stand before a matrix or a vector as its factor: a sign, a number, a root, a bracket; letters for a matrix.
+# Possessive throughout: what does not fit is found in one pass.
+_FACTOR = (
+    r"[-+]?\s*(?:\d++(?:\.\d++)?+|\\(?:frac|sqrt)(?:\[\d+\])?+(?:\{(?:[^{}]|\{[^{}]*\})*+\}){1,2}+|\\pi ?"
+    r"|\([^(),]*+\)%s|\s|\\cdot)*+"
+)
+_MATRIX = re.compile(
+    rf"(?P<factor>{_FACTOR % '|[a-zA-Z]'})(?:\[|\()?\s*\\begin\{{[pb]?(?:matrix|array)\}}(?:\{{[clr|]*\}})?"
+    r"(?P<cells>(?:(?!\\begin).)*)\\end\{\w+\}\s*[\])]?",
+    re.DOTALL,
+)
+_VECTOR = re.compile(rf"(?P<factor>{_FACTOR % ''})(?P<vector>\(.*\))", re.DOTALL)
 
 
 class Comparison(NamedTuple):
@@ -22,6 +42,9 @@ class Comparison(NamedTuple):
     equal: bool | None
     method: str
 
+
+# What is a set as it stands: the answer \{\emptyset\} is not \emptyset, while \{5\} may be 5.
+_NO_VALUE = re.compile(r"\[|.*\\(?:emptyset|cup|mathbb|infty)(?![a-zA-Z])", re.DOTALL)
 
 CompareValues = Callable[[str, str], Comparison]
 
@@ -38,13 +61,14 @@ class Parts:
         return self.kind not in ("values", "union")
 
 
-def compare_answers(pred: str, gold: str, compare_values: CompareValues) -> Comparison:
+def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, element: bool = False) -> Comparison:
     """Compare two normalised answers; more or fewer values than the gold has is wrong.
 
     Args:
         pred: the response's answer, normalised.
         gold: the ground truth, normalised.
         compare_values: decides for two single values; it sees whole equations and inequalities too.
+        element: they are parts of something: there `\\{1\\}` is not 1, while a whole answer may be either.
     """
     if r"\approx" in pred and r"\approx" not in gold:
         exact, rounded = pred.split(r"\approx", 1)
@@ -55,34 +79,42 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues) -> Comp
     if pred_label and not _is_consistent(pred, pred_value, compare_values):
         return Comparison(False, "chain")
     if pred_label and gold_label and key(pred_label) == key(gold_label):
-        return compare_answers(pred_value, gold_value, compare_values)
+        return compare_answers(pred_value, gold_value, compare_values, element=element)
     if pred_label and not gold_label and not split_top_level(gold, "=")[1:]:
-        return compare_answers(pred_value, gold, compare_values)
+        return compare_answers(pred_value, gold, compare_values, element=element)
     if gold_label and not pred_label and not split_top_level(pred, "=")[1:]:
-        return compare_answers(pred, gold_value, compare_values)
+        return compare_answers(pred, gold_value, compare_values, element=element)
 
     if pred_label and not gold_label and pred_label[0] == "(":
         pred = _label_each(pred_label, pred_value) or pred
     elif gold_label and not pred_label and gold_label[0] == "(":
         gold = _label_each(gold_label, gold_value) or gold
-    if r"\cup" in gold:
-        pred = _as_union(pred) or pred
-    elif r"\cup" in pred:
-        gold = _as_union(gold) or gold
+    pred, gold = same_notation(pred, gold)
+    if bool(RELATION.search(pred)) != bool(RELATION.search(gold)):
+        # -3 < x < 4 is no list -3, 4, which math-verify takes it for.
+        sets = is_set(gold if RELATION.search(pred) else pred)
+        return compare_values(pred, gold) if sets else Comparison(False, "structure")
+    if _mixes_notations(pred, gold):
+        return compare_values(pred, gold)
+    if any(len(split_top_level(side, r"\cup")) > 1 for side in (pred, gold)):
+        return _compare_unions(pred, gold, compare_values)
     pred_parts, gold_parts = split_parts(pred), split_parts(gold)
     if pred_parts is None and gold_parts is None:
         return compare_values(pred, gold)
-    if _mixes_notations(pred, gold):
-        return compare_values(pred, gold)
     pred_parts, gold_parts = pred_parts or Parts("values", [pred]), gold_parts or Parts("values", [gold])
+    if is_braced(pred) != is_braced(gold):
+        braced, bare = (pred_parts, gold) if is_braced(pred) else (gold_parts, pred)
+        if element or _NO_VALUE.match(bare):
+            return Comparison(False, "structure")
+        if len(braced.items) == 1:  # \{(1,2)\} and (1,2)
+            pair = (braced.items[0], bare) if is_braced(pred) else (bare, braced.items[0])
+            return compare_answers(*pair, compare_values, element=True)
     if not pred_parts.ordered and len(pred_parts.items) > len(gold_parts.items) > 1:
         pred_parts = Parts(pred_parts.kind, list({key(item): item for item in pred_parts.items}.values()))
     if len(pred_parts.items) != len(gold_parts.items) or len(gold_parts.items) > MAX_PARTS:
         return Comparison(False, "count")
     if pred_parts.kind != gold_parts.kind and {pred_parts.kind, gold_parts.kind} != {"values", "()"}:
         return Comparison(False, "structure")
-    if len(gold_parts.items) == 1:
-        return compare_answers(pred_parts.items[0], gold_parts.items[0], compare_values)
     if pred_parts.ordered or gold_parts.ordered:
         if r"\{" in (pred[:2], gold[:2]):  # a set has no order, a tuple does
             return Comparison(False, "structure")
@@ -128,17 +160,14 @@ def _is_label(text: str) -> bool:
 
 def split_parts(text: str) -> Parts | None:
     """The parts an answer is made of, plus-minus written out; None for a single value."""
-    if matrix := re.fullmatch(
-        r"(?:\[|\()?\s*\\begin\{[pb]?(?:matrix|array)\}(?:\{[clr|]*\})?(.*)\\end\{\w+\}\s*[\])]?", text
-    ):
+    if matrix := _MATRIX.fullmatch(text) if r"\begin" in text else None:
         # Some data sets lost one of the two backslashes between rows.
-        rows = [row.split("&") for row in re.split(r"\\\\|\\(?=-?\d)", matrix[1].strip().removesuffix(r"\\"))]
+        rows = [row.split("&") for row in re.split(r"\\\\|\\(?=-?\d)", matrix["cells"].strip().removesuffix(r"\\"))]
         shape = "x".join(str(len(row)) for row in rows)
-        return Parts(f"matrix {shape}", [cell.strip() for row in rows for cell in row])
-    union = split_top_level(text, r"\cup")
-    if len(union) > 1:
-        return Parts("union", union)
-    if text.startswith(r"\{") and text.endswith(r"\}") and closing_index(text[1:]) == len(text) - 2:
+        return Parts(f"matrix {shape}", [_times(matrix["factor"], cell.strip()) for row in rows for cell in row])
+    if split_top_level(text, r"\cup")[1:]:
+        return Parts("union", pieces_of_union(text))
+    if is_braced(text):
         inside = text[2:-2]
         return None if re.search(r"\||:|\\colon", inside) else Parts("values", _write_out(split_top_level(inside)))
     if text[:1] in ("{", "(", "[") and closing_index(text) == len(text) - 1:
@@ -146,28 +175,12 @@ def split_parts(text: str) -> Parts | None:
         if len(inside) > 1:
             return Parts("values", _write_out(inside)) if text[0] == "{" else Parts(text[0] + text[-1], inside)
         return None
+    vector = _VECTOR.fullmatch(text) if text.endswith(")") else None
+    if vector and closing_index(vector["vector"]) == len(vector["vector"]) - 1:
+        if len(cells := split_top_level(vector["vector"][1:-1])) > 1:
+            return Parts("()", [_times(vector["factor"], cell) for cell in cells])
     values = _write_out(split_top_level(text))
     return Parts("values", values) if len(values) > 1 else None
-
-
-def _as_union(text: str) -> str | None:
-    r"""`x < -1, x \ge 3` (by now without its "or") -> `(-\infty,-1)\cup[3,\infty)`; None for anything else."""
-    intervals, variables = [], set()
-    for part in split_top_level(text):
-        sides = [side.strip() for side in RELATION.split(part)]
-        signs = RELATION.findall(part)
-        if r"\ne" in signs or len({sign in ("<", r"\le") for sign in signs}) != 1:  # 1 < x > 3
-            return None
-        if signs[0] not in ("<", r"\le"):
-            sides, signs = sides[::-1], [{">": "<", r"\ge": r"\le"}[sign] for sign in signs[::-1]]
-        if len(sides) == 2:
-            first = bool(re.fullmatch("[a-zA-Z]", sides[0]))
-            sides, signs = ([r"-\infty", *sides], ["<", *signs]) if first else ([*sides, r"\infty"], [*signs, "<"])
-        if len(sides) != 3 or not re.fullmatch("[a-zA-Z]", sides[1]):
-            return None
-        variables.add(sides[1])
-        intervals.append(f"{'(' if signs[0] == '<' else '['}{sides[0]},{sides[2]}{')' if signs[1] == '<' else ']'}")
-    return r"\cup ".join(intervals) if len(intervals) > 1 and len(variables) == 1 else None
 
 
 def _write_out(values: list[str]) -> list[str]:
@@ -183,18 +196,43 @@ def _write_out(values: list[str]) -> list[str]:
     return written
 
 
+def _times(factor: str, cell: str) -> str:
+    """The product, worked out where both are rational numbers: else it would count as not evaluated."""
+    factor = re.sub(r"\\cdot\s*$", "", factor).strip()
+    if factor in ("", "+"):
+        return cell
+    factor = "-1" if factor == "-" else factor
+    try:
+        quantities = [read_quantity(each) for each in (factor, cell)]
+    except NotANumber:
+        quantities = [None]
+    if any(each is None or each.unit or each.percent for each in quantities):
+        return rf"({factor})\cdot ({cell})"
+    value = quantities[0].value * quantities[1].value
+    return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
 def _mixes_notations(pred: str, gold: str) -> bool:
-    """An interval may be written as an inequality, or a union as a difference of sets: not comparable part by part."""
-    return any(
-        bool(pattern.search(pred)) != bool(pattern.search(gold))
-        for pattern in (RELATION, re.compile(r"\\(?:setminus|backslash|cap)(?![a-zA-Z])|\\mathbb"))
-    )
+    """A union may be written as a difference of sets: not comparable part by part."""
+    pattern = re.compile(r"\\(?:setminus|backslash|cap)(?![a-zA-Z])|\\mathbb")
+    return bool(pattern.search(pred)) != bool(pattern.search(gold))
+
+
+def _compare_unions(pred: str, gold: str, compare_values: CompareValues) -> Comparison:
+    r"""As sets of reals where all ends are rational, else piece by piece: `\{5\}` is not (5), nor 5."""
+    reals = read_reals(pred), read_reals(gold)
+    if None not in reals:
+        return Comparison(reals[0] == reals[1], "structure")
+    pred_pieces, gold_pieces = pieces_of_union(pred), pieces_of_union(gold)
+    if len(pred_pieces) != len(gold_pieces) or len(gold_pieces) > MAX_PARTS:
+        return Comparison(False, "count")
+    return _equal_in_any_order(pred_pieces, gold_pieces, compare_values)
 
 
 def _all_equal(preds: list[str], golds: list[str], compare_values: CompareValues) -> Comparison:
     undecided = None
     for pred, gold in zip(preds, golds, strict=True):
-        comparison = compare_answers(unwrap_group(pred), unwrap_group(gold), compare_values)
+        comparison = compare_answers(unwrap_group(pred), unwrap_group(gold), compare_values, element=True)
         if comparison.equal is False:
             return comparison
         if comparison.equal is None:
@@ -214,7 +252,7 @@ def _equal_in_any_order(preds: list[str], golds: list[str], compare_values: Comp
     undecided = None
     for gold in golds:
         for pred in preds:
-            comparison = compare_answers(pred, gold, compare_values)
+            comparison = compare_answers(pred, gold, compare_values, element=True)
             if comparison.equal:
                 preds.remove(pred)
                 break

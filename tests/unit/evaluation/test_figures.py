@@ -108,7 +108,7 @@ def test_k_beyond_the_samples_is_refused(samples):
 def test_a_sample_that_the_world_failed_is_not_wrong_but_counted_apart(samples, failure, kind):
     rows = [row("a", 0, 1), row("a", 1, 0, tool_errors=1.0) | failure, row("b", 0, 1), row("b", 1, 1)]
     each = evaluate(samples(rows), draws=10)["tiny_tools"]
-    assert each.metrics["acc/mean@k"] == Estimate(1.0, 1.0, 1.0)
+    assert each.metrics["acc/mean@k"] == Estimate(1.0, pytest.approx(0.025**0.5), 1.0)  # 2 of 2 problems
     assert each.metrics["tool/error_rate"].value == 0.0
     assert each.excluded == dict.fromkeys(FAILURES, 0) | {kind: 1}
     assert (each.num_samples, each.num_problems_scored, each.num_problems_short) == (4, 2, 1)
@@ -153,16 +153,47 @@ def test_a_problem_listed_twice_is_one_problem_and_leaves_k_alone(samples):
 
 
 def test_difference_is_paired_by_problem(samples):
-    # Every problem gains exactly one of its two samples, so the difference is sure although either side is not.
-    before = samples([row(str(i), s, (i % 2) * (s == 0)) for i in range(20) for s in (0, 1)])
-    after_rows = [row(str(i), s, (i % 2) or s == 0, uid=f"new-{i}_{s}_0") for i in range(20) for s in (0, 1)]
+    # Every problem gains one of its two samples, or the first three both: narrow, although either side is not.
+    before = samples([row(str(i), s, (i % 2 and i > 2) * (s == 0)) for i in range(20) for s in (0, 1)])
+    after_rows = [row(str(i), s, i % 2 or i < 3 or s == 0, uid=f"new-{i}_{s}_0") for i in range(20) for s in (0, 1)]
     random.Random(0).shuffle(after_rows)
     after = samples(after_rows)
     difference = compare(before, after, draws=500)["tiny_tools"]
     gain = difference.metrics["acc/mean@k"]
-    assert (gain.low, gain.value, gain.high) == pytest.approx((0.5, 0.5, 0.5))
+    assert gain.value == pytest.approx((17 * 0.5 + 3 * 1.0) / 20)
     side = evaluate(after, draws=500)["tiny_tools"].metrics["acc/mean@k"]
-    assert side.high - side.low > 0.1
+    assert 0 < gain.high - gain.low < 0.2 < 2 * (side.high - side.low)
+
+
+def test_runs_of_other_numbers_of_samples_are_compared_at_the_smaller(samples):
+    """1 sample before, 8 after of which one is right: pass@1 of 8 is 1/8, not pass@8 = 1."""
+    before = samples([row(name, 0, 0) for name in "ab"])
+    after = samples([row(name, i, i == 0) for name in "ab" for i in range(8)])
+    for sides, sign in (((before, after), 1), ((after, before), -1)):
+        each = compare(*sides, draws=10)["tiny_tools"]
+        assert each.k == 1
+        assert each.metrics["acc/mean@k"].value == each.metrics["acc/best@k"].value == pytest.approx(sign / 8)
+        assert each.metrics["acc/maj@k"].value == pytest.approx(sign / 8)
+    with pytest.raises(ValueError, match="k is 8, but .* 1 <= k <= 1"):
+        compare(before, after, k=8)
+
+
+def test_no_share_and_no_difference_is_shown_without_a_width(samples):
+    """64 problems with two samples each, all wrong, before and after; no sample ran code."""
+    rows = [row(str(i), s, 0, tool_calls=0.0) for i in range(64) for s in (0, 1)]
+    before, after = samples(rows), samples(rows)
+    sides = evaluate(before, draws=50), evaluate(after, draws=50)
+    metrics = sides[0]["tiny_tools"].metrics
+    for name in ("acc/mean@k", "acc/best@k", "acc/maj@k", "tool/code_ratio", "truncation_rate"):
+        assert (metrics[name].low, metrics[name].high) == (0.0, pytest.approx(0.0560, abs=5e-5)), name
+    assert metrics["tool/error_rate"] is None  # no calls
+    assert (metrics["turns"].low, metrics["turns"].high) == (None, None)  # no bound to them
+    for curve in by_k(before, draws=50)["tiny_tools"].values():
+        assert all(each.high == pytest.approx(0.0560, abs=5e-5) for each in curve.values())
+    assert "0.000 [0.000, 0.056]" in format_evaluation(sides[0])
+    difference = compare(before, after, draws=50)
+    assert "+0.000 [-0.056, +0.056]" in format_comparison(*sides, difference)
+    assert "[+0.000, +0.000]" not in format_comparison(*sides, difference)
 
 
 def test_difference_has_the_sign_of_after_minus_before(samples):

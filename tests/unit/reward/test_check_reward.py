@@ -50,3 +50,48 @@ def test_disagreements_with_recorded_verdicts_are_explained(script, capsys):
 def test_disagreement_that_no_rule_explains_fails_the_check(script):
     trace = {"messages": [{"role": "assistant", "content": r"\boxed{41}"}], "ground_truth": "42"}
     assert not script.check_traces([trace | {"upstream_correct": True, "extracted_answer": "42"}])
+
+
+LABELLED = [
+    {"gold_answer": "1/2", "llm_response": r"so \boxed{0.5}", "gold_judgment": "A"},
+    {"gold_answer": "10", "llm_response": r"so \boxed{10\text{ million}}", "gold_judgment": "B"},
+    {"gold_answer": "7", "llm_response": r"so \boxed{8}", "gold_judgment": "A"},  # a wrong label
+    {"gold_answer": "7", "llm_response": "so 7", "gold_judgment": "A"},
+    {"gold_answer": "7", "llm_response": "cut off", "gold_judgment": "C"},
+]
+
+
+def test_labelled_file_is_judged_by_both_graders(script, capsys, tmp_path):
+    """By hand: 2 of 4 for both; ours finds no box in the fourth, math-verify takes the second for right."""
+    file = tmp_path / "labelled.json"
+    file.write_text(json.dumps(LABELLED))
+    assert script.main(["labelled", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "4 rows, 3 labelled right; left out: {'label left open': 1}" in printed
+    ours, theirs = (next(line for line in printed.splitlines() if line.startswith(n)) for n in ("ours", "math-verify"))
+    assert ours.split() == ["ours", "2", "(", "50.0%)", "0", "2", "100.0%", "33.3%"]
+    assert theirs.split() == ["math-verify", "2", "(", "50.0%)", "1", "1", "66.7%", "66.7%"]
+    assert "labelled right, ours wrong by integer, math-verify False: '8' against '7'" in printed
+
+    assert script.main(["labelled", str(file), "--boxed-only"]) == 0
+    assert "3 rows, 2 labelled right; left out: {'no box': 1, 'label left open': 1}" in capsys.readouterr().out
+
+
+def test_labelled_file_of_other_columns_is_read_or_refused(script, capsys, tmp_path):
+    rows = [{"truth": "7", "said": r"\boxed{7}", "right": True, "other": 1}]
+    file = tmp_path / "labelled.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names = ["--gold", "truth", "--response", "said"]
+    assert script.main(["labelled", str(file), *names, "--label", "right"]) == 0
+    assert "1 rows, 1 labelled right" in capsys.readouterr().out
+    for more, message in (([], "No column for label among truth, said, right, other"), (["--label", "said"], "label")):
+        with pytest.raises(SystemExit):
+            script.main(["labelled", str(file), *names, *more])
+        assert message in capsys.readouterr().err
+
+
+def test_figures_of_both_graders_on_the_labelled_pairs_are_printed(script, capsys):
+    pairs = read("math_equivalence.jsonl")[:20]
+    assert script.check_pairs(pairs)
+    printed = capsys.readouterr().out
+    assert "ours" in printed and "math-verify" in printed and "false pos." in printed

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from verl_ext.reward import Score
 from verl_ext.reward.grade import find_files, judge_by_math_verify, main, read_row
 
 ROWS = [
@@ -69,12 +70,88 @@ def test_output_of_another_input_is_left_alone(tmp_path, capsys):
     assert output.read_text() == before
 
 
-def test_broken_row_is_named_and_rows_before_it_stay(tmp_path, capsys):
-    rows = [ROWS[0]] * 40 + [{"response": "x", "ground_truth": " "}]
-    output = tmp_path / "graded.jsonl"
-    assert grade(write(tmp_path / "rows.jsonl", rows), output) == 1
-    assert "rows.jsonl:41 cannot be graded: The ground truth is empty" in capsys.readouterr().err
-    assert len(read(output)) == 32  # the first chunk
+BROKEN = [
+    ('{"response": "x", "ground_truth": " "}', "cannot be graded: The ground truth is empty"),
+    ('{"response": "x"}', "has the keys response: expected"),
+    ('{"response": 3, "ground_truth": "1"}', "has the keys response, ground_truth: expected"),
+    ('{"messages": "x", "ground_truth": "1"}', "another form than verl's"),
+    ('{"messages": [3], "ground_truth": "1"}', "another form than verl's"),
+    ('{"response": "x", "reward_model": "1"}', "another form than verl's"),
+    ("{broken", "is not JSON: "),
+    ("", "is not JSON: "),
+    ("[1, 2]", "is not a JSON object but '[1, 2]'"),
+    ("null", "is not a JSON object"),
+    ("[" * 100_000, "is not JSON: "),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), BROKEN, ids=range(len(BROKEN)))
+def test_broken_row_is_an_error_in_its_place_and_the_others_are_graded(tmp_path, capsys, line, reason):
+    good = json.dumps(ROWS[0])
+    source, output = tmp_path / "rows.jsonl", tmp_path / "graded.jsonl"
+    source.write_text("\n".join([good] * 40 + [line] + [good] * 40) + "\n")
+    assert grade(source, output) == 1
+    graded = read(output)
+    assert [row["verdict"] for row in graded] == ["correct"] * 40 + ["error"] + ["correct"] * 40
+    assert (graded[40]["acc"], graded[40]["pred"]) == (None, "")
+    assert f"{source}:41" in graded[40]["error"] and reason in graded[40]["error"]
+    printed = capsys.readouterr()
+    assert "error: 1 rows could not be graded" in printed.err and graded[40]["error"] in printed.err
+    assert "81 rows, mean acc 1.0000: 80 correct, 1 error" in printed.out
+
+
+def test_bytes_that_are_no_text_and_half_a_surrogate_pair_stop_nothing(tmp_path):
+    source, output = tmp_path / "rows.jsonl", tmp_path / "graded.jsonl"
+    half = b'{"response": "\\\\boxed{42} \\ud800", "ground_truth": "42"}'
+    source.write_bytes(b'{"response": "\xff", "ground_truth": "1"}\n' + half + b"\n")
+    assert grade(source, output) == 1
+    assert [row["verdict"] for row in read(output)] == ["error", "correct"]
+    assert read(output)[1]["response"].endswith("\ud800")
+
+
+def test_error_rows_are_tried_again_and_the_others_are_left(tmp_path, capsys):
+    good = json.dumps(ROWS[0])
+    source, output = tmp_path / "rows.jsonl", tmp_path / "graded.jsonl"
+    source.write_text("\n".join([good, "{", good, '{"response": "x"}']) + "\n")
+    assert grade(source, output) == 1
+    lines = output.read_text().splitlines(keepends=True)
+    output.write_text(lines[0].replace('"id": 1', '"id": 1, "mark": 1') + "".join(lines[1:]))
+    capsys.readouterr()
+
+    assert grade(source, output) == 1  # the same input: the same errors
+    assert [row["verdict"] for row in read(output)] == ["correct", "error", "correct", "error"]
+    source.write_text("\n".join([good, json.dumps(ROWS[3]), good, json.dumps(ROWS[0]), good]) + "\n")
+    capsys.readouterr()
+    assert grade(source, output) == 0
+    graded = read(output)
+    assert [row["verdict"] for row in graded] == ["correct", "no_answer", "correct", "correct", "correct"]
+    assert graded[0]["mark"] == 1 and not any("error" in row for row in graded)
+    assert "3 rows graded" in capsys.readouterr().err
+
+
+class FailingVerifier:
+    """A service that is gone, from the third row on."""
+
+    def __init__(self, config):
+        del config
+
+    async def verify(self, response_text, ground_truth, sample):
+        if sample["id"] == 2:
+            raise ConnectionError("no server")
+        return Score(1.0, "", "correct", "fake")
+
+
+def test_failure_of_a_service_keeps_the_rows_before_it_and_goes_on_there(tmp_path, capsys):
+    config = tmp_path / "config.yaml"
+    config.write_text(f"reward: {{reward_kwargs: {{verifiers: {{'own': {__name__}.FailingVerifier}}}}}}\n")
+    rows = [{"response": "x", "ground_truth": "1", "data_source": "own", "id": i} for i in range(5)]
+    source, output = write(tmp_path / "rows.jsonl", rows), tmp_path / "graded.jsonl"
+    assert grade(source, output, "--config", str(config)) == 1
+    assert "rows.jsonl:3: ConnectionError('no server')" in capsys.readouterr().err
+    assert [row["id"] for row in read(output)] == [0, 1]
+    write(source, [row | {"id": row["id"] + 10 if row["id"] == 2 else row["id"]} for row in rows])
+    assert grade(source, output, "--config", str(config)) == 0
+    assert [row["id"] for row in read(output)] == [0, 1, 12, 3, 4]
 
 
 @pytest.mark.parametrize("row", [{"ground_truth": "1"}, {"response": "x"}, {"response": 3, "ground_truth": "1"}])

@@ -295,6 +295,19 @@ def test_share_of_credit_becomes_a_reward_between(make_manager):
     assert (reward, info["acc"], info["verdict"], info["method"]) == (0.0, 0.5, "partial", "broken: startend:quotation")
 
 
+def test_a_share_of_a_right_answer_earns_no_tool_bonus(make_manager):
+    manager = make_manager(
+        verifiers={"ifeval": {"path": "verl_ext.reward.verifiers.ifeval.IfevalVerifier", "all_or_nothing": False}},
+        tool_bonus=True,
+    )
+    constraints = [{"id": "punctuation:no_comma"}, {"id": "startend:quotation"}]
+    row = {"reward_model": {"ground_truth": json.dumps({"constraints": constraints})}, "data_source": "ifeval"}
+    reward, info = score(manager, "no comma", extra_fields={"tool_calls": 3}, **row)
+    assert (reward, info["acc"], info["reward_tool_bonus"]) == (0.0, 0.5, 0.0)
+    reward, info = score(manager, "a, comma", extra_fields={"tool_calls": 3}, **row)
+    assert (reward, info["acc"], info["reward_tool_bonus"]) == (pytest.approx(-0.7), 0.0, pytest.approx(0.3))
+
+
 def test_random_reward_keeps_the_rate_and_forgets_the_answer(make_manager):
     manager = make_manager(random_reward_p=0.3)
     drawn = {"42": [], "41": []}
@@ -306,6 +319,15 @@ def test_random_reward_keeps_the_rate_and_forgets_the_answer(make_manager):
             seen.append(info["train_acc"])
     for seen in drawn.values():
         assert np.mean(seen) == pytest.approx(0.3, abs=0.1)  # 200 draws: standard deviation 0.03
+
+
+@pytest.mark.parametrize("place", ["index", "global_steps", "session_id"])
+def test_random_reward_of_an_equal_response_differs_at_another_place(make_manager, place):
+    """The same answer to a problem is not rewarded as such: not at the next step, nor in another sample."""
+    manager = make_manager(random_reward_p=0.5)
+    fixed = {"index": 7, "global_steps": 3, "session_id": 0}
+    draws = [score(manager, r"\boxed{42}", **(fixed | {place: number}))[0] for number in range(40)]
+    assert set(draws) == {1.0, -1.0}
 
 
 def test_random_reward_is_repeatable_and_depends_on_the_seed(make_manager):

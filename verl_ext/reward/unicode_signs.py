@@ -1,0 +1,133 @@
+"""Unicode signs of mathematics as LaTeX: 3√13, ½π, x⩾2, ℝ∖{0}, and dashes and spaces that only look different.
+
+Text in, text out, nothing is judged. Called first by normalisation.py, which knows LaTeX only.
+"""
+
+import re
+import unicodedata
+
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_VULGAR = {  # ½ -> (1, 2); not ⅟, which has no denominator
+    chr(code): tuple(map(int, parts))
+    for code in (0xBC, 0xBD, 0xBE, *range(0x2150, 0x215F), 0x2189)
+    if all(parts := unicodedata.normalize("NFKC", chr(code)).split("\u2044"))
+}
+# A fraction sign or a fraction of raised and lowered digits, with the whole number before it: 3½, 1²⁄₃. Digits after a
+# point, a comma or a power are no whole number of it.
+_FRACTION = re.compile(
+    r"(?:(?<![\d.,^_])(?P<whole>\d{1,18})[ \u00a0\u2009\u202f\u2064]?)?"
+    rf"(?:(?P<sign>[{''.join(_VULGAR)}])|(?P<top>[⁰¹²³⁴⁵⁶⁷⁸⁹]{{1,18}})[⁄∕/](?P<bottom>[₀₁₂₃₄₅₆₇₈₉]{{1,18}}))"
+)
+_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+_ROOT = re.compile("[√∛∜]")
+_RADICAND = re.compile(
+    r"\s*(?P<one>\d+(?:\.\d+)?|[^\W\d_]|\\frac\{\d+\}\{\d+\}|\\sqrt(?:\[\d\])?\{[^{}]*\}|\\[a-zA-Z]+(?=[ ]))|\s*(?=\()"
+)
+MAX_ROOTS = 50  # more are left as they are: each costs a look for its closing bracket
+
+_LETTERS = {  # as LaTeX has them; the other capitals are Latin letters there
+    chr(code): "\\" + (name.lower() if code >= 0x3B1 else name.capitalize()) + " "
+    for code in range(0x391, 0x3CA)
+    if (name := unicodedata.name(chr(code), "").split(" ")[-1].replace("LAMDA", "LAMBDA")) not in ("OMICRON", "")
+    and (code >= 0x3B1 or name in "GAMMA DELTA THETA LAMBDA XI PI SIGMA UPSILON PHI PSI OMEGA".split())
+}
+_SIGNS = {
+    "-": "‐‑‒–—―−﹘﹣－➖",
+    " ": "\u2028\u2029\u2061\u2064",
+    ",": "\u2063、",
+    ".": "。",
+    ":": "∶",
+    "'": "′’",
+    "/": "÷∕⁄",
+    "(": "⟨〈❨",
+    ")": "⟩〉❩",
+    "[": "【〔❲",
+    "]": "】〕❳",
+    "|": "∣❘",
+    r"\times ": "×✕✖",
+    r"\cdot ": "·⋅∙•∗⁎\u2062",
+    r"\pm ": "±",
+    r"\mp ": "∓",
+    r"\ge ": "≥⩾≧⪖≮",
+    r"\le ": "≤⩽≦⪕≯",
+    r"\ne ": "≠",
+    r"\approx ": "≈",
+    r"\equiv ": "≡",
+    r"\sim ": "∼",
+    r"\infty ": "∞",
+    r"\cup ": "∪⋃",
+    r"\cap ": "∩⋂",
+    r"\setminus ": "∖⧵",
+    r"\emptyset ": "∅⌀",
+    r"\in ": "∈",
+    r"\notin ": "∉",
+    r"\subset ": "⊂",
+    r"\subseteq ": "⊆",
+    r"^\circ ": "°˚",
+    r"\angle ": "∠",
+    r"\triangle ": "△",
+    r"\perp ": "⊥",
+    r"\parallel ": "∥",
+    r"\to ": "→⟶",
+    r"\neg ": "¬",
+    r"\sum ": "∑",
+    r"\prod ": "∏",
+    r"\int ": "∫",
+    r"\partial ": "∂",
+    r"\lfloor ": "⌊",
+    r"\rfloor ": "⌋",
+    r"\lceil ": "⌈",
+    r"\rceil ": "⌉",
+    r"\$": "€£¥₹",
+    r"\text{ cents}": "¢",
+    "^n": "ⁿ",
+} | {rf"\mathbb{{{unicodedata.normalize('NFKC', letter)}}} ": letter for letter in "ℝℤℕℚℂ"}
+_TRANSLATION = str.maketrans({sign: latex for latex, signs in _SIGNS.items() for sign in signs} | _LETTERS)
+
+
+def to_latex(text: str) -> str:
+    """`text` with Unicode's signs written as LaTeX; the rest is folded as NFKC does (fullwidth digits, 𝑥).
+
+    `3½` is a mixed number, as 3 1/2 is: `\\frac{7}{2}`. A root reaches over the number, letter or bracket after it.
+    """
+    if text.isascii():
+        return text
+    text = _FRACTION.sub(_write_fraction, text)
+    text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda m: "^{" + m[0].translate(_SUPERSCRIPTS) + "}", text)
+    text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_SUBSCRIPTS) + "}", text)
+    # NFKC would make ℝ the letter R: signs first. It composes some (= and a stroke is ≠): signs again.
+    text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).translate(_TRANSLATION)
+    text = _write_roots(text)
+    return "".join(char for char in text if unicodedata.category(char) != "Cf")  # zero-width and soft ones
+
+
+def _write_fraction(match: re.Match[str]) -> str:
+    if match["sign"]:
+        top, bottom = _VULGAR[match["sign"]]
+    else:
+        top, bottom = int(match["top"].translate(_SUPERSCRIPTS)), int(match["bottom"].translate(_SUBSCRIPTS))
+    return rf"\frac{{{int(match['whole'] or 0) * bottom + top}}}{{{bottom}}}"
+
+
+def _write_roots(text: str) -> str:
+    """`√13` as `\\sqrt{13}`, from the right, so that the inner root of `√√16` is written first."""
+    signs = list(_ROOT.finditer(text))
+    for sign in reversed(signs[:MAX_ROOTS]):
+        after = _RADICAND.match(text, sign.end())
+        length = _bracket_length(text[after.end() :]) if after and not after["one"] else 0
+        if after and (after["one"] or length):
+            end = after.end() + length
+            radicand = after["one"] or text[after.end() + 1 : end - 1]
+            text = f"{text[: sign.start()]}{_ROOTS[sign[0]]}{{{radicand}}}{text[end:]}"
+    return _ROOT.sub(lambda m: _ROOTS[m[0]] + " ", text)
+
+
+def _bracket_length(text: str) -> int:
+    """Characters up to the bracket that closes the first one; 0 where it stays open."""
+    depth = 0
+    for index, char in enumerate(text):
+        depth += (char == "(") - (char == ")")
+        if depth == 0:
+            return index + 1
+    return 0
