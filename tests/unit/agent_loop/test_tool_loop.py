@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import math
 import pickle
 import sys
 from types import SimpleNamespace
@@ -457,6 +458,21 @@ def test_log_probs_that_do_not_fit_the_tokens_raise(roll_out, tokenizer, answer,
     monkeypatch.setattr(TokenOutput, "__init__", lambda self, **kw: real(self, **kw | {"log_probs": [-0.1]}))
     with pytest.raises(ValueError, match=f"1 log-probs for {len(answer)} tokens"):
         roll_out(tokenizer, [answer])
+
+
+@pytest.mark.parametrize("asked", [True, 0])
+@pytest.mark.parametrize("stop_reason", ["completed", "aborted"])
+@pytest.mark.parametrize("sent", [None, math.nan])
+def test_a_server_that_sends_no_log_probs_when_asked_raises(
+    roll_out, tokenizer, answer, monkeypatch, asked, stop_reason, sent
+):
+    """Zeros in their place would say that the policy had been certain of every token."""
+    from verl.workers.rollout.replica import TokenOutput
+
+    real, log_probs = TokenOutput.__init__, sent and [sent] * len(answer)
+    monkeypatch.setattr(TokenOutput, "__init__", lambda self, **kw: real(self, **kw | {"log_probs": log_probs}))
+    with pytest.raises(ValueError, match="sent 0 log-probs for" if sent is None else "no finite numbers, such as nan"):
+        roll_out(tokenizer, [(answer, stop_reason, {})], logprobs=asked)
 
 
 RESULTS = st.one_of(
