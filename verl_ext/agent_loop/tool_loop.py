@@ -24,6 +24,7 @@ from verl_ext.agent_loop.hermes_protocol import HermesProtocol
 from verl_ext.agent_loop.log_probs import check_log_probs_are_sent, checked_log_probs, wants_log_probs
 from verl_ext.agent_loop.protocol import Call, MalformedCall, SegmentEncoder, cut_output
 from verl_ext.agent_loop.protocols import make_protocol
+from verl_ext.agent_loop.seeds import seed_of
 from verl_ext.agent_loop.tool_use import ToolUse
 from verl_ext.agent_loop.toolbox import Toolbox
 from verl_ext.agent_loop.trajectory_log import check_trajectory_log
@@ -125,6 +126,7 @@ class RetoolAgentLoop(AgentLoopBase):
         self._prompts: LRUCache = LRUCache(maxsize=1024)  # uid -> task; the samples of a group share their prompt
         self._stop_params = self._make_stop_params()
         self._seeds = {"data": self.data_config.get("seed"), "rollout": self.rollout_config.get("seed")}
+        self._is_repeatable = settings.get("repeatable", False)
 
     def _make_stop_params(self) -> dict[str, Any]:
         if self.protocol.stop is None:
@@ -157,6 +159,9 @@ class RetoolAgentLoop(AgentLoopBase):
         request_id = uuid4().hex
         finish_reason = None
         while finish_reason is None:
+            if self._is_repeatable:  # each turn of its own: neither order nor batch of the requests matters
+                turn = len(rollout.spans)
+                params["seed"] = seed_of(self._seeds["rollout"], kwargs["uid"], kwargs["session_id"], turn)
             text, ended, aborted = await self._model_turn(rollout, prompt_ids, params, request_id, priority)
             calls = [] if aborted else self.protocol.parse(text, schemas, ended=ended)
             if calls:
