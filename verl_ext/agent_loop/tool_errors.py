@@ -41,6 +41,9 @@ _BAD_ADDRESSES = (
 )
 
 
+_OF_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
+
+
 class ToolError(ValueError):
     """Raised by a tool: the arguments of the call are bad. The message is written for the model, which reads it."""
 
@@ -78,8 +81,8 @@ def _fault_of_request(error: Exception, arguments: Mapping[str, Any]) -> str:
 
 
 def _is_of_file(error: OSError) -> bool:
-    """Whether the error is about a file, by its name; where a connection fails, also by a Unix socket, it has none."""
-    return error.filename is not None and not isinstance(error, ConnectionError | TimeoutError)
+    """Whether the error is about a file: by its class, or by a file name, which no error of a connection has."""
+    return isinstance(error, _OF_FILES) or (error.filename is not None and not isinstance(error, ConnectionError))
 
 
 def _fault_of_file(error: OSError, arguments: Mapping[str, Any]) -> str:
@@ -87,8 +90,7 @@ def _fault_of_file(error: OSError, arguments: Mapping[str, Any]) -> str:
     names = {os.path.basename(file), os.path.splitext(os.path.basename(file))[0]} - {""}
     if names & {os.path.basename(os.path.normpath(text)) for text in _texts(arguments) if text}:
         return MODEL
-    own = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
-    return TOOL if isinstance(error, own) else INFRASTRUCTURE  # a full disk, too many open files
+    return TOOL if isinstance(error, _OF_FILES) else INFRASTRUCTURE  # of the rest: a full disk, too many open files
 
 
 def _texts(value: Any) -> Iterator[str]:

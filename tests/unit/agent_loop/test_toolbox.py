@@ -51,6 +51,13 @@ def base_tool(fn):
     return LookUp({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))
 
 
+def fails(error):
+    def fn(what):
+        raise error
+
+    return fn
+
+
 @pytest.fixture
 def call(roll_out, tokenizer, monkeypatch):
     """Roll out one call of a tool that runs `fn`; returns the rollout's fields, its text, and the calls of `fn`."""
@@ -73,13 +80,6 @@ def call(roll_out, tokenizer, monkeypatch):
     return call
 
 
-def fails(error):
-    def fn(what):
-        raise error
-
-    return fn
-
-
 @pytest.mark.parametrize("make", [function_tool, base_tool])
 def test_the_error_that_a_tool_declares_is_told_to_the_model(call, make):
     fields, text, calls = call(fails(ToolError("there is no city 'Atlantis'")), make=make)
@@ -100,9 +100,23 @@ def test_the_error_that_a_tool_declares_is_told_to_the_model(call, make):
         lambda what: int("twelve"),
         lambda what: what.answer,
         lambda what: open("/no/such/folder/of/the/tool.json"),
+        fails(FileNotFoundError("no data")),
+        fails(PermissionError(errno.EACCES, "Permission denied", "/etc/shadow")),
         lambda what: None,
     ],
-    ids=["KeyError", "TypeError", "JSON", "IndexError", "division", "ValueError", "AttributeError", "own file", "None"],
+    ids=[
+        "KeyError",
+        "TypeError",
+        "JSON",
+        "IndexError",
+        "division",
+        "ValueError",
+        "AttributeError",
+        "own file",
+        "no file",
+        "no right",
+        "None",
+    ],
 )
 def test_any_other_exception_is_a_bug_and_raised_with_the_tools_name(call, make, bug):
     with pytest.raises(Exception, match="look_up"):
@@ -118,7 +132,6 @@ def test_any_other_exception_is_a_bug_and_raised_with_the_tools_name(call, make,
         socket.gaierror(-2, "Name or service not known"),
         ssl.SSLError("handshake"),
         OSError(errno.ENETUNREACH, "Network is unreachable"),
-        FileNotFoundError(errno.ENOENT, "No such file or directory"),  # connect() to a Unix socket that is gone
         OSError(errno.EMFILE, "Too many open files", "/etc/hosts"),
         http.client.RemoteDisconnected("closed"),
         aiohttp.ServerDisconnectedError(),
