@@ -153,7 +153,7 @@ def test_a_cut_counts_the_tokens_that_the_text_then_has(tokenizer):
     [
         ("<code>print(1)", ["unclosed_tag"]),
         ("It is \\boxed{2}. I check: <code>print(1)", ["unclosed_tag"]),  # the answer came before the call
-        ("<code>1<code>print(1)", ["unclosed_tag"]),
+        ("<code>1 is \\boxed{1}, no: <code>print(1)", ["unclosed_tag"]),  # the last call counts
         ("<code>print(1)\nNo: it is \\boxed{2}", []),  # the call was given up for an answer
         ("It is \\boxed{2}.", []),
     ],
