@@ -1,7 +1,7 @@
 """The log-probs that training takes from the rollout server: a probability that is not known must never stand for one.
 
 Where verl asks for none, its trainer either fails for want of them (`bypass_mode`) or leaves its correction out in
-silence (`rollout_is`, `rollout_rs`): trainer/ppo/v1/trainer_base.py:1641 and 1763, 0.9.1.
+silence (`rollout_is`, `rollout_rs`): trainer/ppo/v1/trainer_base.py:1641 and 1768, 0.9.1.
 """
 
 import math
