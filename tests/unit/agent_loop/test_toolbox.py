@@ -123,7 +123,6 @@ def test_any_other_exception_is_a_bug_and_raised_with_the_tools_name(call, make,
         call(bug, make=make)
 
 
-@pytest.mark.parametrize("make", [function_tool, base_tool])
 @pytest.mark.parametrize(
     "error",
     [
@@ -143,8 +142,8 @@ def test_any_other_exception_is_a_bug_and_raised_with_the_tools_name(call, make,
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_of_a_connection_is_tried_again_and_then_marks_the_sample(call, make, error):
-    fields, text, calls = call(fails(error), make=make)
+def test_an_error_of_a_connection_is_tried_again_and_then_marks_the_sample(call, error):
+    fields, text, calls = call(fails(error))
     assert fields["finish_reason"] == "sandbox_failure" and fields["tool_use"]["errors"] == {}
     assert len(calls) == toolbox.TOOL_ATTEMPTS and "<|im_start|>tool" not in text
 
