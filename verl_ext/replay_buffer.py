@@ -214,7 +214,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         """Look at the groups that ended since the last look."""
         raised = self.failure_keys[partition_id]  # a loop of the group raised: nothing of it is used
         ended = (self.finished_keys[partition_id] | raised) - self._groups.keys()
-        rows: dict[str, list[tuple[str, dict]]] = {uid: [] for uid in ended}
+        rows: dict[str, list[tuple[str, dict]]] = {uid: [] for uid in sorted(ended)}
         keys = [key for key in self.partitions[partition_id] if key.split("_")[0] in ended - raised]
         if keys:
             data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["extra_fields"])

@@ -11,19 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from verl_ext.agent_loop.call_json import loads, short, what_is_wrong
 from verl_ext.agent_loop.protocol import CODE_TOOL, Call, ChatReply, MalformedCall, strip_fence
 
 CALL_START, CALL_STOP = "<tool_call>", "</tool_call>"
 
 _INVALID_ESCAPE = re.compile(r'(\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})|\\')
-_JSON_TYPES = {
-    "string": str,
-    "number": (int, float),
-    "integer": int,
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-}
 
 
 class HermesProtocol:
@@ -109,8 +102,8 @@ class HermesProtocol:
         form = 'expected {"name": <tool>, "arguments": {...}}'
         repaired = False
         try:
-            call = json.loads(body)
-        except (ValueError, RecursionError) as error:  # also: a number of 5000 digits, a thousand brackets
+            call = loads(body)
+        except ValueError as error:
             call, repaired = self._repair(body), True
             if call is None:
                 raise MalformedCall(
@@ -119,20 +112,15 @@ class HermesProtocol:
                     "and a backslash as \\\\",
                 ) from None
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise MalformedCall("bad_json", f"{form}, got {_short(call)}")
+            raise MalformedCall("bad_json", f"{form}, got {short(call)}")
         name, arguments = call["name"], call.get("arguments")
         if name not in tools:
-            raise MalformedCall("unknown_tool", f"unknown tool {_short(name)}; there is {', '.join(sorted(tools))}")
+            raise MalformedCall("unknown_tool", f"unknown tool {short(name)}; there is {', '.join(sorted(tools))}")
         if not isinstance(arguments, dict):
-            raise MalformedCall("missing_argument", f"{form}, got arguments {_short(arguments)}")
+            raise MalformedCall("missing_argument", f"{form}, got arguments {short(arguments)}")
         parameters = tools[name]["function"].get("parameters") or {}
-        for argument in parameters.get("required") or []:
-            if argument not in arguments:
-                raise MalformedCall("missing_argument", f"{name} needs the argument {argument!r}")
-        for argument, value in arguments.items():
-            kind = (parameters.get("properties") or {}).get(argument, {}).get("type")
-            if not _has_type(value, kind):
-                raise MalformedCall("missing_argument", f"{name}: {argument!r} must be {kind}, got {_short(value)}")
+        if wrong := what_is_wrong(arguments, parameters, name):
+            raise MalformedCall(*wrong)
         if name == CODE_TOOL:
             if not isinstance(arguments.get("code"), str):
                 raise MalformedCall("missing_argument", f"{name} needs the argument 'code', a string")
@@ -146,22 +134,10 @@ class HermesProtocol:
         if not self._repair_json or CALL_START in body:  # then an earlier call was left open
             return None
         try:
-            return json.loads(_INVALID_ESCAPE.sub(lambda match: match.group(1) or r"\\", body), strict=False)
-        except (ValueError, RecursionError):
+            return loads(_INVALID_ESCAPE.sub(lambda match: match.group(1) or r"\\", body), strict=False)
+        except ValueError:
             return None
 
 
 def _unclosed() -> MalformedCall:
     return MalformedCall("unclosed_tag", f"{CALL_START} without {CALL_STOP}; nothing was run")
-
-
-def _has_type(value: Any, kind: Any) -> bool:
-    kinds = [_JSON_TYPES[name] for name in ([kind] if isinstance(kind, str) else kind or []) if name in _JSON_TYPES]
-    if isinstance(value, bool):  # Python counts it as an int
-        return not kinds or bool in kinds
-    return not kinds or any(isinstance(value, each) for each in kinds)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 80 else f"{text[:77]}..."

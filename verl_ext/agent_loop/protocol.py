@@ -31,7 +31,7 @@ CODE_SCHEMA = {  # as in the published run, verl-recipe@48ea0a7 retool/sandbox_f
 MALFORMED_KINDS = (
     "bad_json",  # no JSON, or none of the form {"name": ..., "arguments": {...}}
     "unknown_tool",
-    "missing_argument",  # or one of another type than the schema says
+    "missing_argument",  # or one of another type, or with another value, than the schema says
     "unclosed_tag",
     "unopened_tag",
     "empty_code",

@@ -21,8 +21,10 @@ from cachetools import LRUCache
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, ToolListWrap
 
 from verl_ext.agent_loop.hermes_protocol import HermesProtocol
+from verl_ext.agent_loop.log_probs import check_log_probs_are_sent, checked_log_probs, wants_log_probs
 from verl_ext.agent_loop.protocol import Call, MalformedCall, SegmentEncoder, cut_output
 from verl_ext.agent_loop.protocols import make_protocol
+from verl_ext.agent_loop.seeds import seed_of
 from verl_ext.agent_loop.tool_use import ToolUse
 from verl_ext.agent_loop.toolbox import Toolbox
 from verl_ext.agent_loop.trajectory_log import check_trajectory_log
@@ -89,7 +91,8 @@ class RetoolAgentLoop(AgentLoopBase):
             gives its schema; code always runs by `retool.sandbox`.
         protocol: "code" or "hermes"; None takes `retool.protocol`.
     Raises:
-        ValueError: an unknown protocol, or trajectories are to be logged and nothing would write them.
+        ValueError: an unknown protocol, trajectories are to be logged and nothing would write them, or the trainer
+            needs log-probs that no server is asked for.
     """
 
     shared = True  # `run` keeps what belongs to a sample to itself: LeanAgentLoopWorker takes one instance for all
@@ -97,6 +100,7 @@ class RetoolAgentLoop(AgentLoopBase):
     def __init__(self, *args: Any, tools: ToolListWrap | None = None, protocol: str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         check_trajectory_log(self.config)
+        check_log_probs_are_sent(self.config)
         settings = self.config.retool
         self.max_tool_calls = settings.max_tool_calls
         self.run_last_code = settings.run_last_code
@@ -122,6 +126,7 @@ class RetoolAgentLoop(AgentLoopBase):
         self._prompts: LRUCache = LRUCache(maxsize=1024)  # uid -> task; the samples of a group share their prompt
         self._stop_params = self._make_stop_params()
         self._seeds = {"data": self.data_config.get("seed"), "rollout": self.rollout_config.get("seed")}
+        self._is_repeatable = settings.get("repeatable", False)
 
     def _make_stop_params(self) -> dict[str, Any]:
         if self.protocol.stop is None:
@@ -154,6 +159,9 @@ class RetoolAgentLoop(AgentLoopBase):
         request_id = uuid4().hex
         finish_reason = None
         while finish_reason is None:
+            if self._is_repeatable:  # each turn of its own: neither order nor batch of the requests matters
+                turn = len(rollout.spans)
+                params["seed"] = seed_of(self._seeds["rollout"], kwargs["uid"], kwargs["session_id"], turn)
             text, ended, aborted = await self._model_turn(rollout, prompt_ids, params, request_id, priority)
             calls = [] if aborted else self.protocol.parse(text, schemas, ended=ended)
             if calls:
@@ -193,9 +201,7 @@ class RetoolAgentLoop(AgentLoopBase):
         rollout.versions = {**output.extra_fields, "min_global_steps": first_version}
 
         ids = list(output.token_ids)
-        log_probs = list(output.log_probs or []) if params.get("logprobs") else [0.0] * len(ids)
-        if len(log_probs) != len(ids):
-            raise ValueError(f"The server sent {len(log_probs)} log-probs for {len(ids)} tokens.")
+        log_probs = checked_log_probs(output.log_probs, ids) if wants_log_probs(params) else [0.0] * len(ids)
         aborted = output.stop_reason in _FAILED_STOPS
         text = self.tokenizer.decode(ids)
         if not aborted and (kept := self._length_up_to_stop(ids, text)) < len(ids):
@@ -347,7 +353,7 @@ class RetoolAgentLoop(AgentLoopBase):
             prompt_ids=prompt_ids,
             response_ids=rollout.ids,
             response_mask=rollout.mask,
-            response_logprobs=rollout.log_probs if sampling_params.get("logprobs") else None,
+            response_logprobs=rollout.log_probs if wants_log_probs(sampling_params) else None,
             multi_modal_data={},
             # user, model turns, tool turns
             num_turns=1 + len(rollout.spans) + sum(end < length for _, end in rollout.spans),

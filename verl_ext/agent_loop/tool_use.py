@@ -24,6 +24,7 @@ FINISH_REASONS = (
     "verifier_unknown",
     "aborted",
 )
+TIME_METRICS = {"tool/time_share", "tool/seconds", "tool/queue_s", "tool/run_s"}  # of `tool_metrics`, from a clock
 # verl's MetricsAggregator takes the largest instead of the mean of what has "max" in its name.
 _METRIC_NAMES = {"max_turns": "turn_limit", "max_tokens": "token_limit"}
 _EXCEPTION = re.compile(r"\A[A-Za-z_][\w.]*")

@@ -1,22 +1,32 @@
 """What runs a call: the sandbox for code, verl's tool interface for the further tools of a tool YAML."""
 
+import asyncio
+import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
+from verl.tools.schemas import ToolResponse
 
 from verl_ext.agent_loop.protocol import CODE_SCHEMA, CODE_TOOL, Call, format_output
+from verl_ext.agent_loop.tool_errors import MODEL, TOOL, ToolError, ToolUnavailable, who_is_at_fault
 from verl_ext.agent_loop.tool_use import error_kind
 from verl_ext.sandbox.shared import shared_client
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+TOOL_ATTEMPTS = 3  # calls of a tool whose backend does not answer, the first included
+TOOL_BACKOFF_S = 0.5  # pause before the second call; doubles
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a tool said. `failure` is why the world, not the model, kept it from saying anything."""
+    """What a tool said. `failure` is why the infrastructure, not the model, kept it from saying anything."""
 
     output: str
     error: str | None = None  # kind of error; None where the call ended well
@@ -87,27 +97,63 @@ class Toolbox:
         )
 
     async def _run_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> Outcome:
-        """A tool of the tool YAML. What it cannot do with its arguments is the model's error, a connection the world's.
+        """A tool of the tool YAML; tool_errors.py says whose error an exception is.
 
-        Any other exception is a bug of the tool, and raised.
+        Raises:
+            Exception: a bug of the tool, with a note that names it.
         """
-        tool, started = self._tools[call.tool], time.perf_counter()
-        try:
-            if isinstance(tool, FunctionTool):
-                response, reward, _ = normalize_function_tool_return(await tool.call(call.arguments))
-            else:
-                settings = tools_kwargs.get(call.tool) or {}
-                instance, _ = await tool.create(create_kwargs=settings.get("create_kwargs") or {})
-                try:
-                    response, reward, _ = await tool.execute(instance, call.arguments)
-                finally:
-                    await tool.release(instance)
-        except (ValueError, TypeError, ArithmeticError, LookupError) as error:
-            kind = type(error).__name__
-            return Outcome(f"{kind}: {error}", error=kind, run_s=time.perf_counter() - started)
-        except (OSError, aiohttp.ClientError) as error:
-            return Outcome("", failure=f"{call.tool}: {error!r}")
+        known = (self.schemas[call.tool]["function"].get("parameters") or {}).get("properties") or {}
+        if unknown := sorted(call.arguments.keys() - known.keys()):
+            told = f"{call.tool} has no argument {unknown[0]!r}; it has {', '.join(known) or 'none'}"
+            return Outcome(f"ToolError: {told}", error="ToolError")
+        started, attempt = time.perf_counter(), 0
+        while True:
+            attempt += 1
+            try:
+                response, reward = await self._call_tool(call, tools_kwargs)
+                break
+            except Exception as error:  # of whatever a tool's author wrote; a bug is raised again
+                fault = who_is_at_fault(error, call.arguments)
+                if fault == TOOL:
+                    error.add_note(
+                        f"Raised by the tool {call.tool!r} for the arguments {call.arguments!r:.200}. Correct it: "
+                        "where the arguments are at fault it must raise verl_ext.agent_loop.tool_errors.ToolError, "
+                        "where its backend is down ToolUnavailable."
+                    )
+                    raise
+                if fault == MODEL:
+                    kind = "ToolError" if isinstance(error, ToolError) else type(error).__name__
+                    seconds = time.perf_counter() - started
+                    return Outcome(f"{kind}: {error}", error=kind, run_s=seconds, attempts=attempt)
+                if isinstance(error, ToolUnavailable) or attempt == TOOL_ATTEMPTS:
+                    return Outcome("", failure=f"{call.tool}: {error!r}", attempts=attempt)
+                logger.info("%s failed, and is called again: %r", call.tool, error)
+            await asyncio.sleep(TOOL_BACKOFF_S * 2 ** (attempt - 1))
+        text = format_output(response.text, "")
+        return Outcome(text, run_s=time.perf_counter() - started, reward=reward, attempts=attempt)
+
+    async def _call_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> tuple[ToolResponse, float | None]:
+        """What the tool says, and its reward.
+
+        Raises:
+            TypeError: the tool answered with None, or without text: what its backend said is lost.
+            NotImplementedError: it answered with an image or a video.
+        """
+        tool = self._tools[call.tool]
+        if isinstance(tool, FunctionTool):
+            said = await tool.call(call.arguments)
+            if said is None or (isinstance(said, tuple) and said[:1] == (None,)):  # verl would show the text "None"
+                raise TypeError(f"The tool {call.tool!r} returned {said!r}; expected text.")
+            response, reward, _ = normalize_function_tool_return(said)
+        else:
+            settings = tools_kwargs.get(call.tool) or {}
+            instance, _ = await tool.create(create_kwargs=settings.get("create_kwargs") or {})
+            try:
+                response, reward, _ = await tool.execute(instance, call.arguments)
+            finally:
+                await tool.release(instance)
         if response.image or response.video:
             raise NotImplementedError(f"Tool {call.tool} answered with an image or a video; only text is supported.")
-        text = format_output(response.text or "", "")
-        return Outcome(text, run_s=time.perf_counter() - started, reward=reward)
+        if response.text is None:
+            raise TypeError(f"The tool {call.tool!r} answered without text; expected some, or an empty string.")
+        return response, reward

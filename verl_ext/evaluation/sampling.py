@@ -6,7 +6,6 @@ start. Everything here runs in one event loop.
 
 import asyncio
 import functools
-import hashlib
 import logging
 import sys
 import time
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.tools.tool_registry import load_all_tools
 
+from verl_ext.agent_loop.seeds import seed_of
 from verl_ext.agent_loop.tool_loop import RetoolAgentLoop
 from verl_ext.data.rows import DataError, progress_bar
 from verl_ext.evaluation.figures import NUMBERS, TEXTS
@@ -53,7 +53,7 @@ class Task:
 
 def make_tasks(rows: Sequence[dict[str, Any]], n: int, seed: int) -> list[Task]:
     """First one sample of every problem, then the second, ...: so that what is there early is of all problems."""
-    return [Task(row, number, _sample_seed(seed, row["uid"], number)) for number in range(n) for row in rows]
+    return [Task(row, number, seed_of(seed, row["uid"], number)) for number in range(n) for row in rows]
 
 
 def pending(tasks: Sequence[Task], there: Mapping[str, Mapping[str, Any]]) -> list[Task]:
@@ -214,11 +214,6 @@ class Sampler:
                 f"The last {GIVE_UP_AFTER} samples failed ({', '.join(sorted(set(self._failed_in_a_row)))}): "
                 f"{row.get('error') or 'the sandbox does not answer; the warnings above say more'}"
             )
-
-
-def _sample_seed(seed: int, uid: str, number: int) -> int:
-    digest = hashlib.blake2b(f"{seed}/{uid}/{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1  # a signed 64-bit integer, as servers take it
 
 
 def _row(task: Task, **values: Any) -> dict[str, Any]:

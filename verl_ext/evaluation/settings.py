@@ -17,7 +17,10 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _FINGERPRINT_BYTES = 2**20  # of each end of a file
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
 # Of `retool` and of its sandbox, what no sample depends on.
-_OF_TRAINING = ("trajectory_log", "checkpoints", "adaptive_n", "validation_schedule", "light_validation", "early_stop")
+_OF_TRAINING = (
+    *("trajectory_log", "checkpoints", "repeatable"),
+    *("adaptive_n", "validation_schedule", "light_validation", "early_stop"),
+)
 _ADDRESSES = ("urls", "max_concurrency", "max_calls_per_s", "queue_timeout_s")
 
 

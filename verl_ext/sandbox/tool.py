@@ -12,6 +12,7 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 from verl_ext.agent_loop.protocol import format_output, strip_fence
+from verl_ext.agent_loop.tool_errors import ToolError, ToolUnavailable
 from verl_ext.sandbox.shared import SETTINGS, shared_client
 
 OWN_SETTINGS = {
@@ -22,7 +23,7 @@ OWN_SETTINGS = {
 }
 
 
-class SandboxFailure(RuntimeError):
+class SandboxFailure(ToolUnavailable):
     """The sandbox, not the model's code, failed."""
 
 
@@ -55,13 +56,13 @@ class CodeInterpreter(BaseTool):
         Returns:
             what the model is to see, a reward of 0.0, and `status`, `run_s`, `queue_s` of the call.
         Raises:
-            ValueError: there is no code. Like any exception of a tool, verl's own loop shows it to the model.
+            ToolError: there is no code. Like any exception of a tool, verl's own loop shows it to the model.
             SandboxFailure: after all retries. The rollout's `finish_reason` (in verl's `agent_data.extra_fields`) is
                 then `sandbox_failure`, by which the reward manager and the sampler leave it out.
         """
         code = parameters.get("code")
         if not isinstance(code, str) or not code.strip():
-            raise ValueError(f"{self.name} needs the argument 'code', a string with a program, got {code!r:.80}")
+            raise ToolError(f"{self.name} needs the argument 'code', a string with a program, got {code!r:.80}")
         timeout_s = self.settings["timeout_s"]
         result = await self.client.run(
             strip_fence(code),

@@ -1,7 +1,8 @@
 """Options of an RL run that verl 0.9.1 has no key for, as subclasses of its v1 trainers, and a learning-rate schedule.
 
 `adaptive_n.py`, `validation.py`, `early_stop.py` hold what each option decides, `run_trainer.py` where verl does it,
-`lr_schedule.py` and `wsd_engine.py` the schedule. Their keys: `retool.*` and `optim.*` in configs/qwen2-32b_dapo.yaml.
+`lr_schedule.py` and `wsd_engine.py` the schedule, `repeatable.py` what a repeatable run takes out of chance. Keys:
+`retool.*` and `optim.*` in configs/qwen2-32b_dapo.yaml.
 """
 
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""Where verl's v1 trainers meet the options of `retool.*`: adaptive n, when and how to validate, early stop.
+"""Where verl's v1 trainers meet the options of `retool.*`: adaptive n, validation, early stop, a repeatable run.
 
 With all of them off, every method here is verl's own. Line numbers are of verl 0.9.1, trainer/ppo/v1/trainer_base.py.
 """
@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import NonTensorData, TensorDict
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop import AgentLoopManager
@@ -21,6 +21,7 @@ from verl.utils.dataset.rl_dataset import collate_fn
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveN, AdaptiveSampling
 from verl_ext.trainer.early_stop import EarlyStop, EarlyStopWatch
 from verl_ext.trainer.journal import StepJournal
+from verl_ext.trainer.repeatable import make_repeatable, move_measured
 from verl_ext.trainer.settings import read_settings
 from verl_ext.trainer.validation import (
     LightValidation,
@@ -43,6 +44,9 @@ class RunTrainer(PPOTrainer):
 
     def __init__(self, config: DictConfig):
         super().__init__(config)
+        self._is_repeatable = bool(OmegaConf.select(config, "retool.repeatable"))
+        if self._is_repeatable:
+            make_repeatable(self)
         folder = Path(config.trainer.default_local_dir)
         self._sampling: AdaptiveSampling | None = None
         self._plan: ValidationPlan | None = None
@@ -99,6 +103,8 @@ class RunTrainer(PPOTrainer):
         batch = super().step(metrics, timing_raw)
         if self._sampling:
             metrics.update(self._sampling.end_step(self.global_steps))
+        if self._is_repeatable:
+            move_measured(metrics)
         return batch
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:

@@ -131,15 +131,86 @@ def test_a_good_call(parse, text, arguments, why):
     assert call.start == len("Thinking. ") and not call.repaired
 
 
+def add(a):
+    return f'{{"name": "add", "arguments": {{"a": {a}, "b": 1}}}}'
+
+
 @pytest.mark.parametrize(
-    "body",
-    ["[" * 3000, '{"name": "code_interpreter", "arguments": {"code": %s}}' % ("1" * 5000)],
-    ids=["nested too deep", "a number of 5000 digits"],
+    ("body", "told"),
+    [
+        ("[" * 3000, "nested more than 64 deep"),
+        *((("[" * depth) + ("]" * depth), "nested more than 64 deep") for depth in (65, 500, 990, 993, 1200)),
+        ('{"a":' * 993 + "1" + "}" * 993, "nested more than 64 deep"),
+        (add("[" * 900 + "]" * 900), "nested more than 64 deep"),
+        ('{"name": "code_interpreter", "arguments": {"code": %s}}' % ("1" * 5000), "an integer has 5000 digits"),
+        (add("1" * 301), "an integer has 301 digits, more than 300"),
+        (add("1e999"), 'the number "1e999" is too large'),
+        (add("NaN"), "NaN is no number of JSON"),
+        (add("-Infinity"), "-Infinity is no number of JSON"),
+        ('{"name": "add", "name": "sin", "arguments": {}}', 'the key "name" is there twice'),
+        (add("1").replace('"b"', '"a"'), 'the key "a" is there twice'),
+    ],
+    ids=lambda value: value[:20] if len(value) > 30 else value,
 )
 @pytest.mark.parametrize("repair_json", [False, True])
-def test_what_pythons_decoder_gives_up_on_is_the_models_error(parse, body, repair_json):
+def test_what_is_no_json_for_others_is_the_models_error(parse, body, told, repair_json):
     (error,) = parse(f"<tool_call>{body}</tool_call>", repair_json=repair_json)
-    assert error.kind == "bad_json" and "the call is not valid JSON" in str(error)
+    assert error.kind == "bad_json" and "the call is not valid JSON" in str(error) and told in str(error)
+
+
+@pytest.mark.parametrize("a", ['"\\ud800"', '{"\\udfff": 1}', '["x\\u0000"]'])
+def test_text_that_no_file_or_program_can_have_is_the_models_error(tokenizer, a):
+    tools = {"add": {"function": {"parameters": {"properties": {"a": {}, "b": {}}}}}}
+    protocol = HermesProtocol(tokenizer, max_parallel_calls=1)
+    (error,) = protocol.parse(f"<tool_call>{add(a)}</tool_call>", tools, ended=True)
+    assert error.kind == "bad_json" and "'a' has a character that no text can have" in str(error)
+
+
+def test_a_value_that_the_schema_does_not_list_is_the_models_error(tokenizer):
+    unit = {"type": "string", "enum": ["m", "ft"]}
+    tools = {"ask": {"function": {"parameters": {"properties": {"unit": unit}, "required": ["unit"]}}}}
+    (error,) = HermesProtocol(tokenizer).parse(call_text("ask", unit="mile"), tools, ended=True)
+    assert error.kind == "missing_argument" and "'unit' must be one of ['m', 'ft'], got \"mile\"" in str(error)
+    (call,) = HermesProtocol(tokenizer).parse(call_text("ask", unit="ft"), tools, ended=True)
+    assert call.arguments == {"unit": "ft"}
+
+
+def test_a_call_may_be_nested_and_long_within_reason(parse):
+    (call,) = parse("<tool_call>" + call_text("add", a=10**299, b=2)[12:])
+    assert call.arguments["a"] == 10**299
+    deep = '{"name": "code_interpreter", "arguments": {"code": "1", "more": %s}}' % ("[" * 62 + "]" * 62)
+    (call,) = parse(f"<tool_call>{deep}</tool_call>")
+    assert call.arguments["code"] == "1"  # runs, whatever else the model adds
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(
+    body=st.one_of(
+        st.text(alphabet='[]{}",:\\u0d8ef1-+.eE NaInfity\n\x00', max_size=60),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+            max_leaves=20,
+        ).map(lambda value: json.dumps({"name": "add", "arguments": {"a": value, "b": value}})),
+    ),
+    repair_json=st.booleans(),
+)
+def test_no_text_of_a_model_raises(tokenizer, body, repair_json):
+    protocol = HermesProtocol(tokenizer, max_parallel_calls=2, repair_json=repair_json)
+    for item in protocol.parse(f"<tool_call>{body}</tool_call>", TOOLS, ended=True):
+        assert isinstance(item, Call | MalformedCall)
+        if isinstance(item, Call):
+            json.dumps(item.arguments, allow_nan=False, ensure_ascii=False).encode()
+
+
+def test_an_unclosed_call_is_no_answer_unless_one_is_boxed_behind_it(parse):
+    for text in (
+        '<tool_call>\n{"name": "add"',
+        'So it is \\boxed{2}. I check: <tool_call>\n{"name": "add"',
+        '<tool_call>{"name" <tool_call>{"name": "add" \\boxed{2}',
+    ):
+        assert [item.kind for item in parse(text)] == ["unclosed_tag"], text
+    assert parse("I would not use <tool_call> here. \\boxed{2}<|im_end|>") == []
 
 
 @pytest.mark.parametrize(
@@ -276,38 +347,6 @@ def test_malformed_calls_are_answered_beside_those_that_ran(roll_out, tokenizer,
     assert output.extra_fields["tool_calls"] == 1
 
 
-@pytest.mark.parametrize(
-    ("error", "reason", "kind"),
-    [
-        (ValueError("b is 0"), "answer", "ValueError"),
-        (ZeroDivisionError("division by zero"), "answer", "ZeroDivisionError"),
-        (ConnectionResetError("gone"), "sandbox_failure", None),
-        (TimeoutError("no answer"), "sandbox_failure", None),
-    ],
-)
-def test_a_tools_error_is_the_models_or_the_worlds(roll_out, tokenizer, turn, error, reason, kind):
-    tool = Add()
-    tool.fail = error
-    output, *_ = roll_out(
-        tokenizer,
-        [turn(call_text("add", a=1, b=0)), turn("\\boxed{2}")],
-        protocol="hermes",
-        tools=[tool],
-        response_length=400,
-    )
-    assert output.extra_fields["finish_reason"] == reason
-    assert output.extra_fields["tool_use"]["errors"] == ({kind: 1} if kind else {})
-    assert (f"{kind}: {error}" in tokenizer.decode(output.response_ids)) == (kind is not None)
-    assert tool.log[-1] == ("release", "instance")
-
-
-def test_a_bug_of_a_tool_is_raised(roll_out, tokenizer, turn):
-    tool = Add()
-    tool.fail = AttributeError("a bug")
-    with pytest.raises(AttributeError, match="a bug"):
-        roll_out(tokenizer, [turn(call_text("add", a=1, b=0))], protocol="hermes", tools=[tool], response_length=400)
-
-
 def test_a_sample_may_select_its_tools(roll_out, tokenizer, turn):
     turns = [turn(call_text(code="1")), turn("\\boxed{2}")]
 
@@ -323,6 +362,68 @@ def test_a_sample_may_select_its_tools(roll_out, tokenizer, turn):
         roll("hermes", ["sin"])
     with pytest.raises(ValueError, match=r"tool_selection names \['add'\].*only the hermes protocol"):
         roll("code", ["add"])
+
+
+TWO_CALLS = call_text(code="print(1)") + call_text(code="print(2)")
+DOWN = RunResult("sandbox_failure", "", "", None, queue_s=0.0, run_s=0.0, attempts=4, message="connection refused")
+WRONG = RunResult("code_error", "", "NameError: x", 1, queue_s=0.0, run_s=0.0, attempts=1, message="")
+
+
+def roll_two(roll_out, tokenizer, turn, results, **settings):
+    turns = [turn(TWO_CALLS), turn("\\boxed{2}")]
+    settings = {"max_parallel_calls": 2, "response_length": 400} | settings
+    output, _, sandbox = roll_out(tokenizer, turns, results, protocol="hermes", **settings)
+    return output, sandbox
+
+
+@pytest.mark.parametrize("results", [["1", DOWN], [DOWN, "2"], [WRONG, DOWN]])
+def test_any_of_parallel_calls_that_the_sandbox_fails_ends_the_rollout(roll_out, tokenizer, turn, results):
+    output, sandbox = roll_two(roll_out, tokenizer, turn, results)
+    assert output.extra_fields["finish_reason"] == "sandbox_failure" and len(sandbox.codes) == 2
+    assert output.extra_fields["tool_use"]["errors"] == {} and output.extra_fields["tool_calls"] == 0
+    assert output.response_ids == turn(TWO_CALLS)
+
+
+@pytest.mark.parametrize(
+    ("results", "said"), [(["1", WRONG], ("1", "NameError: x")), ([WRONG, "2"], ("NameError: x", "2"))]
+)
+def test_the_error_of_one_of_parallel_calls_is_counted_and_shown_in_its_place(roll_out, tokenizer, turn, results, said):
+    output, _ = roll_two(roll_out, tokenizer, turn, results)
+    assert output.extra_fields["tool_use"]["errors"] == {"NameError": 1}
+    assert output.extra_fields["tool_use"]["ok"] == 1 and output.extra_fields["tool_calls"] == 2
+    assert reply(*said) in tokenizer.decode(output.response_ids)
+
+
+def test_parallel_calls_count_each_against_max_tool_calls(roll_out, tokenizer, turn):
+    output, sandbox = roll_two(roll_out, tokenizer, turn, ["1", "2"], max_tool_calls=2)
+    assert output.extra_fields["finish_reason"] == "answer" and sandbox.codes == ["print(1)", "print(2)"]
+
+    output, sandbox = roll_two(roll_out, tokenizer, turn, ["1", "2"], max_tool_calls=1)
+    assert output.extra_fields["finish_reason"] == "max_turns" and sandbox.codes == []
+    assert output.response_ids == turn(TWO_CALLS) and output.extra_fields["tool_calls"] == 0
+
+    output, sandbox = roll_two(roll_out, tokenizer, turn, ["1", "2"], max_tool_calls=1, run_last_code=True)
+    assert output.extra_fields["finish_reason"] == "max_turns" and sandbox.codes == ["print(1)", "print(2)"]
+    assert output.extra_fields["tool_calls"] == 2 and output.response_mask[-1] == 0
+
+    turns = [turn(call_text(code="print(0)")), turn(TWO_CALLS), turn("\\boxed{2}")]
+    settings = {"protocol": "hermes", "max_parallel_calls": 2, "response_length": 400}
+    output, _, sandbox = roll_out(tokenizer, turns, ["0", "1", "2"], max_tool_calls=2, **settings)
+    assert output.extra_fields["finish_reason"] == "max_turns" and sandbox.codes == ["print(0)"]
+    output, _, sandbox = roll_out(tokenizer, turns, ["0", "1", "2"], max_tool_calls=3, **settings)
+    assert output.extra_fields["finish_reason"] == "answer" and len(sandbox.codes) == 3
+
+
+def test_an_unclosed_call_is_answered_to_the_model(roll_out, tokenizer, turn):
+    unclosed = turn('\\boxed{1}, or: <tool_call>\n{"name": "code_interpreter"')
+    output, _, sandbox = roll_out(
+        tokenizer, [unclosed, turn("\\boxed{2}")], protocol="hermes", response_length=400, max_tool_response_tokens=100
+    )
+    told = "FormatError: <tool_call> without </tool_call>; nothing was run"
+    assert output.response_ids[: len(unclosed)] == unclosed and sandbox.codes == []
+    assert reply(told) in tokenizer.decode(output.response_ids)
+    assert output.extra_fields["tool_use"]["malformed"] == {"unclosed_tag": 1}
+    assert output.extra_fields["finish_reason"] == "answer"
 
 
 def test_an_unknown_protocol_is_refused(roll_out, tokenizer):

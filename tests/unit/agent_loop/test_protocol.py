@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ext.agent_loop.code_protocol import CodeProtocol, extract_code
-from verl_ext.agent_loop.protocol import MalformedCall, SegmentEncoder, cut_output, format_output
+from verl_ext.agent_loop.protocol import CODE_SCHEMA, MalformedCall, SegmentEncoder, cut_output, format_output
 
 
 @pytest.mark.parametrize(
@@ -146,3 +146,19 @@ def test_a_cut_counts_the_tokens_that_the_text_then_has(tokenizer):
     cut = cut_output(tokenizer, "<|im_end|>" * 500, 40, encode)
     head, _, tail = cut.partition("\n[... ")
     assert len(encode(head)) == 20 and "characters cut ...]" in tail  # half of the limit: head and tail
+
+
+@pytest.mark.parametrize(
+    ("text", "kinds"),
+    [
+        ("<code>print(1)", ["unclosed_tag"]),
+        ("It is \\boxed{2}. I check: <code>print(1)", ["unclosed_tag"]),  # the answer came before the call
+        ("<code>1 is \\boxed{1}, no: <code>print(1)", ["unclosed_tag"]),  # the last call counts
+        ("<code>print(1)\nNo: it is \\boxed{2}", []),  # the call was given up for an answer
+        ("It is \\boxed{2}.", []),
+    ],
+)
+def test_an_unclosed_call_is_no_answer_unless_one_is_boxed_behind_it(tokenizer, text, kinds):
+    tools = {"code_interpreter": CODE_SCHEMA}
+    assert [call.kind for call in CodeProtocol(tokenizer).parse(text, tools, ended=True)] == kinds
+    assert CodeProtocol(tokenizer).parse(text, tools, ended=False) == []  # cut off by the budget

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import math
 import pickle
 import sys
 from types import SimpleNamespace
@@ -457,6 +458,33 @@ def test_log_probs_that_do_not_fit_the_tokens_raise(roll_out, tokenizer, answer,
     monkeypatch.setattr(TokenOutput, "__init__", lambda self, **kw: real(self, **kw | {"log_probs": [-0.1]}))
     with pytest.raises(ValueError, match=f"1 log-probs for {len(answer)} tokens"):
         roll_out(tokenizer, [answer])
+
+
+@pytest.mark.parametrize("asked", [True, 0])
+@pytest.mark.parametrize("stop_reason", ["completed", "aborted"])
+@pytest.mark.parametrize("sent", [None, math.nan])
+def test_a_server_that_sends_no_log_probs_when_asked_raises(
+    roll_out, tokenizer, answer, monkeypatch, asked, stop_reason, sent
+):
+    """Zeros in their place would say that the policy had been certain of every token."""
+    from verl.workers.rollout.replica import TokenOutput
+
+    real, log_probs = TokenOutput.__init__, sent and [sent] * len(answer)
+    monkeypatch.setattr(TokenOutput, "__init__", lambda self, **kw: real(self, **kw | {"log_probs": log_probs}))
+    with pytest.raises(ValueError, match="sent 0 log-probs for" if sent is None else "no finite numbers, such as nan"):
+        roll_out(tokenizer, [(answer, stop_reason, {})], logprobs=asked)
+
+
+def test_a_repeatable_run_seeds_each_turn_by_its_place(roll_out, tokenizer, encode, answer):
+    def seeds(uid, session, repeatable=True):
+        prompt = {"uid": uid, "session_id": session}
+        _, server, _ = roll_out(tokenizer, [encode(CALL), answer], ["2"], prompt=prompt, repeatable=repeatable)
+        return [call.get("seed") for call in server.calls]
+
+    first = seeds("a", 0)
+    assert seeds("a", 0) == first and all(0 <= seed < 2**63 for seed in first)
+    assert len({*first, *seeds("a", 1), *seeds("b", 0)}) == 6
+    assert seeds("a", 0, repeatable=False) == [None, None]
 
 
 RESULTS = st.one_of(

@@ -1,0 +1,60 @@
+"""Are the metrics of two runs equal, step by step, times aside? For runs with `+repeatable=cpu` (recipe/README.md).
+
+    .venv/bin/python scripts/compare_metrics.py outputs/run_a outputs/run_b
+
+Reads all `metrics*.jsonl` of each folder (or one file), without `timing*` and `perf/*`. Says in which step the runs
+first differ, and in what, and exits with 1 if they do.
+"""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+
+TIMES = ("timing", "perf/")  # beginnings of metrics that a clock or the machine's memory gives
+
+
+def read_run(path: Path) -> dict[int, dict[str, float]]:
+    """Metrics by step, times left out; of a step that was logged twice (resume) what was logged last.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    files = sorted(path.glob("metrics*.jsonl")) if path.is_dir() else [path]
+    steps: dict[int, dict[str, float]] = {}
+    for file in files:
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            kept = {name: value for name, value in record["data"].items() if not name.startswith(TIMES)}
+            steps.setdefault(record["step"], {}).update(kept)
+    if not steps:
+        raise FileNotFoundError(f"{path} has no metrics*.jsonl with a step. Give the folder of a run (OUTPUT_DIR).")
+    return steps
+
+
+def differences(first: dict[int, dict[str, float]], second: dict[int, dict[str, float]]) -> list[str]:
+    """One line for each metric that differs in the first step that does, bit by bit; NaN equals NaN."""
+    for step in sorted(first.keys() | second.keys()):
+        a, b = first.get(step, {}), second.get(step, {})
+        names = sorted(name for name in a.keys() | b.keys() if not _is_equal(a.get(name), b.get(name)))
+        if names:
+            return [f"step {step} | {name}: {a.get(name)!r} | {b.get(name)!r}" for name in names]
+    return []
+
+
+def _is_equal(a: object, b: object) -> bool:
+    return a == b or (isinstance(a, float) and isinstance(b, float) and math.isnan(a) and math.isnan(b))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="folder of a run, or its metrics file")
+    runs = [read_run(path) for path in parser.parse_args().runs]
+    found = differences(*runs)
+    print("\n".join(found) if found else f"equal: {len(runs[0])} steps, {sum(map(len, runs[0].values()))} values")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,83 @@
+"""`+repeatable=cpu`: two runs of the real stack with one seed have equal metrics, and another seed has others."""
+
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.e2e.conftest import REPO, launch, run_to_end
+from verl_ext.sandbox.launch import running_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+OVERRIDES = (
+    "+repeatable=cpu",
+    "trainer.save_freq=-1",
+    "trainer.test_freq=3",
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=4",
+    "++reward.reward_kwargs.random_reward_p=0.3",  # some groups are equal and are replaced, the others have a gradient
+)
+
+
+@pytest.fixture(scope="module")
+def start(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    folder = tmp_path_factory.mktemp("repeatable")
+
+    def start(name: str, *overrides: str) -> Path:
+        out = folder / name
+        with running_server() as url:
+            process = launch(
+                "run_tiny_dapo.sh",
+                out / "log.txt",
+                *OVERRIDES,
+                *overrides,
+                DATA_DIR=str(small / "data"),
+                MODEL_PATH=str(small / "sft" / "merged"),
+                OUTPUT_DIR=str(out),
+                SANDBOX_URL=url,
+            )
+            run_to_end(process, out / "log.txt")
+        return out
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def compare() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compare_metrics", REPO / "scripts" / "compare_metrics.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def rollouts(out: Path) -> list[tuple]:
+    """What the model and the tools wrote, and what it earned."""
+    records = [json.loads(line) for path in (out / "trajectories").iterdir() for line in open(path)]
+    return sorted(
+        (r["uid"], r["session"], r["prompt"], repr([turn["text"] for turn in r["turns"]]), r["reward"]["train_acc"])
+        for r in records
+    )
+
+
+def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(
+    start: Callable[..., Path], compare: ModuleType
+) -> None:
+    first, second = (start(name, "trainer.total_training_steps=3") for name in ("first", "second"))
+    metrics = compare.read_run(first)
+    assert sorted(metrics) == [1, 2, 3]
+    assert compare.differences(metrics, compare.read_run(second)) == []
+    assert rollouts(first) == rollouts(second)
+    # Equal because nothing happened would show nothing: it learned, from groups of which some were replaced.
+    assert all(data["actor/grad_norm"] > 0 for data in metrics.values())
+    assert sum(data["filter_groups/generated"] for data in metrics.values()) > 3 * 4
+    assert any(name.startswith("val-core/") for name in metrics[3])
+
+    other = start("other", "trainer.total_training_steps=1", "actor_rollout_ref.rollout.seed=43")
+    found = compare.differences({1: metrics[1]}, compare.read_run(other))
+    assert len(found) > 20, found
+    assert not {text for _, _, _, text, _ in rollouts(other)} & {text for _, _, _, text, _ in rollouts(first)}

@@ -1,0 +1,130 @@
+"""Reads the JSON of a hermes call so that no text of a model raises, and checks a call's arguments by its schema.
+
+Python's decoder accepts more than JSON has (NaN, a key twice), and gives back values that later code cannot bear: a
+thousand nested lists, which no encoder writes again, or the half of a surrogate pair, which no file name can have.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+MAX_DEPTH = 64  # brackets within brackets
+MAX_DIGITS = 300  # of an integer: what a float can still hold
+_JSON_TYPES = {
+    "string": str,
+    "number": (int, float),
+    "integer": int,
+    "boolean": bool,
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+
+
+def loads(text: str, *, strict: bool = True) -> Any:
+    """The value of a JSON text, which can be encoded again.
+
+    Args:
+        strict: as json.loads has it; False accepts raw control characters in strings.
+    Raises:
+        ValueError: it is no JSON, nested deeper than MAX_DEPTH, has a key twice in an object, or a number that is not
+            finite or has more than MAX_DIGITS digits.
+    """
+    try:
+        value = json.loads(
+            text,
+            strict=strict,
+            object_pairs_hook=_object,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_integer,
+        )
+    except RecursionError:
+        raise ValueError(f"brackets are nested more than {MAX_DEPTH} deep") from None
+    _check_depth(value)
+    return value
+
+
+def short(value: Any) -> str:
+    """A value of `loads` in at most 80 characters, for a message."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def what_is_wrong(arguments: Mapping[str, Any], parameters: Mapping[str, Any], name: str) -> tuple[str, str] | None:
+    """What is missing in a call's arguments, or not as the schema says: kind of MALFORMED_KINDS and message; or None.
+
+    verl's schema (tools/schemas.py, 0.9.1) has `type`, `enum` and `required`, nothing of what is inside a list. An
+    argument that the schema does not have is the toolbox's matter: code runs whatever the model adds to it.
+
+    Args:
+        parameters: of the tool's schema.
+        name: of the tool.
+    """
+    properties = parameters.get("properties") or {}
+    for argument in parameters.get("required") or []:
+        if argument not in arguments:
+            return "missing_argument", f"{name} needs the argument {argument!r}"
+    for argument, value in arguments.items():
+        schema = properties.get(argument) or {}
+        kind, allowed = schema.get("type"), schema.get("enum")
+        if not _has_type(value, kind):
+            return "missing_argument", f"{name}: {argument!r} must be {kind}, got {short(value)}"
+        if allowed and value not in allowed:
+            return "missing_argument", f"{name}: {argument!r} must be one of {allowed}, got {short(value)}"
+        if not _is_plain(argument) or not _is_plain(value):
+            return "bad_json", f"{name}: {argument!r} has a character that no text can have, got {short(value)}"
+    return None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {short(twice)} is there twice")
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {short(text)} is too large")
+    return value
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"an integer has {len(text)} digits, more than {MAX_DIGITS}")
+    return int(text)
+
+
+def _check_depth(value: Any) -> None:
+    containers = [value]
+    for _ in range(MAX_DEPTH + 1):
+        containers = [each for each in containers if isinstance(each, dict | list)]
+        if not containers:
+            return
+        containers = [item for each in containers for item in (each.values() if isinstance(each, dict) else each)]
+    raise ValueError(f"brackets are nested more than {MAX_DEPTH} deep")
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    kinds = [_JSON_TYPES[name] for name in ([kind] if isinstance(kind, str) else kind or []) if name in _JSON_TYPES]
+    if isinstance(value, bool):  # Python counts it as an int
+        return not kinds or bool in kinds
+    return not kinds or any(isinstance(value, each) for each in kinds)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether all strings can be encoded, and have no NUL, which no file name and no argument of a program can have."""
+    if isinstance(value, str):
+        return "\0" not in value and not any("\ud800" <= character <= "\udfff" for character in value)
+    if isinstance(value, dict):
+        return all(_is_plain(item) for pair in value.items() for item in pair)
+    return all(map(_is_plain, value)) if isinstance(value, list) else True

@@ -1,0 +1,57 @@
+"""The log-probs that training takes from the rollout server: a probability that is not known must never stand for one.
+
+Where verl asks for none, its trainer either fails for want of them (`bypass_mode`) or leaves its correction out in
+silence (`rollout_is`, `rollout_rs`): trainer/ppo/v1/trainer_base.py:1641 and 1768, 0.9.1.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+_NEEDS = ("bypass_mode", "rollout_is", "rollout_rs")  # of algorithm.rollout_correction
+
+
+def wants_log_probs(params: Mapping[str, Any]) -> bool:
+    """verl asks by True or False; in vLLM's own words 0 asks too, for those of the sampled tokens alone."""
+    wanted = params.get("logprobs")
+    return wanted is not None and wanted is not False
+
+
+def checked_log_probs(log_probs: Sequence[float | None] | None, ids: Sequence[int]) -> list[float]:
+    """The log-probs that a server sent for the tokens `ids`.
+
+    Raises:
+        ValueError: there are none, not one for each token, or one that is no finite number. What stood in for it would
+            be trained on: 0.0 says that the policy was certain of the token.
+    """
+    found = [] if log_probs is None else list(log_probs)
+    if len(found) != len(ids):
+        raise ValueError(
+            f"The server sent {len(found)} log-probs for {len(ids)} tokens; expected one for each, also where a turn "
+            "was aborted and resumed. Use a server that sends them; vLLM does."
+        )
+    if wrong := [each for each in found if each is None or not math.isfinite(each)]:
+        raise ValueError(
+            f"{len(wrong)} of the {len(ids)} log-probs that the server sent are no finite numbers, such as {wrong[0]}. "
+            "Look into the server's log: weights or logits may be NaN."
+        )
+    return found
+
+
+def check_log_probs_are_sent(config: DictConfig) -> None:
+    """Raise where the trainer needs the server's log-probs, and verl would not ask for them; called when a run starts.
+
+    Args:
+        config: of the run.
+    Raises:
+        ValueError: `rollout.calculate_log_probs` is false, and `algorithm.rollout_correction` uses them.
+    """
+    correction = OmegaConf.select(config, "algorithm.rollout_correction") or {}
+    needs = [f"{name}={correction[name]}" for name in _NEEDS if correction.get(name)]
+    if needs and OmegaConf.select(config, "actor_rollout_ref.rollout.calculate_log_probs") is False:
+        raise ValueError(
+            f"algorithm.rollout_correction has {', '.join(needs)}, which needs the rollout server's log-probs, but "
+            "actor_rollout_ref.rollout.calculate_log_probs is false. Set it to true."
+        )

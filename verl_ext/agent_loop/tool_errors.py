@@ -1,0 +1,138 @@
+"""Who is at fault where a tool of a tool YAML raises: the model, the infrastructure, or the tool itself.
+
+For the author of a tool (verl's BaseTool, or `@function_tool`). The names, types and enums of a call's arguments are
+checked against the tool's schema before the tool runs, and the model is told what was wrong. After that:
+
+- `raise ToolError("there is no city 'Atlantis'")`: the arguments are bad. The model reads the message and goes on.
+- `raise ToolUnavailable("no answer in 30 s")`: the backend failed. The sample is marked as failed by the infrastructure
+  and is not trained on. Connection and HTTP errors that a tool lets through mean the same, after further attempts: the
+  call runs again, so a tool that changes something must bear that, or raise ToolUnavailable itself.
+- Anything else is a bug of the tool, and raised with the tool's name: ValueError, KeyError, TypeError, JSONDecodeError,
+  an answer of None. A backend that answers with a page of HTML or without a key is found by that, not taught as the
+  model's error.
+
+What the model can cause must be its error: else it could buy its exclusion from training. A missing file that the
+arguments name, and an address that they name and that does not answer, are therefore the model's error. What only the
+tool can know it says by `ToolError`: a request that the backend refuses for its content (HTTP 400, 404, 422), or work
+that the arguments made too long.
+"""
+
+import http.client
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+MODEL, INFRASTRUCTURE, TOOL = "model", "infrastructure", "tool"
+
+_TRY_AGAIN = (408, 425, 429)  # HTTP status, beside 5xx
+# Of HTTP clients that a tool may have imported. Their other errors of that base are the infrastructure's.
+_CLIENT_ERRORS = (("httpx", "HTTPError"), ("requests", "RequestException"), ("urllib3.exceptions", "HTTPError"))
+_BAD_ADDRESSES = (
+    ("httpx", "InvalidURL"),
+    ("httpx", "UnsupportedProtocol"),
+    ("requests.exceptions", "InvalidURL"),
+    ("requests.exceptions", "MissingSchema"),
+    ("requests.exceptions", "InvalidSchema"),
+    ("urllib3.exceptions", "LocationParseError"),
+)
+
+
+_OF_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
+
+
+class ToolError(ValueError):
+    """Raised by a tool: the arguments of the call are bad. The message is written for the model, which reads it."""
+
+
+class ToolUnavailable(RuntimeError):
+    """Raised by a tool: its backend failed, whatever the arguments were. The call is not tried again."""
+
+
+def who_is_at_fault(error: Exception, arguments: Mapping[str, Any]) -> str:
+    """MODEL, INFRASTRUCTURE or TOOL, for what a tool raised; see the module's docstring.
+
+    Args:
+        arguments: of the call, as the model wrote them.
+    """
+    if isinstance(error, ToolError):
+        return MODEL
+    if isinstance(error, ToolUnavailable):
+        return INFRASTRUCTURE
+    if isinstance(error, (aiohttp.InvalidURL, *_imported(_BAD_ADDRESSES))):
+        return TOOL
+    of_client = isinstance(error, aiohttp.ClientError | http.client.HTTPException)
+    if of_client or isinstance(error, _imported(_CLIENT_ERRORS)) or _is_of_urllib(error):
+        return _fault_of_request(error, arguments)
+    if isinstance(error, OSError):  # ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError, ...
+        return _fault_of_file(error, arguments) if _is_of_file(error) else INFRASTRUCTURE
+    return TOOL
+
+
+def _fault_of_request(error: Exception, arguments: Mapping[str, Any]) -> str:
+    status = _status(error)
+    if status is not None and 400 <= status < 500 and status not in _TRY_AGAIN:
+        return TOOL  # refused: whether for its content only the tool can say
+    host = _host(error)
+    return MODEL if host and host in {_host_of(text) for text in _texts(arguments)} else INFRASTRUCTURE
+
+
+def _is_of_file(error: OSError) -> bool:
+    """Whether the error is about a file: by its class, or by a file name, which no error of a connection has."""
+    return isinstance(error, _OF_FILES) or (error.filename is not None and not isinstance(error, ConnectionError))
+
+
+def _fault_of_file(error: OSError, arguments: Mapping[str, Any]) -> str:
+    file = os.path.normpath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
+    names = {os.path.basename(file), os.path.splitext(os.path.basename(file))[0]} - {""}
+    if names & {os.path.basename(os.path.normpath(text)) for text in _texts(arguments) if text}:
+        return MODEL
+    return TOOL if isinstance(error, _OF_FILES) else INFRASTRUCTURE  # of the rest: a full disk, too many open files
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings among the values of a call's arguments."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(item)
+
+
+def _imported(names: tuple[tuple[str, str], ...]) -> tuple[type, ...]:
+    """Those classes whose modules this process has: nothing is imported to look at an error."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in names)
+    return tuple(each for each in found if isinstance(each, type))
+
+
+def _is_of_urllib(error: Exception) -> bool:
+    return isinstance(error, _imported((("urllib.error", "URLError"),)))
+
+
+def _status(error: Exception) -> int | None:
+    """HTTP status: of aiohttp, of urllib, of httpx and requests (in the response)."""
+    for holder, name in ((error, "status"), (getattr(error, "response", None), "status_code"), (error, "code")):
+        if isinstance(status := getattr(holder, name, None), int):
+            return status
+    return None
+
+
+def _host(error: Exception) -> str | None:
+    """To whom the request went, where the error says it."""
+    if isinstance(host := getattr(error, "host", None), str):  # aiohttp.ClientConnectorError
+        return host
+    try:
+        request = getattr(error, "request_info", None) or getattr(error, "request", None)
+    except RuntimeError:  # httpx, where there is no request
+        return None
+    return _host_of(str(getattr(request, "url", "")))
+
+
+def _host_of(text: str) -> str | None:
+    try:
+        return urlsplit(text.strip()).hostname
+    except ValueError:
+        return None

@@ -1,0 +1,108 @@
+"""`retool.repeatable`: a run on a CPU that has the same metrics, times aside, when it is started again with its seed.
+
+For audits, and to find by bisection which change altered a figure. It is slow: vLLM generates one response at a time.
+configs/repeatable/cpu.yaml (`+repeatable=cpu`) sets this key and those that it needs. Here is what verl 0.9.1 leaves to
+chance in the trainer's process: names of groups (uuid4), the order in which rollouts arrive, and decisions on what has
+arrived by now. The seed of each request is set in verl_ext/agent_loop/tool_loop.py.
+
+What a clock decides stays so: a program or a verification that reaches its time limit on a busy machine, and code of
+the model that prints the time, an address in memory or an unseeded random number.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.agent_loop.tool_use import TIME_METRICS
+
+_NEEDED = {
+    "trainer.v1.trainer_mode": "sync",
+    "trainer.device": "cpu",
+    "actor_rollout_ref.rollout.max_num_seqs": 1,
+    "actor_rollout_ref.rollout.enable_prefix_caching": False,
+    "actor_rollout_ref.actor.fsdp_config.full_determinism": True,
+}
+
+
+def check_repeatable(config: DictConfig) -> None:
+    """Raise where the rest of a run's config would make two runs differ.
+
+    Raises:
+        ValueError: see the message. A prompt that is computed in pieces is among them: vLLM 0.28.0 then sets the
+            request's random generator back (v1/worker/gpu_model_runner.py:3825), which a CPU's cannot.
+    """
+    found = {key: OmegaConf.select(config, key) for key in _NEEDED}
+    wrong = [f"{key}={found[key]} (needed: {value})" for key, value in _NEEDED.items() if found[key] != value]
+    rollout = config.actor_rollout_ref.rollout
+    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    if (batched := rollout.max_num_batched_tokens) < longest:
+        wrong.append(f"actor_rollout_ref.rollout.max_num_batched_tokens={batched} (needed: {longest} or more)")
+    if wrong:
+        raise ValueError(f"retool.repeatable is true, but {', '.join(wrong)}. Take +repeatable=cpu, or correct them.")
+
+
+def make_repeatable(trainer: Any) -> None:
+    """Let a trainer of verl name, order and decide without chance. It has its replay buffer already.
+
+    Raises:
+        ValueError: as `check_repeatable`.
+    """
+    from verl.trainer.ppo import padding_utils  # not above: verl's import of its trainers imports this module
+    from verl.trainer.ppo.v1 import trainer_base
+
+    check_repeatable(trainer.config)
+    names = CountedNames(lambda: trainer.global_steps)
+    trainer_base.uuid = names  # lines 1051 and 1476 (0.9.1): uids of prompts
+    padding_utils.uuid = names  # line 179: of padding
+    # The sampler is made by the config's own class, which may be the user's.
+    sampler = type(trainer.replay_buffer)
+    trainer.replay_buffer.__class__ = type(f"Repeatable{sampler.__name__}", (CompletedRounds, sampler), {})
+
+
+class CountedNames:
+    """Stands for the module `uuid`: names that sort as they were given, and that a resumed run gives again."""
+
+    def __init__(self, step: Callable[[], int]):
+        self._step = step
+        self._at, self._count = -1, 0
+
+    def uuid4(self) -> UUID:
+        """The step in the first half, the number within the step in the second."""
+        step = self._step()
+        self._at, self._count = step, self._count + 1 if step == self._at else 0
+        return UUID(int=(step << 64) + self._count)
+
+
+class CompletedRounds:
+    """In front of a sampler's class: it sees nothing until all that was submitted has ended, and then in order."""
+
+    def _sync_metadata_from_transfer_queue(self) -> None:
+        super()._sync_metadata_from_transfer_queue()
+        while any(self.pending_keys.values()) or any(self.running_keys.values()):
+            time.sleep(self.poll_interval)
+            super()._sync_metadata_from_transfer_queue()
+        for partition_id, rows in self.partitions.items():
+            self.partitions[partition_id] = dict(sorted(rows.items(), key=lambda row: _place(row[0])))
+
+    def _select_prompt_uids(self, partition_id: str, sampleable_keys: Any, batch_size: int) -> tuple:
+        """verl sorts by step alone, and so leaves the rest to the order of a set."""
+        return super()._select_prompt_uids(partition_id, sorted(sampleable_keys), batch_size)
+
+
+def _place(key: str) -> tuple[str, int, int]:
+    """Of a rollout's key, `{uid}_{session}_{index}`."""
+    uid, session, index = key.rsplit("_", 2)
+    return uid, int(session), int(index)
+
+
+def move_measured(metrics: dict[str, Any]) -> None:
+    """Put a step's seconds and memory under names that begin with `timing` and `perf/`, as most of verl's do."""
+    for name in list(metrics):
+        if name in TIME_METRICS:
+            metrics[f"timing_{name}"] = metrics.pop(name)
+        elif "/perf/" in name:  # actor/perf/cpu_memory_used_gb, of the whole machine
+            worker, _, figure = name.partition("/perf/")
+            metrics[f"perf/{worker}/{figure}"] = metrics.pop(name)
