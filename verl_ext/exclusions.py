@@ -31,6 +31,8 @@ REMEDIES = {
     "raised": "Correct what the log has as 'Error in _run_prompt'",
 }
 
+RETRY_PAUSE_S = 2.0  # before a failed part of a validation sample is tried again, longer by as much each time
+
 ALARM_LEVEL = 0.05  # share of a step's rollouts; a cause above it is an alarm, the option void_turn aside
 ALARM_FLOOR = 0.01  # below it a rise is no alarm
 ALARM_SIGMAS = 4.0  # a rise is a step's share so many standard deviations above the run's, of binomial draws
@@ -56,7 +58,8 @@ class FailedSamples:
 
     Attributes:
         max_failed_share: of the samples of a data source. A validation that lost more, of any of its sources, is void.
-        retries: how often a failed sample is tried again, at the most.
+        retries: how often what failed of a sample is tried again, at the most: a call of a tool, a verification, or
+            the whole rollout where it was aborted or raised.
     Raises:
         ValueError: one of them is out of range.
     """

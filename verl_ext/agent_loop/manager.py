@@ -34,12 +34,10 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from verl_ext.agent_loop.trajectory_log import TrajectoryLog, trajectory_record
-from verl_ext.exclusions import FailedSamples, failure
+from verl_ext.exclusions import RETRY_PAUSE_S, FailedSamples, failure
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
-
-RETRY_PAUSE_S = 2.0  # before a failed validation sample is tried again, longer by as much each time
 
 
 @dataclass
@@ -133,27 +131,29 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     ) -> list[AgentLoopOutput]:
         """The outputs of one rollout, scored.
 
-        In validation a rollout that failed outside the model, or raised, is tried again, `retool.validation.retries`
-        times at the most; the last try stands. A response that no verifier could judge is judged again, not sampled
-        again: what is hard to verify must not be drawn until it is easy. In training the sampler replaces whole groups.
+        In validation what failed outside the model is tried again, `retool.validation.retries` times at the most; the
+        last try stands. A call of a tool is repeated by the loop, a verification here; only a rollout that was aborted
+        or raised is sampled anew. What is hard to verify, or needs a sandbox that is down, must not be drawn until it
+        is easy, or needs none. In training the sampler replaces whole groups.
         """
-        tries = 1 + FailedSamples.from_config(self.config).retries if validate else 1
+        retries = FailedSamples.from_config(self.config).retries if validate else 0
+        extra = {"call_retries": retries} if validate else {}
         outputs: list[AgentLoopOutput] = []
         number = 0
         while True:
             number += 1
             try:
                 if not outputs:
-                    output = await agent_loop.run(sampling_params, **sample)
+                    output = await agent_loop.run(sampling_params, **sample, **extra)
                     outputs = output if isinstance(output, list) else [output]
                 await self._compute_score(outputs, sample)
             except Exception as error:  # whatever it is: the last try raises it
-                if number == tries:
+                if number > retries:
                     raise
                 cause = f"raised {error!r}"
             else:
                 cause = failure(outputs[-1].extra_fields.get("reward_extra_info") or {})
-                if cause is None or number == tries:
+                if cause in (None, "sandbox_failure") or number > retries:
                     return outputs
                 if cause == "verifier_unknown":
                     outputs[-1].reward_score = None
@@ -161,7 +161,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     outputs = []
             logger.warning(
                 "validation: sample %s of problem %s failed (%s) and is tried again (%d of %d)",
-                *(sample["session_id"], sample["uid"], cause, number, tries - 1),
+                *(sample["session_id"], sample["uid"], cause, number, retries),
             )
             await asyncio.sleep(RETRY_PAUSE_S * number)
 

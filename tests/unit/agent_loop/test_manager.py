@@ -21,6 +21,7 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
     from verl_ext.agent_loop.manager import LeanAgentLoopWorker
 
     stored: list[tuple[str, Any]] = []
+    asked: list[int | None] = []  # of the loop, as `call_retries`
 
     async def put(key: str, partition_id: str, tag: dict) -> None:
         stored.append((f"{partition_id}:{key}", tag["status"]))
@@ -36,6 +37,7 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
             self.samples = samples
 
         async def run(self, sampling_params: dict, session_id: int, **kwargs: Any) -> AgentLoopOutput:
+            asked.append(kwargs.get("call_retries"))
             response = await self.samples[session_id]()
             response, info = response if isinstance(response, tuple) else (response, {})
             fields = {"reward_extra_info": info, "min_global_steps": 6, "max_global_steps": 7}
@@ -68,6 +70,8 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
         worker._shared_loops = {"retool_code": Loop(samples)}
         prompt = {"uid": "p", "agent_name": "retool_code", "global_steps": 7, "reward_model": {"a": 1}} | prompt
         asyncio.run(worker._run_prompt(prompt, {}, {"validate": validate}))
+        retries = ((retool or {}).get("validation") or {"retries": 2})["retries"]
+        assert set(asked) == {retries if validate else None}
         assert not worker._groups
         return stored
 
@@ -141,6 +145,7 @@ def test_a_sample_that_raises_makes_its_group_a_failure_whose_rest_is_stored(rol
     assert status == ("train:p", "failure")
 
 
+ABORTED = {"finish_reason": "aborted"}
 SANDBOX_DOWN = {"finish_reason": "sandbox_failure", "sandbox_failure": 1.0}
 
 
@@ -175,12 +180,15 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     ("ends", "length"),
     [
         ([{}], 1),
-        ([SANDBOX_DOWN, {}], 2),
-        ([OSError("a lost server"), {"finish_reason": "aborted"}, {}], 3),
-        ([SANDBOX_DOWN] * 3, 3),  # given up: stored, with what marks it
+        ([ABORTED, {}], 2),
+        ([OSError("a lost server"), ABORTED, {}], 3),
+        ([ABORTED] * 3, 3),  # given up: stored, with what marks it
+        ([SANDBOX_DOWN], 1),  # the loop has tried its calls again: another response might need no sandbox
     ],
 )
-def test_a_validation_sample_that_failed_is_tried_again(roll_out_prompt, pauses, caplog, ends, length) -> None:
+def test_a_validation_sample_that_was_aborted_or_raised_is_tried_again(
+    roll_out_prompt, pauses, caplog, ends, length
+) -> None:
     _, (keys, (fields, _)), status = roll_out_prompt([failing(*ends), failing({})], validate=True)
     assert sorted(ast.literal_eval(keys.removeprefix("val:"))) == ["p_0_0", "p_1_0"] and status == ("val:p", "finished")
     rows = dict(zip(ast.literal_eval(keys.removeprefix("val:")), fields, strict=True))
@@ -202,7 +210,7 @@ def test_a_validation_sample_that_raises_to_the_end_is_not_there_and_the_number_
 
 def test_a_training_sample_is_not_tried_again(roll_out_prompt, pauses) -> None:
     """The sampler replaces its group, or leaves it out of it."""
-    _, (keys, (fields, _)), _ = roll_out_prompt([failing(SANDBOX_DOWN, {}), failing({})])
+    _, (keys, (fields, _)), _ = roll_out_prompt([failing(ABORTED, {}), failing({})])
     assert pauses == [] and sorted(len(row) for row in fields["responses"].unbind()) == [1, 1]
 
 
