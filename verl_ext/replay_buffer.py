@@ -119,7 +119,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
         self.num_kept = 0  # useful groups of earlier steps that wait for the next batch
         self._ended = Ended()  # since `take_ended`
-        self._filled = 0  # of these
+        self._filled = 0  # groups in the newest batch that had failed rollouts
         self.on_group_end: Callable[[str, list[float]], None] | None = None
         self._rng = random.Random(0)  # draws the rollouts that are repeated
 
