@@ -310,7 +310,7 @@ def test_a_validation_with_a_dead_sandbox_moves_nothing(small: Path, tmp_path: P
         assert not any(name.startswith(("val-core/", "early_stop/")) for name in data)
     assert not (run.out / "validation.json").exists() and not (run.out / "early_stop.jsonl").exists()
     log = run.log.read_text(errors="replace")
-    assert log.count("this validation is void") == 4 and "a tool failed and is called again (2 of 2)" in log
+    assert "this validation is void" in log and "a tool failed and is called again (2 of 2)" in log
     assert metrics[3]["failure/run_share_sandbox_failure"] > 0
     assert ("sandbox_failure kept" in log) >= (metrics[1]["failure/share_sandbox_failure"] > 0.05)
 
