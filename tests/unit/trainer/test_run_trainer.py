@@ -196,7 +196,8 @@ def columns(*samples, source="tiny", uid=None):
         "pred": ["7" if acc else "" for _, acc, _ in samples],
     }
     expected = {(source, problem): 4 for problem in problems}
-    return [source] * len(samples), problems, infos, [3] * len(samples), expected
+    turns = [3 if reason == "answer" else 9 for _, _, reason in samples]
+    return [source] * len(samples), problems, infos, turns, expected
 
 
 def validated(trainer, monkeypatch, arguments):
@@ -223,7 +224,7 @@ def test_failed_samples_are_in_no_figure_of_a_validation(make, monkeypatch, capl
         1.0,
     ) | {"val-core/tiny/acc/best@4/std": 0.0, "val-core/tiny/acc/maj@4/std": 0.0}
     assert metrics["val-aux/tiny/reward/mean@4"] == metrics["val-aux/tiny/acc/worst@4/mean"] == 1.0
-    assert metrics["val-aux/num_turns/mean"] == 3.0
+    assert metrics["val-aux/num_turns/mean"] == metrics["val-aux/num_turns/max"] == 3.0
     shares = {name: metrics[f"val-aux/failed/{name}"] for name in ("share", "sandbox_failure", "verifier_unknown")}
     assert shares == {"share": 0.25, "sandbox_failure": 0.125, "verifier_unknown": 0.125}
     assert metrics["val-aux/failed/void"] == 0.0  # at the limit, not above it
