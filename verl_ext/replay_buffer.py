@@ -1,5 +1,5 @@
 """The sampler of verl's v1 trainers, synchronous and asynchronous: dynamic sampling with an end, and no training on
-what the world failed.
+infrastructure failures.
 
 `trainer.v1.sampler.custom_sampler` of configs/*_dapo.yaml names this class; its settings are
 `trainer.v1.sampler.sampler_kwargs`. What it does beyond verl 0.9.1's own samplers (trainer/ppo/v1/replay_buffer.py):
@@ -8,8 +8,9 @@ what the world failed.
   loss: where more than half of a group is valid, valid ones are repeated to fill it, else the group is replaced (the
   rule of GLM-5). What the policy can cause (its code fails or takes too long, it prints or calls too much) stays a
   normal sample;
-- groups with equal rewards are replaced only until `max_num_gen_batches` are spent, then used (they have no gradient):
-  the run goes on and says so, where verl's would generate for ever;
+- groups that are all right or all wrong are replaced only until `max_num_gen_batches` are spent. Then some of them fill
+  the batch, as fillers, and the run goes on and says so, where verl's would generate for ever;
+- in the mode `sync` useful groups beyond the batch can wait for the next step (`keep_surplus`);
 - it looks every `poll_interval_s` instead of every 2 s, which is most of a step when a step is short;
 - in the mode `sync` it submits as many prompts as the share of useful groups so far lets expect to be needed, at once,
   instead of twice the loss of every round;
@@ -22,7 +23,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,19 +33,13 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from verl_ext.agent_loop.tool_use import tool_metrics
+from verl_ext.exclusions import CAUSES, FAILURES, REMEDIES, Ended, NothingStored, failure
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-FAILURES = ("sandbox_failure", "verifier_unknown", "aborted")  # of a rollout, outside the model
-
-_REMEDIES = {  # by the most frequent reason, where nearly everything fails
-    "sandbox_failure": "Start the sandbox (the agent loop's warnings say what it answered)",
-    "verifier_unknown": "See the reward manager's warnings for what could not be verified",
-    "aborted": "See the log of the rollout servers",
-    "raised": "Correct what the log has as 'Error in _run_prompt'",
-}
 _MIN_KEEP_RATE = 0.1  # never expect less than one useful group in ten, or one bad step would flood the next
+_KINDS = ("useful", "equal", "void", "failed")  # of groups, in the order in which a batch takes them; failed: never
 _KEEP_RATE_DECAY = 0.5  # weight of the newest step in the expected share of useful groups
 
 
@@ -61,7 +56,7 @@ class _Group:
 class _Seen:
     """What ended since the last batch was taken."""
 
-    rollouts: list[dict[str, Any]] = field(default_factory=list)  # `extra_fields` of those that the world did not fail
+    rollouts: list[dict[str, Any]] = field(default_factory=list)  # `extra_fields` of those without one of FAILURES
     excluded: Counter = field(default_factory=Counter)  # rollouts by reason
     groups: Counter = field(default_factory=Counter)  # by kind
 
@@ -73,15 +68,29 @@ class DapoReplayBuffer(ReplayBufferAsync):
     advantage of that session, whose baseline it does not enter (verl/trainer/ppo/v1/utils.py:148). So the advantages of
     a filled group are those of its valid rollouts alone. Other estimators would count it twice.
 
+    Which groups are useful is DAPO's rule (arXiv:2503.14476, section 3.2): the constraint of Eq. 11 is on the number of
+    right answers, 0 < right < G, not on rewards. A group of right answers that differ in length penalties alone is
+    filtered, as in the paper, although its rewards differ. The paper samples until the batch is full of useful groups
+    and has no fillers; here a step that is spent takes equal groups as fillers, and `fillers` names them: the trainer
+    sets their advantages to 0 (trainer/run_trainer.py), so that a filler trains as little as the filter meant it to.
+    Its tokens stay in the denominator of the token mean: of a mini-batch whose tokens are half fillers, the policy
+    gradient is half of what the useful half alone would give.
+
+    A batch takes useful groups first, the oldest ones before others, then equal groups, then those of void turns.
+
     The groups of a batch may differ in size. `on_group_end`, where a trainer sets it, is told the uid of each training
-    group that ended, and `acc` of those of its rollouts that the world did not fail.
+    group that ended, and `acc` of those of its rollouts that no infrastructure failure hit.
 
     Args:
         sampler_kwargs: `poll_interval_s`; `void_turn_filter`, whether a rollout with a turn that has neither code nor
-            answer is left out like a failed one (SimpleTIR, arXiv:2509.02479, which keeps it in the baseline); and
+            answer is left out like a failed one (SimpleTIR, arXiv:2509.02479, which keeps it in the baseline);
+            `keep_surplus` (default false), whether useful groups that a step of the mode `sync` did not need wait for
+            the next one, as long as verl's `max_off_policy_threshold` allows: weights of one step more are one version
+            more, and 1 allows none. They are in no checkpoint: a run that resumes has lost them, and their prompts come
+            again in the next epoch; and
             `filter_groups`: verl's `algorithm.filter_groups`, of which `metric` is the key of `reward_extra_info` whose
-            equality makes a group useless (DAPO, arXiv:2503.14476, Eq. 11) and `max_num_gen_batches` the most prompts
-            generated in a step, in train batches.
+            equality makes a group useless, and `max_num_gen_batches` the most prompts generated in a step, in train
+            batches.
         kwargs: what verl passes to every sampler.
     Raises:
         ValueError: `max_num_gen_batches` is below 1.
@@ -98,6 +107,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 "batches that a step may generate before it takes what it has."
             )
         self.void_turn_filter = sampler_kwargs.void_turn_filter
+        self.keep_surplus = sampler_kwargs.get("keep_surplus", False)
         # In `separate_async` a step takes so many batches, over which verl averages every metric of ours
         # (trainer/ppo/v1/utils.py:94, 0.9.1): counts are multiplied by it, so that a step's count comes out.
         self._batches_per_step = self.trainer_config.get("parameter_sync_step", 1)
@@ -106,8 +116,10 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._seen = _Seen()
         self._limit = math.inf  # groups that may be evicted for each reason before a batch is taken
         self._is_spent = False  # that many were
-        self._taken: dict[str, str] = {}  # uid -> kind of the groups in the newest batch
-        self._filled = 0  # of these
+        self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
+        self.num_kept = 0  # useful groups of earlier steps that wait for the next batch
+        self._ended = Ended()  # since `take_ended`
+        self._filled = 0  # groups in the newest batch that had failed rollouts
         self.on_group_end: Callable[[str, list[float]], None] | None = None
         self._rng = random.Random(0)  # draws the rollouts that are repeated
 
@@ -119,22 +131,34 @@ class DapoReplayBuffer(ReplayBufferAsync):
             `filter_groups/`; none in validation).
         Raises:
             RuntimeError: more than `max_num_gen_batches` x `batch_size` groups failed: the sandbox is down.
+            NothingStored: all rollouts of a validation raised.
         """
         if partition_id == "val":  # all groups, failed ones too: the reward manager marked their samples
-            return super().sample(global_steps, partition_id, batch_size)
+            batch, metrics = super().sample(global_steps, partition_id, batch_size)
+            if not batch.keys:  # verl would read an empty batch
+                raise NothingStored(f"All rollouts of {batch_size} validation prompts raised. {REMEDIES['raised']}.")
+            return batch, metrics
         self._filled = 0
         if self.trainer_mode == "sync":
             batch, metrics = self._sample_sync(global_steps, partition_id, batch_size)
         else:
             batch, metrics = super().sample(global_steps, partition_id, batch_size)
-            num_equal = sum(kind != "useful" for kind in self._taken.values())
-            metrics["filter_groups/filled_with_equal"] = self._count(num_equal)
+            metrics["filter_groups/filled_with_equal"] = self._count(len(self.fillers))
         metrics = {**self._metrics(), "failure/groups_filled": self._count(self._filled), **metrics}
         self._seen, self._is_spent = _Seen(), False
         return batch, metrics
 
+    def take_ended(self) -> Ended:
+        """What ended since the last call, for the trainer's `ExclusionWatch`."""
+        ended, self._ended = self._ended, Ended()
+        return ended
+
+    def num_to_submit(self, batch_size: int) -> int:
+        """Prompts with which a step of the mode `sync` begins: those of a batch, less the groups that wait for it."""
+        return max(batch_size - self.num_kept, 0)
+
     def _sample_sync(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
-        submitted = batch_size  # by the trainer, before it called
+        submitted = self.num_to_submit(batch_size)  # by the trainer, before it called
         limit = self.max_gen_batches * batch_size
         last_debug_time = time.time()
         while True:
@@ -164,12 +188,21 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 "filled with %d that have no gradient",
                 *(global_steps, len(selected), batch_size, submitted, self.max_gen_batches, shortfall),
             )
-            selected += (sorted(self._uids("equal")) + sorted(self._uids("void")))[:shortfall]
+            spare = self._uids("equal") | self._uids("void")
+            selected += self._select_prompt_uids(partition_id, spare, shortfall)[0]
+        surplus = useful - set(selected)
+        kept = surplus - self._stale_terminal_keys(global_steps + 1, partition_id) if self.keep_surplus else set()
         groups = self._seen.groups
         keep_rate = groups["useful"] / max(groups["useful"] + groups["equal"] + groups["void"], 1)
         self.keep_rate += _KEEP_RATE_DECAY * (max(keep_rate, _MIN_KEEP_RATE) - self.keep_rate)
-        self._clear_groups(partition_id, set(self._groups) - set(selected))
-        metrics = {"filter_groups/generated": float(submitted), "filter_groups/filled_with_equal": float(shortfall)}
+        self._clear_groups(partition_id, set(self._groups) - set(selected) - kept)
+        metrics = {
+            "filter_groups/generated": float(submitted),
+            "filter_groups/filled_with_equal": float(shortfall),
+            "filter_groups/surplus": float(len(surplus)),
+            "filter_groups/kept": float(len(kept)),
+        }
+        self.num_kept = len(kept)
         return self._materialize_batch(partition_id, selected, snapshot), metrics
 
     # The asynchronous trainers call `wait_for_sampleable` and `get_sampleable_count` of the base class as well as
@@ -191,7 +224,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             if not self._is_spent:
                 logger.warning(
                     "step %d: %d prompt groups ended, but only %d had unequal rewards (max_num_gen_batches=%d); "
-                    "equal ones, that have no gradient, are taken now",
+                    "where useful groups are missing, equal ones, that have no gradient, are taken now",
                     *(global_steps, self._seen.groups.total(), self._seen.groups["useful"], self.max_gen_batches),
                 )
             self._is_spent = True
@@ -201,7 +234,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
     def _stop_if_the_world_is_down(self, failed: int, limit: float, global_steps: int) -> None:
         if failed > limit:
             reasons = {reason: count for reason, count in self._seen.excluded.most_common() if count}
-            remedy = _REMEDIES.get(next(iter(reasons), ""), "See the log for why")
+            remedy = REMEDIES.get(next(iter(reasons), ""), "See the log for why")
             raise RuntimeError(
                 f"{failed} of {self._seen.groups.total()} prompt groups of step {global_steps} failed for reasons "
                 f"outside the model ({reasons}). {remedy}, then resume the run."
@@ -223,7 +256,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
         for uid, group in rows.items():
             self._groups[uid] = self._classify_group(group)
             self._seen.groups[self._groups[uid].kind] += 1
-            self._seen.excluded["raised"] += uid in raised
+            self._exclude("raised", uid in raised)
+            self._ended += Ended(rollouts=len(group), groups=1)
             if self.on_group_end:
                 judged = [extra["reward_extra_info"] for _, extra in group if self._exclusion(extra) not in FAILURES]
                 self.on_group_end(uid, [info["acc"] for info in judged])
@@ -242,13 +276,17 @@ class DapoReplayBuffer(ReplayBufferAsync):
             else:
                 group.excluded.append(key)
                 num_failed += reason in FAILURES
-                self._seen.excluded[reason] += 1
+                self._exclude(reason, 1)
         if 2 * len(group.valid) <= len(rows):
             # Void turns alone are the policy's own: such a group is used where nothing else is left.
             group.kind = "void" if rows and not num_failed else "failed"
         elif len(values) == 1:
             group.kind = "equal"
         return group
+
+    def _exclude(self, reason: str, number: int) -> None:
+        self._seen.excluded[reason] += number
+        self._ended.excluded[reason] += number
 
     def _metric(self, info: Mapping[str, Any]) -> Any:
         if self.filter_metric not in info:
@@ -261,15 +299,21 @@ class DapoReplayBuffer(ReplayBufferAsync):
 
     def _exclusion(self, extra: Mapping[str, Any]) -> str | None:
         """Why a rollout is kept out of baseline and loss, or None."""
-        info = extra["reward_extra_info"]
-        if info["sandbox_failure"]:
-            return "sandbox_failure"
-        if info["unverified"]:
-            return "verifier_unknown"
-        if extra.get("finish_reason") == "aborted":
-            return "aborted"
+        reason = failure({"finish_reason": extra.get("finish_reason"), **extra["reward_extra_info"]})
         has_void_turn = self.void_turn_filter and extra.get("tool_use", {}).get("void_turns")
-        return "void_turn" if has_void_turn else None
+        return reason or ("void_turn" if has_void_turn else None)
+
+    def _select_prompt_uids(
+        self, partition_id: str, sampleable_keys: Iterable[str], batch_size: int
+    ) -> tuple[list[str], dict[str, dict], dict[str, int]]:
+        """As verl's, the oldest first, but a filler only where no useful group is ready; and a set's order decides
+        nothing.
+        """
+        if partition_id == "val":
+            return super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
+        snapshot, steps = dict(self.partitions[partition_id]), dict(self.prompt_global_steps[partition_id])
+        order = {uid: (_KINDS.index(self._groups[uid].kind), steps.get(uid, 0), uid) for uid in sampleable_keys}
+        return sorted(order, key=order.get)[:batch_size], snapshot, steps
 
     def _clear_groups(self, partition_id: str, uids: set[str]) -> None:
         super()._clear_groups(partition_id, uids)
@@ -280,7 +324,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]
     ) -> KVBatchMeta:
         if partition_id != "val":
-            self._taken = {uid: self._groups[uid].kind for uid in selected_prompt_uids}
+            self.fillers = {uid for uid in selected_prompt_uids if self._groups[uid].kind != "useful"}
             for uid in selected_prompt_uids:
                 group = self._groups.pop(uid)
                 if group.excluded and group.kind != "void":
@@ -314,9 +358,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             / max(seen.groups["useful"] + seen.groups["equal"] + seen.groups["void"], 1),
             "filter_groups/failed": self._count(seen.groups["failed"]),
             "failure/groups_dropped": self._count(seen.groups["failed"]),
-            **{
-                f"failure/{reason}": self._count(seen.excluded[reason]) for reason in (*FAILURES, "void_turn", "raised")
-            },
+            **{f"failure/{reason}": self._count(seen.excluded[reason]) for reason in CAUSES},
             **tool_metrics([rollout for rollout in seen.rollouts if "tool_use" in rollout]),  # not of others' loops
         }
         if infos:

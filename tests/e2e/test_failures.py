@@ -7,6 +7,7 @@ right. So its rewards are drawn at random, which gives groups something to learn
 import json
 import os
 import random
+import socket
 import statistics
 import threading
 import time
@@ -284,3 +285,75 @@ def test_rollouts_on_a_server_of_their_own_while_the_actor_learns(small: Path, t
         assert data["failure/aborted"] == 0  # what a weight sync interrupts goes on
         assert sum(value for name, value in data.items() if name.startswith("finish/")) == pytest.approx(1.0)
     assert not list(Path("/dev/shm").glob("retool_weights_*"))
+
+
+def test_a_validation_with_a_dead_sandbox_moves_nothing(small: Path, tmp_path: Path) -> None:
+    """No call is answered, and early stop would end the run at the second validation: nothing gets better.
+
+    The model calls the interpreter in one response of six, so that its share of failed samples is small.
+    """
+    overrides = (
+        *("trainer.val_before_train=true", "trainer.test_freq=1", "trainer.save_freq=1"),
+        "actor_rollout_ref.rollout.val_kwargs.n=4",
+        *("retool.checkpoints.keep_last=1", "retool.checkpoints.best_metric=val-core/*/acc/mean@*"),
+        *("retool.early_stop.enable=true", "retool.early_stop.patience=1", "retool.early_stop.min_delta=0.9"),
+        "retool.validation.max_failed_share=0.02",
+    )
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens there
+        run = Run(tmp_path / "rl", small, f"http://127.0.0.1:{closed.getsockname()[1]}", *overrides, steps=3).finish()
+    metrics = dict(run.metrics())
+    assert sorted(metrics) == [0, 1, 2, 3]
+    for data in metrics.values():
+        assert data["val-aux/failed/void"] == 1.0
+        assert data["val-aux/failed/share"] >= data["val-aux/failed/sandbox_failure"] > 0
+        assert not any(name.startswith(("val-core/", "early_stop/")) for name in data)
+    assert not (run.out / "validation.json").exists() and not (run.out / "early_stop.jsonl").exists()
+    log = run.log.read_text(errors="replace")
+    assert "this validation is void" in log and "a tool failed and is called again (2 of 2)" in log
+    assert metrics[3]["failure/run_share_sandbox_failure"] > 0
+    assert ("sandbox_failure kept" in log) >= (metrics[1]["failure/share_sandbox_failure"] > 0.05)
+
+    with running_server() as url:  # the same run goes on with a sandbox: its validations count, and stop it
+        run = Run(tmp_path / "rl", small, url, *overrides[:-1], steps=9).finish()
+    later = dict(run.metrics())
+    assert max(later) == 4  # validated at 3, where it was resumed, and at 4, without progress
+    assert later[4]["val-aux/failed/void"] == 0.0 and "early_stop/value" in later[4]
+    assert json.loads((run.out / "validation.json").read_text())["values"].keys() == {"3", "4"}
+
+
+def test_a_batch_of_fillers_trains_nothing(small: Path, tmp_path: Path) -> None:
+    """All answers are right, by decree; length penalties alone make the rewards differ."""
+    overrides = (
+        "++reward.reward_kwargs.random_reward_p=1.0",
+        "++reward.reward_kwargs.length_penalty=[[10,0],[90,-0.5]]",
+    )
+    with running_server() as url:
+        run = Run(tmp_path / "rl", small, url, *overrides).finish()
+    for _, data in run.metrics():
+        assert data["filter_groups/filled_with_equal"] == PROMPTS
+        assert data["critic/rewards/max"] > data["critic/rewards/min"]
+        assert data["critic/advantages/max"] == data["critic/advantages/min"] == data["actor/grad_norm"] == 0.0
+
+
+def test_surplus_groups_of_a_step_are_trained_on_in_the_next(small: Path, tmp_path: Path) -> None:
+    """One reward of ten is right: 43% of the groups of 8 are all wrong, so that more are sampled than are needed."""
+    overrides = (
+        "++reward.reward_kwargs.random_reward_p=0.1",
+        "trainer.v1.sampler.sampler_kwargs.keep_surplus=true",
+        "algorithm.filter_groups.max_num_gen_batches=4",
+    )
+    with running_server() as url:
+        run = Run(tmp_path / "rl", small, url, *overrides, steps=5).finish()
+    metrics, batches = dict(run.metrics()), run.batches()
+    born = {t["uid"]: t["step"] for t in run.trajectories()}
+    trained = [{key.split("_")[0] for key in batch["keys"]} for batch in batches]
+    assert len(set.union(*trained)) == 5 * PROMPTS  # each group once
+    kept = 0
+    for step in range(1, 6):
+        older = [uid for uid in trained[step - 1] if born[uid] < step]
+        assert len(older) == kept and metrics[step]["filter_groups/generated"] == list(born.values()).count(step)
+        kept = metrics[step]["filter_groups/kept"]
+        assert kept == metrics[step]["filter_groups/surplus"]
+    assert sum(data["filter_groups/kept"] for data in metrics.values()) > 0
+    check_advantages(run)

@@ -99,6 +99,8 @@ def make(monkeypatch):
         mode="sync",
         void_turn_filter=False,
         parameter_sync_step=1,
+        keep_surplus=None,
+        max_off_policy_threshold=None,
     ):
         queue = FakeQueue(outcomes, partition)
         for name in ("kv_list", "kv_batch_get", "kv_batch_put", "kv_clear"):
@@ -107,10 +109,11 @@ def make(monkeypatch):
         buffer = DapoReplayBuffer(
             trainer_mode=mode,
             trainer_config=OmegaConf.create({"parameter_sync_step": parameter_sync_step}),
-            max_off_policy_threshold=None,
+            max_off_policy_threshold=max_off_policy_threshold,
             max_off_policy_strategy="drop",
             sampler_kwargs=OmegaConf.create(
                 {"poll_interval_s": 0.0, "filter_groups": filter_groups, "void_turn_filter": void_turn_filter}
+                | ({} if keep_surplus is None else {"keep_surplus": keep_surplus})
             ),
             refill_fn=queue.submit,
         )
@@ -218,6 +221,7 @@ def test_at_max_num_gen_batches_equal_groups_fill_up_and_the_log_says_so(make, c
     assert 5 in sampled(batch) and len(sampled(batch)) == 2
     assert metrics["filter_groups/generated"] == 6 and metrics["filter_groups/filled_with_equal"] == 1
     assert "step 7: only 1 of 2 groups had unequal rewards after 6 prompts (max_num_gen_batches=3)" in caplog.text
+    assert buffer.fillers == {f"uid-{i}" for i in sampled(batch) if i != 5}
     assert set(queue.tags) == set(batch.keys)
 
 
@@ -252,6 +256,14 @@ def test_validation_returns_every_group_and_generates_nothing_anew(make):
     batch, metrics = buffer.sample(1, "val", 5)
     assert sampled(batch) == [0, 1, 2, 3, 4]
     assert metrics == {} and queue.submissions == []
+
+
+def test_a_validation_that_stored_nothing_at_all_is_named(make):
+    from verl_ext.exclusions import NothingStored
+
+    queue, buffer = make([[], []], batch_size=2, partition="val")
+    with pytest.raises(NothingStored, match="All rollouts of 2 validation prompts raised. Correct what the log has"):
+        buffer.sample(1, "val", 2)
 
 
 def test_validation_does_not_wait_for_a_group_whose_loop_raised(make):
@@ -387,7 +399,7 @@ def test_void_turns_are_left_out_where_that_is_asked_for_but_not_for_ever(make, 
 
     queue, buffer = make([all_void] * 9, batch_size=1, max_num_gen_batches=2, void_turn_filter=True, mode=mode)
     batch, metrics = buffer.sample(1, "train", 1)
-    assert len(batch.keys) == 3 and metrics["filter_groups/filled_with_equal"] == 1
+    assert len(batch.keys) == 3 and metrics["filter_groups/filled_with_equal"] == len(buffer.fillers) == 1
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
@@ -470,3 +482,141 @@ def test_groups_of_unequal_size_are_filled_replaced_and_trained_on_each_by_its_o
     sizes = {uid: len(keys_of(batch, uid)) for uid in queue.groups}
     assert sizes == {"uid-0": 3, "uid-1": 0, "uid-2": 8, "uid-3": 0, "uid-4": 2, "uid-5": 5}
     assert (metrics["failure/groups_filled"], metrics["failure/groups_dropped"]) == (1, 1)
+
+
+VOID = [info(1, void_turns=1), info(0, void_turns=1)]
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_fillers_never_take_the_place_of_useful_groups_that_are_ready(make, mode):
+    """4 equal groups, more than the 3 that may be replaced, are older than 3 useful ones that end with them."""
+    queue, buffer = make([RIGHT] * 4 + [MIXED] * 3 + [RIGHT] * 9, batch_size=4, max_num_gen_batches=1, mode=mode)
+    queue.submit(3, global_steps=2)
+    batch, metrics = buffer.sample(2, "train", 3)
+    assert sampled(batch) == [4, 5, 6]
+    assert metrics["filter_groups/filled_with_equal"] == 0 and buffer.fillers == set()
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_where_useful_groups_are_missing_the_oldest_equal_ones_fill_up(make, mode):
+    queue, buffer = make([RIGHT] * 4 + [WRONG, MIXED, RIGHT], batch_size=0, max_num_gen_batches=1, mode=mode)
+    for step in (4, 3, 1, 2, 5, 6, 1):  # of uid-0, uid-1, ...
+        queue.submit(1, global_steps=step)
+    batch, metrics = buffer.sample(6, "train", 4)
+    assert sampled(batch) == [2, 3, 5, 6]  # the useful one, and those of the steps 1, 1 and 2
+    assert buffer.fillers == {"uid-2", "uid-3", "uid-6"} and metrics["filter_groups/filled_with_equal"] == 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_oldest_useful_groups_are_taken_first(make, mode):
+    queue, buffer = make([MIXED] * 4, batch_size=0, mode=mode)
+    for step in (3, 1, 4, 2):
+        queue.submit(1, global_steps=step)
+    batch, _ = buffer.sample(4, "train", 2)
+    assert sampled(batch) == [1, 3]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equal_groups_fill_a_batch_before_those_of_void_turns(make, mode):
+    queue, buffer = make([VOID, RIGHT] * 3, batch_size=3, max_num_gen_batches=1, void_turn_filter=True, mode=mode)
+    queue.submit(3)
+    batch, _ = buffer.sample(1, "train", 3)
+    assert sampled(batch) == [1, 3, 5] == sorted(int(uid.removeprefix("uid-")) for uid in buffer.fillers)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_filler_is_without_its_failed_rollouts(make, mode):
+    groups = [group_of(1, 1, 1, failed=(i % 3,)) for i in range(9)]
+    queue, buffer = make(groups, batch_size=2, max_num_gen_batches=1, mode=mode)
+    queue.submit(1)
+    batch, metrics = buffer.sample(1, "train", 2)
+    assert metrics["filter_groups/filled_with_equal"] == metrics["failure/groups_filled"] == 2
+    for uid in buffer.fillers:
+        keys = keys_of(batch, uid)
+        failed = int(uid.removeprefix("uid-")) % 3
+        assert len(keys) == 3 and not any(key.startswith(f"{uid}_{failed}_") for key in keys)
+
+
+def test_the_copies_that_fill_a_group_are_drawn_from_all_valid_rollouts(make):
+    queue, buffer = make([group_of(1, 0, 1, 0, failed=(1,))] * 40, batch_size=40)
+    batch, _ = buffer.sample(1, "train", 40)
+    copied = [key.split("_")[1] for key in batch.keys if key.endswith("_1")]
+    counts = [copied.count(session) for session in "0123"]
+    assert counts[1] == 0 and sum(counts) == 40
+    assert min(counts[0], counts[2], counts[3]) >= 5  # 13 of each are expected
+
+
+def test_pass_rates_count_rollouts_that_the_void_turn_filter_leaves_out(make):
+    queue, buffer = make([[info(1, void_turns=1), info(0), info(0), info(1)]], batch_size=1, void_turn_filter=True)
+    told = []
+    buffer.on_group_end = lambda uid, accs: told.append(accs)
+    batch, _ = buffer.sample(1, "train", 1)
+    assert told == [[1, 0, 0, 1]] and "uid-0_0_0" not in batch.keys
+
+
+def test_that_equal_groups_are_taken_is_said_once_in_each_step(make, caplog):
+    queue, buffer = make([RIGHT] * 100, batch_size=6, max_num_gen_batches=1, mode="separate_async")
+    with caplog.at_level(logging.WARNING, logger="verl_ext.replay_buffer"):
+        buffer.wait_for_sampleable(3, "train", 2)
+        assert [buffer.get_sampleable_count(3, "train") for _ in range(3)] == [6] * 3  # looked again, said nothing
+        buffer.sample(3, "train", 2)
+        assert caplog.text.count("step 3:") == 1 and "equal ones, that have no gradient, are taken now" in caplog.text
+        buffer.sample(4, "train", 2)
+        assert caplog.text.count("step 4:") == 1
+
+
+def submit_step(queue, buffer, step, batch_size):
+    """As the trainer begins a step of the mode `sync`."""
+    buffer.refill_fn = lambda count: queue.submit(count, global_steps=step)
+    if missing := buffer.num_to_submit(batch_size):
+        queue.submit(missing, global_steps=step)
+
+
+@pytest.mark.parametrize(("keep_surplus", "threshold"), [(None, 8), (False, None), (True, 1)])
+def test_surplus_groups_are_counted_and_dropped_by_default_and_where_none_may_be_stale(make, keep_surplus, threshold):
+    queue, buffer = make([MIXED] * 5, batch_size=5, keep_surplus=keep_surplus, max_off_policy_threshold=threshold)
+    batch, metrics = buffer.sample(1, "train", 3)
+    assert (metrics["filter_groups/surplus"], metrics["filter_groups/kept"]) == (2, 0)
+    assert set(queue.tags) == set(batch.keys) and buffer.num_to_submit(3) == 3
+
+
+def test_surplus_groups_are_the_first_of_the_next_step_and_save_its_prompts(make):
+    queue, buffer = make([MIXED] * 5 + [MIXED, WRONG, MIXED], batch_size=5, keep_surplus=True)
+    told = []
+    buffer.on_group_end = lambda uid, accs: told.append(uid)
+    first, metrics = buffer.sample(1, "train", 3)
+    assert (metrics["filter_groups/surplus"], metrics["filter_groups/kept"]) == (2, 2)
+    queue.kv_clear("train", first.keys)  # the trainer has trained on them
+    submit_step(queue, buffer, 2, 4)
+    assert len(queue.groups) == 7  # 5 of step 1, and 4 - 2
+    second, metrics = buffer.sample(2, "train", 4)
+    assert sampled(second) == [3, 4, 5, 7] and sampled(first) == [0, 1, 2]
+    assert metrics["filter_groups/generated"] == 3 and metrics["filter_groups/keep_rate"] == pytest.approx(2 / 3)
+    assert (metrics["filter_groups/surplus"], metrics["filter_groups/kept"]) == (0, 0)
+    assert set(queue.tags) == set(second.keys) and len(told) == len(set(told)) == 8
+
+
+def test_surplus_groups_wait_no_longer_than_the_staleness_option_says(make):
+    """Threshold 2: a group of step 1 may be trained on in step 2, not in step 3."""
+    queue, buffer = make([MIXED] * 6, batch_size=4, keep_surplus=True, max_off_policy_threshold=2)
+    batch, metrics = buffer.sample(1, "train", 1)
+    assert (metrics["filter_groups/surplus"], metrics["filter_groups/kept"]) == (3, 3)
+    queue.kv_clear("train", batch.keys)
+    submit_step(queue, buffer, 2, 1)  # nothing: three are waiting
+    assert len(queue.groups) == 4
+    batch, metrics = buffer.sample(2, "train", 1)
+    assert sampled(batch) == [1] and metrics["filter_groups/generated"] == 0
+    assert (metrics["filter_groups/surplus"], metrics["filter_groups/kept"]) == (2, 0)
+    assert set(queue.tags) == set(batch.keys) and buffer.num_to_submit(1) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_trainer_is_told_what_ended_once(make, mode):
+    groups = [RIGHT, SANDBOX_DOWN, RAISED, UNVERIFIED, [info(1, void_turns=1), info(0), info(1)], MIXED]
+    queue, buffer = make(groups + [MIXED] * 9, batch_size=6, mode=mode, void_turn_filter=True)
+    buffer.sample(1, "train", 6)
+    ended = buffer.take_ended()
+    assert ended.groups == len(queue.groups) and not queue.in_flight
+    assert +ended.excluded == {"sandbox_failure": 1, "verifier_unknown": 1, "raised": 1, "void_turn": 1}
+    assert ended.rollouts == 2 * (ended.groups - 2) + 3  # all but the group that raised; one has three
+    assert buffer.take_ended().groups == 0

@@ -6,6 +6,8 @@ the rollout itself when it is short.
 """
 
 import asyncio
+import logging
+import os
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -32,6 +34,10 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from verl_ext.agent_loop.trajectory_log import TrajectoryLog, trajectory_record
+from verl_ext.exclusions import RETRY_PAUSE_S, FailedSamples, failure
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 
 @dataclass
@@ -108,8 +114,8 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         agent_loop = self._shared_loops.get(agent_name) or self._make_loop(agent_name)
         group = self._groups[kwargs["uid"]]
         try:
-            output = await agent_loop.run(sampling_params, **kwargs)
-            await self._agent_loop_postprocess(output, trajectory["validate"], **kwargs)
+            outputs = await self._roll_out(agent_loop, sampling_params, trajectory["validate"], kwargs)
+            await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
         finally:
             group.running -= 1
             if group.running == 0 and group.keys:  # also where this one raised: validation counts the others
@@ -119,6 +125,45 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     tags=group.tags,
                     partition_id="val" if trajectory["validate"] else "train",
                 )
+
+    async def _roll_out(
+        self, agent_loop: AgentLoopBase, sampling_params: dict[str, Any], validate: bool, sample: dict[str, Any]
+    ) -> list[AgentLoopOutput]:
+        """The outputs of one rollout, scored.
+
+        In validation what failed outside the model is tried again, `retool.validation.retries` times at the most; the
+        last try stands. A call of a tool is repeated by the loop, a verification here; only a rollout that was aborted
+        or raised is sampled anew. What is hard to verify, or needs a sandbox that is down, must not be drawn until it
+        is easy, or needs none. In training the sampler replaces whole groups.
+        """
+        retries = FailedSamples.from_config(self.config).retries if validate else 0
+        extra = {"call_retries": retries} if validate else {}
+        outputs: list[AgentLoopOutput] = []
+        number = 0
+        while True:
+            number += 1
+            try:
+                if not outputs:
+                    output = await agent_loop.run(sampling_params, **sample, **extra)
+                    outputs = output if isinstance(output, list) else [output]
+                await self._compute_score(outputs, sample)
+            except Exception as error:  # whatever it is: the last try raises it
+                if number > retries:
+                    raise
+                cause = f"raised {error!r}"
+            else:
+                cause = failure(outputs[-1].extra_fields.get("reward_extra_info") or {})
+                if cause in (None, "sandbox_failure") or number > retries:
+                    return outputs
+                if cause == "verifier_unknown":
+                    outputs[-1].reward_score = None
+                else:
+                    outputs = []
+            logger.warning(
+                "validation: sample %s of problem %s failed (%s) and is tried again (%d of %d)",
+                *(sample["session_id"], sample["uid"], cause, number, retries),
+            )
+            await asyncio.sleep(RETRY_PAUSE_S * number)
 
     def _make_loop(self, agent_name: str) -> AgentLoopBase:
         if agent_name not in self._loop_classes:
@@ -145,14 +190,11 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             self._shared_loops[agent_name] = agent_loop
         return agent_loop
 
-    async def _agent_loop_postprocess(
-        self, output: AgentLoopOutput | list[AgentLoopOutput], validate: bool, **kwargs: Any
-    ) -> None:
-        """As verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), but the rows wait for the rest of their group, and leave
-        out columns of the data set that nothing reads after the rollout: the actor would fetch and handle each of them.
+    async def _agent_loop_postprocess(self, outputs: list[AgentLoopOutput], validate: bool, **kwargs: Any) -> None:
+        """As verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), but the outputs are scored already, the rows wait for
+        the rest of their group, and leave out columns of the data set that nothing reads after the rollout: the actor
+        would fetch and handle each of them.
         """
-        outputs = output if isinstance(output, list) else [output]
-        await self._compute_score(outputs, kwargs)
         for output in outputs:
             trajectory = output.extra_fields.pop("trajectory", None)
             if trajectory is not None and self._trajectory_log is not None:

@@ -26,8 +26,9 @@ from verl_ext.agent_loop.protocol import Call, MalformedCall, SegmentEncoder, cu
 from verl_ext.agent_loop.protocols import make_protocol
 from verl_ext.agent_loop.seeds import seed_of
 from verl_ext.agent_loop.tool_use import ToolUse
-from verl_ext.agent_loop.toolbox import Toolbox
+from verl_ext.agent_loop.toolbox import Outcome, Toolbox
 from verl_ext.agent_loop.trajectory_log import check_trajectory_log
+from verl_ext.exclusions import RETRY_PAUSE_S
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -142,7 +143,8 @@ class RetoolAgentLoop(AgentLoopBase):
 
         Args:
             kwargs: columns of the data set. Read are `raw_prompt`, `uid`, `tools_kwargs`, and
-                `extra_info.tool_selection`, the names of the tools that this sample may use (none named: all).
+                `extra_info.tool_selection`, the names of the tools that this sample may use (none named: all); and
+                `call_retries`, which the worker adds in validation (`_run_calls`).
         Returns:
             `extra_fields` holds `finish_reason` (answer | max_turns | max_tokens | malformed_limit | sandbox_failure |
             aborted), `model_spans` (the [start, end) pairs of response tokens that the model sampled), the counts that
@@ -165,7 +167,7 @@ class RetoolAgentLoop(AgentLoopBase):
             text, ended, aborted = await self._model_turn(rollout, prompt_ids, params, request_id, priority)
             calls = [] if aborted else self.protocol.parse(text, schemas, ended=ended)
             if calls:
-                finish_reason = await self._tool_turn(rollout, text, calls, ended, kwargs.get("tools_kwargs") or {})
+                finish_reason = await self._tool_turn(rollout, text, calls, ended, kwargs)
             elif aborted:
                 finish_reason = "aborted"
             else:
@@ -240,7 +242,7 @@ class RetoolAgentLoop(AgentLoopBase):
         text: str,
         calls: list[Call | MalformedCall],
         ended: bool,
-        tools_kwargs: Mapping[str, Any],
+        sample: Mapping[str, Any],
     ) -> str | None:
         """Run the calls of a turn and append what the tools say; returns why the rollout ends here, or None."""
         use = rollout.use
@@ -259,7 +261,7 @@ class RetoolAgentLoop(AgentLoopBase):
             return "max_turns" if is_last else "max_tokens"
 
         started = time.perf_counter()
-        outcomes = await asyncio.gather(*(self.tools.run(call, tools_kwargs) for call in to_run))
+        outcomes = await self._run_calls(to_run, sample.get("tools_kwargs") or {}, sample.get("call_retries", 0))
         use.tool_s += time.perf_counter() - started
         for record, outcome in zip(records, outcomes, strict=False):
             record |= vars(outcome)
@@ -282,6 +284,25 @@ class RetoolAgentLoop(AgentLoopBase):
             return "max_turns" if is_last else "max_tokens"
         rollout.add_reply(reply)
         return "max_turns" if is_last else None
+
+    async def _run_calls(self, calls: list[Call], tools_kwargs: Mapping[str, Any], retries: int) -> list[Outcome]:
+        """Run the calls of a turn at once, and those that infrastructure failed again, `retries` times at the most.
+
+        The response stays as it is. Were it sampled anew, a dead sandbox would favour responses that do not call it.
+        """
+        outcomes = list(await asyncio.gather(*(self.tools.run(call, tools_kwargs) for call in calls)))
+        for number in range(1, retries + 1):
+            failed = [i for i, outcome in enumerate(outcomes) if outcome.failure]
+            if not failed:
+                break
+            logger.warning(
+                "a tool failed and is called again (%d of %d): %s", number, retries, outcomes[failed[0]].failure
+            )
+            await asyncio.sleep(RETRY_PAUSE_S * number)
+            again = await asyncio.gather(*(self.tools.run(calls[i], tools_kwargs) for i in failed))
+            for i, outcome in zip(failed, again, strict=True):
+                outcomes[i] = outcome
+        return outcomes
 
     def _encode_reply(self, texts: list[str], ended: bool, room: int) -> tuple[list[int] | None, int]:
         """What the tools say as at most `room` tokens, and how many outputs were cut for it; None if none would do.

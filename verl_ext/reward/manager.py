@@ -118,9 +118,9 @@ class RetoolRewardManager(RewardManagerBase):
     A sample that the world failed (`extra_fields.finish_reason` "sandbox_failure" or "aborted", or an answer that could
     not be verified in time) is not scored as wrong: it gets the reward 0.0, halfway between right and wrong, and the
     flag `sandbox_failure` or `unverified` or the finish reason, by which the sampler keeps it out of training
-    (verl_ext/replay_buffer.py) and the figures of a dump leave it out (verl_ext/evaluation/figures.py). verl's own
-    means over a validation (val-core/*) count its `acc`. A row that is broken, such as one without a ground truth,
-    raises: it has no score.
+    (verl_ext/replay_buffer.py), and the figures of a validation (verl_ext/trainer/failed_samples.py) and of a dump
+    (verl_ext/evaluation/figures.py) leave it out. A row that is broken, such as one without a ground truth, raises: it
+    has no score.
     """
 
     def __init__(

@@ -1,6 +1,8 @@
-"""Where verl's v1 trainers meet the options of `retool.*`: adaptive n, validation, early stop, a repeatable run.
+"""Where verl's v1 trainers meet the options of `retool.*`: adaptive n, validation, early stop, a repeatable run; and
+what infrastructure failures must not do: count in a validation, or rise unseen.
 
-With all of them off, every method here is verl's own. Line numbers are of verl 0.9.1, trainer/ppo/v1/trainer_base.py.
+With all options off and nothing failed, every method here does what verl's own does. Line numbers are of verl 0.9.1,
+trainer/ppo/v1/trainer_base.py.
 """
 
 import logging
@@ -9,6 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 from tensordict import NonTensorData, TensorDict
 from transfer_queue import KVBatchMeta
@@ -18,8 +22,10 @@ from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from verl_ext.exclusions import REMEDIES, ExclusionWatch, FailedSamples, NothingStored, describe
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveN, AdaptiveSampling
 from verl_ext.trainer.early_stop import EarlyStop, EarlyStopWatch
+from verl_ext.trainer.failed_samples import ALL_RAISED, find_failed, judged_figures
 from verl_ext.trainer.journal import StepJournal
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
 from verl_ext.trainer.settings import read_settings
@@ -51,11 +57,16 @@ class RunTrainer(PPOTrainer):
         self._sampling: AdaptiveSampling | None = None
         self._plan: ValidationPlan | None = None
         self._watch: EarlyStopWatch | None = None
+        self._exclusions: ExclusionWatch | None = None
+        self._failed_samples = FailedSamples.from_config(config)
         self._is_light = False  # whether the validation that runs is
+        self._is_void = False  # whether the newest validation is
         self._last_saved = 0  # step of the newest checkpoint
         if config.trainer.get("val_only", False):  # of any checkpoint of the run: what the run learned stays as it is
             return
 
+        if hasattr(self.replay_buffer, "take_ended"):  # a sampler of ours
+            self._exclusions = ExclusionWatch(StepJournal(folder / "exclusions.jsonl"))
         adaptive_n = read_settings(config, "adaptive_n", AdaptiveN)
         if adaptive_n:
             self._sampling = AdaptiveSampling(adaptive_n, StepJournal(folder / "pass_rates.jsonl"))
@@ -83,6 +94,8 @@ class RunTrainer(PPOTrainer):
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:
         """As verl's, which is called when the checkpoint is loaded; a run that was stopped early stays stopped."""
         self._last_saved = self.global_steps
+        if self._exclusions:
+            self._exclusions.resume(self.global_steps)
         if self._sampling:
             self._sampling.resume(self.global_steps)
         if self._watch:
@@ -97,15 +110,38 @@ class RunTrainer(PPOTrainer):
                 return
         super().fit(agent_loop_manager)
 
-    # Adaptive n ------------------------------------------------------------------------------------------------------
-
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         batch = super().step(metrics, timing_raw)
+        if self._exclusions:
+            metrics.update(self._exclusions.end_step(self.global_steps, self.replay_buffer.take_ended()))
         if self._sampling:
             metrics.update(self._sampling.end_step(self.global_steps))
         if self._is_repeatable:
             move_measured(metrics)
         return batch
+
+    def _add_batch_to_generate(self) -> None:
+        """A step of the mode `sync` begins with as many prompts less as groups wait for it."""
+        if not getattr(self.replay_buffer, "num_kept", 0):
+            return super()._add_batch_to_generate()
+        missing = self.replay_buffer.num_to_submit(self.config.data.train_batch_size)
+        if missing:
+            self._add_prompts_to_generate(missing)
+
+    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """Fillers get advantage 0, whatever the estimator: their answers are all right or all wrong, and what their
+        rewards differ by, such as length penalties, must not train (`DapoReplayBuffer`).
+        """
+        batch = super()._compute_advantage(batch, metrics)
+        fillers = getattr(self.replay_buffer, "fillers", ())
+        keys = [key for key in batch.keys if key.split("_")[0] in fillers]
+        if keys:
+            data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["advantages"])
+            fields = TensorDict({"advantages": torch.zeros_like(data["advantages"])}, batch_size=len(keys))
+            tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
+        return batch
+
+    # Adaptive n ------------------------------------------------------------------------------------------------------
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
         if self._sampling:
@@ -153,8 +189,13 @@ class RunTrainer(PPOTrainer):
 
     def _validate(self) -> dict[str, float]:
         light = self._plan is not None and self._plan.is_light(self.global_steps, self.total_training_steps)
-        metrics = self._validate_lightly(self._plan.light) if light else super()._validate()
-        if self._watch:
+        self._is_void = False
+        try:
+            metrics = self._validate_lightly(self._plan.light) if light else super()._validate()
+        except NothingStored as error:
+            logger.warning("step %d: validation: %s This validation is void.", self.global_steps, error)
+            metrics, self._is_void = ALL_RAISED, True
+        if self._watch and not self._is_void:
             metrics.update(self._watch.observe(self.global_steps, metrics, light=light))
             if reason := self._watch.reason():
                 logger.warning("early stop: the run ends after step %d, because %s.", self.global_steps, reason)
@@ -168,6 +209,44 @@ class RunTrainer(PPOTrainer):
             return as_light(super()._validate())
         finally:
             self.val_dataloader, self._is_light = full_loader, False
+
+    def _val_metrics_update(
+        self,
+        data_sources: list[str],
+        sample_uids: list[str],
+        reward_extra_infos_dict: dict[str, list],
+        sample_turns: list[int],
+        expected_acc_counts: dict[tuple[str, str], int] | None = None,
+    ) -> dict[str, float]:
+        """Without the samples that failed outside the model; `failed_samples.py` says how. A void validation has no
+        figure by which a checkpoint could be the best (`Rolling.record`) or the run could stop.
+        """
+        failed = find_failed(data_sources, sample_uids, reward_extra_infos_dict, expected_acc_counts)
+        if not failed.total:
+            figures = super()._val_metrics_update(
+                data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts
+            )
+            return figures | failed.metrics(is_void=False)
+        share, limit = failed.share(failed.worst), self._failed_samples.max_failed_share
+        self._is_void = share > limit
+        consequence = "They are in no figure"
+        if self._is_void:
+            consequence = (
+                f"That is more than retool.validation.max_failed_share={limit}: this validation is void, gives no "
+                "figure, and moves neither the best checkpoint nor early stop"
+            )
+        logger.warning(
+            "step %d: validation: %d of %d samples failed for reasons outside the model (%s), %.1f%% of those of %s. "
+            "%s. %s.",
+            *(self.global_steps, failed.total.total(), sum(failed.asked.values()), describe(failed.total)),
+            *(100 * share, failed.worst, consequence, REMEDIES[failed.total.most_common(1)[0][0]]),
+        )
+        if self._is_void:
+            return failed.metrics(is_void=True)
+        figures = judged_figures(data_sources, sample_uids, reward_extra_infos_dict, failed)
+        turns = [turns for turns, cause in zip(sample_turns, failed.causes, strict=True) if cause is None]
+        # Of no sample, verl's function gives the figures of the turns alone.
+        return super()._val_metrics_update([], [], {}, turns) | figures | failed.metrics(is_void=False)
 
     def _dump_generations(self, *args: Any, dump_path: str, **kwargs: Any) -> None:
         """A folder of their own for light validations: what reads the dumps takes those of a folder for comparable."""

@@ -1,7 +1,9 @@
 """What LeanAgentLoopWorker leaves out of verl's work, or does at another time; tests/e2e runs it in the real stack."""
 
+import ast
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
     from verl_ext.agent_loop.manager import LeanAgentLoopWorker
 
     stored: list[tuple[str, Any]] = []
+    asked: list[int | None] = []  # of the loop, as `call_retries`
 
     async def put(key: str, partition_id: str, tag: dict) -> None:
         stored.append((f"{partition_id}:{key}", tag["status"]))
@@ -34,28 +37,41 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
             self.samples = samples
 
         async def run(self, sampling_params: dict, session_id: int, **kwargs: Any) -> AgentLoopOutput:
+            asked.append(kwargs.get("call_retries"))
             response = await self.samples[session_id]()
-            fields = {"reward_extra_info": {}, "min_global_steps": 6, "max_global_steps": 7}
+            response, info = response if isinstance(response, tuple) else (response, {})
+            fields = {"reward_extra_info": info, "min_global_steps": 6, "max_global_steps": 7}
             fields["trajectory"] = {"prompt": "1+1?", "turns": [len(response)]}
             return AgentLoopOutput(
                 prompt_ids=[1, 2],
                 response_ids=response,
                 response_mask=[1] * len(response),
-                reward_score=float(len(response)),
+                reward_score=float(len(response)) if info is not None else None,
                 metrics=AgentLoopMetrics(),
                 extra_fields=fields,
             )
 
-    def run(samples: list, log: Any = None, **prompt: Any) -> list[tuple[str, Any]]:
+    def run(
+        samples: list,
+        log: Any = None,
+        validate: bool = False,
+        retool: dict | None = None,
+        score: Any = None,
+        **prompt: Any,
+    ) -> list[tuple[str, Any]]:
         worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
         rollout = {"n": len(samples), "val_kwargs": {"n": 1}}
-        worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}})
-        worker._groups, worker._stored_columns, worker._score_rollout = {}, ["uid", "reward_model"], None
+        if validate:
+            rollout["val_kwargs"]["n"] = len(samples)
+        worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool or {}})
+        worker._groups, worker._stored_columns, worker._score_rollout = {}, ["uid", "reward_model"], score
         worker._trajectory_log = log
         worker.reward_loop_worker_handles = None
         worker._shared_loops = {"retool_code": Loop(samples)}
         prompt = {"uid": "p", "agent_name": "retool_code", "global_steps": 7, "reward_model": {"a": 1}} | prompt
-        asyncio.run(worker._run_prompt(prompt, {}, {"validate": False}))
+        asyncio.run(worker._run_prompt(prompt, {}, {"validate": validate}))
+        retries = ((retool or {}).get("validation") or {"retries": 2})["retries"]
+        assert set(asked) == {retries if validate else None}
         assert not worker._groups
         return stored
 
@@ -129,6 +145,94 @@ def test_a_sample_that_raises_makes_its_group_a_failure_whose_rest_is_stored(rol
     assert status == ("train:p", "failure")
 
 
+ABORTED = {"finish_reason": "aborted"}
+SANDBOX_DOWN = {"finish_reason": "sandbox_failure", "sandbox_failure": 1.0}
+
+
+def failing(*ends: Any):
+    """A sample whose tries end so, one after the other: with an exception, or with the reward manager's info."""
+    remaining = list(ends)
+
+    async def sample() -> tuple[list[int], Any]:
+        end = remaining.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return [0] * (len(ends) - len(remaining)), end
+
+    return sample
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the worker would have waited."""
+    from verl_ext.agent_loop import manager
+
+    waited = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(manager, "asyncio", SimpleNamespace(sleep=sleep))
+    return waited
+
+
+@pytest.mark.parametrize(
+    ("ends", "length"),
+    [
+        ([{}], 1),
+        ([ABORTED, {}], 2),
+        ([OSError("a lost server"), ABORTED, {}], 3),
+        ([ABORTED] * 3, 3),  # given up: stored, with what marks it
+        ([SANDBOX_DOWN], 1),  # the loop has tried its calls again: another response might need no sandbox
+    ],
+)
+def test_a_validation_sample_that_was_aborted_or_raised_is_tried_again(
+    roll_out_prompt, pauses, caplog, ends, length
+) -> None:
+    _, (keys, (fields, _)), status = roll_out_prompt([failing(*ends), failing({})], validate=True)
+    assert sorted(ast.literal_eval(keys.removeprefix("val:"))) == ["p_0_0", "p_1_0"] and status == ("val:p", "finished")
+    rows = dict(zip(ast.literal_eval(keys.removeprefix("val:")), fields, strict=True))
+    assert len(rows["p_0_0"]["responses"]) == length and len(rows["p_1_0"]["responses"]) == 1
+    assert rows["p_0_0"]["extra_fields"]["reward_extra_info"] == ends[-1]
+    assert pauses == [2.0, 4.0][: length - 1]
+    assert caplog.text.count("is tried again") == length - 1
+
+
+def test_a_validation_sample_that_raises_to_the_end_is_not_there_and_the_number_of_tries_a_setting(
+    roll_out_prompt, pauses
+) -> None:
+    bug = ValueError("a bug")
+    _, (keys, _), status = roll_out_prompt(
+        [failing(bug, bug), failing({})], validate=True, retool={"validation": {"retries": 1}}
+    )
+    assert keys == "val:['p_1_0']" and status == ("val:p", "failure") and pauses == [2.0]
+
+
+def test_a_training_sample_is_not_tried_again(roll_out_prompt, pauses) -> None:
+    """The sampler replaces its group, or leaves it out of it."""
+    _, (keys, (fields, _)), _ = roll_out_prompt([failing(ABORTED, {}), failing({})])
+    assert pauses == [] and sorted(len(row) for row in fields["responses"].unbind()) == [1, 1]
+
+
+@pytest.mark.parametrize("judged_at", [2, 3, 4])
+def test_a_response_that_no_verifier_could_judge_is_judged_again_and_not_sampled_again(
+    roll_out_prompt, pauses, judged_at
+) -> None:
+    verdicts = []
+
+    async def score(token_ids: list[int], sample: dict) -> dict[str, Any]:
+        verdicts.append(len(token_ids))
+        if len(verdicts) == 1:
+            raise RuntimeError("the verifier's own error")
+        unverified = float(len(verdicts) < judged_at)
+        return {"reward_score": 0.0, "reward_extra_info": {"unverified": unverified, "finish_reason": "answer"}}
+
+    _, (_, (fields, _)), _ = roll_out_prompt([failing(None)], validate=True, score=score)
+    assert verdicts == [1] * min(judged_at, 3)
+    (extra,) = fields.get("extra_fields").tolist()
+    assert extra["reward_extra_info"]["unverified"] == float(judged_at == 4)
+
+
 @pytest.mark.parametrize(
     ("agent_name", "configured", "protocol"),
     [
@@ -186,8 +290,6 @@ def test_loops_in_the_server_need_one_server_and_one_worker_in_step(workers: int
 
 async def test_calls_into_the_server_run_in_its_event_loop_and_raise_here() -> None:
     """Ray runs `__ray_call__` in a thread beside the loop."""
-    from types import SimpleNamespace
-
     from verl_ext.agent_loop.manager import _generate_sequences
 
     started = []

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import json
 import math
 import pickle
 import sys
@@ -245,6 +246,43 @@ def test_a_sandbox_failure_ends_the_rollout_and_is_no_error_of_the_model(roll_ou
     assert output.extra_fields["finish_reason"] == "sandbox_failure"
     assert output.extra_fields["tool_errors"] == 0
     assert output.response_ids == encode(CALL)
+
+
+@pytest.mark.parametrize(
+    ("results", "finish_reason", "runs"),
+    [
+        ([FAILURE, FAILURE, "2\n"], "answer", 3),
+        ([FAILURE, "2\n"], "answer", 2),
+        (["2\n"], "answer", 1),
+        ([FAILURE] * 3, "sandbox_failure", 3),
+    ],
+)
+def test_in_validation_a_call_that_failed_is_run_again_and_the_response_stays(
+    roll_out, tokenizer, encode, answer, monkeypatch, results, finish_reason, runs
+):
+    from verl_ext.agent_loop import tool_loop
+
+    monkeypatch.setattr(tool_loop, "RETRY_PAUSE_S", 0.0)
+    output, server, sandbox = roll_out(tokenizer, [encode(CALL), answer], results, prompt={"call_retries": 2})
+    assert output.extra_fields["finish_reason"] == finish_reason and sandbox.codes == ["print(1+1)"] * runs
+    assert server.sent[0] == encode(CALL) and len(server.calls) == 1 + (finish_reason == "answer")
+
+
+def test_of_parallel_calls_only_those_that_failed_are_run_again(roll_out, qwen_tokenizer, monkeypatch):
+    from verl_ext.agent_loop import tool_loop
+
+    monkeypatch.setattr(tool_loop, "RETRY_PAUSE_S", 0.0)
+    calls = [{"name": "code_interpreter", "arguments": {"code": f"print({i})"}} for i in range(3)]
+    text = "".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls) + "<|im_end|>"
+    turns = [qwen_tokenizer.encode(part, add_special_tokens=False) for part in (text, "\\boxed{2}<|im_end|>")]
+    output, server, sandbox = roll_out(
+        *(qwen_tokenizer, turns, ["0", FAILURE, "2", "one"]),
+        **{"protocol": "hermes", "max_parallel_calls": 3, "response_length": 400, "prompt": {"call_retries": 1}},
+    )
+    assert sandbox.codes == ["print(0)", "print(1)", "print(2)", "print(1)"]
+    shown = qwen_tokenizer.decode(server.calls[1]["prompt_ids"])
+    assert shown.index("\n0\n") < shown.index("\none\n") < shown.index("\n2\n")
+    assert output.extra_fields["tool_calls"] == 3
 
 
 @pytest.mark.parametrize("stop_reason", ["aborted", "error"])

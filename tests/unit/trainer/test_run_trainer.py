@@ -136,7 +136,10 @@ def test_light_validations_have_fewer_problems_and_names_of_their_own(make):
 
 
 def test_verls_own_validation_takes_the_light_problems_and_their_number_of_responses(make, monkeypatch, submitted):
-    """3 of 8 problems, 2 responses each, of which the first is right and the very last is lost: verl counts 3 of 6."""
+    """3 of 8 problems, 2 responses each, of which the first is right and the very last raised and is not there.
+
+    The mean over the problems of what was judged: (1/2 + 1/2 + 1/1) / 3. verl counts 3 of 6.
+    """
     import torch
     import transfer_queue as tq
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -177,7 +180,140 @@ def test_verls_own_validation_takes_the_light_problems_and_their_number_of_respo
     trainer.global_steps = 2
     metrics = trainer._validate()
     assert submitted.numbers == [2, 2, 2]
-    assert metrics["val-light/tiny/acc/mean@2"] == 0.5 and not any(name.startswith("val-core") for name in metrics)
+    assert metrics["val-light/tiny/acc/mean@2"] == pytest.approx(2 / 3)
+    assert metrics["val-light-aux/failed/raised"] == pytest.approx(1 / 6)
+    assert not any(name.startswith("val-core") for name in metrics)
+
+
+def columns(*samples, source="tiny", uid=None):
+    """Arguments of `_val_metrics_update`: samples as (problem, acc, finish reason), 4 asked for of each problem."""
+    problems = [problem for problem, _, _ in samples]
+    infos = {
+        "reward": [2.0 * acc - 1 for _, acc, _ in samples],
+        "acc": [float(acc) for _, acc, _ in samples],
+        "unverified": [float(reason == "unverified") for _, _, reason in samples],
+        "finish_reason": [reason for _, _, reason in samples],
+        "pred": ["7" if acc else "" for _, acc, _ in samples],
+    }
+    expected = {(source, problem): 4 for problem in problems}
+    turns = [3 if reason == "answer" else 9 for _, _, reason in samples]
+    return [source] * len(samples), problems, infos, turns, expected
+
+
+def validated(trainer, monkeypatch, arguments):
+    """`_validate` of a trainer whose validation ends with these samples."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    monkeypatch.setattr(PPOTrainer, "_validate", lambda self: self._val_metrics_update(*arguments))
+    return trainer._validate()
+
+
+RIGHT, DOWN = (1, "answer"), (0, "sandbox_failure")
+
+
+def test_failed_samples_are_in_no_figure_of_a_validation(make, monkeypatch, caplog):
+    """A perfect model, one of 8 samples failed by the sandbox, one by the verifier: verl says acc 0.75."""
+    trainer, _ = make()
+    samples = [("a", *RIGHT)] * 3 + [("a", *DOWN)] + [("b", *RIGHT)] * 3 + [("b", 0, "unverified")]
+    with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.run_trainer"):
+        metrics = validated(trainer, monkeypatch, columns(*samples))
+    core = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+    assert core == dict.fromkeys(
+        [f"val-core/tiny/acc/{n}" for n in ("mean@4", "best@4/mean", "maj@4/mean")]
+        + [f"val-core/tiny/acc/{n}" for n in ("best@4/std", "maj@4/std")],
+        1.0,
+    ) | {"val-core/tiny/acc/best@4/std": 0.0, "val-core/tiny/acc/maj@4/std": 0.0}
+    assert metrics["val-aux/tiny/reward/mean@4"] == metrics["val-aux/tiny/acc/worst@4/mean"] == 1.0
+    assert metrics["val-aux/num_turns/mean"] == metrics["val-aux/num_turns/max"] == 3.0
+    shares = {name: metrics[f"val-aux/failed/{name}"] for name in ("share", "sandbox_failure", "verifier_unknown")}
+    assert shares == {"share": 0.25, "sandbox_failure": 0.125, "verifier_unknown": 0.125}
+    assert metrics["val-aux/failed/void"] == 0.0  # at the limit, not above it
+    assert "2 of 8 samples failed for reasons outside the model (sandbox_failure 1, verifier_unknown 1)" in caplog.text
+    assert "They are in no figure" in caplog.text
+
+
+@pytest.mark.parametrize("source_of_the_failed", ["tiny", "other"])
+def test_a_validation_that_lost_too_much_is_void_and_moves_nothing(
+    make, monkeypatch, caplog, tmp_path, source_of_the_failed
+):
+    """2 of 4 samples of one data source, beside 8 good ones of another: 50% of that source is above 25%."""
+    from verl_ext.checkpoints import Rolling
+
+    good = columns(*[(problem, *RIGHT) for problem in "abcdefgh" for _ in range(4)])
+    bad = columns(*[("z", *RIGHT)] * 2, *[("z", *DOWN)] * 2, source=source_of_the_failed)
+    both = [bad[i] + good[i] for i in (0, 1, 3)]
+    infos = {name: bad[2][name] + good[2][name] for name in good[2]}
+    arguments = [*both[:2], infos, both[2], bad[4] | good[4]]
+    trainer, _ = make(ON["early_stop"])
+    trainer.global_steps = 2
+    with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.run_trainer"):
+        metrics = validated(trainer, monkeypatch, arguments)
+    if source_of_the_failed == "tiny":  # 2 of 36
+        assert metrics["val-core/tiny/acc/mean@4"] == 1.0 and metrics["early_stop/value"] == 1.0
+        return
+    assert {name: value for name, value in metrics.items() if value} == {
+        "val-aux/failed/void": 1.0,
+        "val-aux/failed/share": 2 / 36,
+        "val-aux/failed/sandbox_failure": 2 / 36,
+    }
+    assert all(name.startswith("val-aux/failed/") for name in metrics)
+    assert not (tmp_path / "early_stop.jsonl").exists()
+    rolling = Rolling(tmp_path, keep_last=1, best_metric="val-core/*/acc/mean@*")
+    rolling.record(metrics, 2)
+    assert rolling.values == {}
+    assert "50.0% of those of other. That is more than retool.validation.max_failed_share=0.25" in caplog.text
+    assert "moves neither the best checkpoint nor early stop. Start the sandbox" in caplog.text
+
+
+def test_the_share_that_voids_a_validation_is_a_setting(make, monkeypatch):
+    samples = [("a", *RIGHT), *[("a", *DOWN)] * 3]
+    trainer, _ = make("retool.validation.max_failed_share=0.75")
+    assert validated(trainer, monkeypatch, columns(*samples))["val-core/tiny/acc/mean@4"] == 1.0
+    trainer, _ = make("retool.validation.max_failed_share=0.74")
+    assert validated(trainer, monkeypatch, columns(*samples))["val-aux/failed/void"] == 1.0
+    with pytest.raises(ValueError, match="expected 0 <= max_failed_share < 1 and retries >= 0"):
+        make("retool.validation.max_failed_share=1")
+
+
+def test_void_validations_do_not_end_a_run_and_one_that_counts_is_compared_with_those_that_did(make, monkeypatch):
+    trainer, calls = make(ON["early_stop"], "retool.early_stop.patience=2", "trainer.val_before_train=true", steps=14)
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    accs = {0: 0, 2: 1, 12: 1, 14: 1}  # void at 4 to 10
+
+    def validate(self):
+        acc = accs.get(self.global_steps)
+        samples = [("a", *DOWN)] * 4 if acc is None else [("a", acc, "answer")] * 4
+        return self._val_metrics_update(*columns(*samples))
+
+    monkeypatch.setattr(PPOTrainer, "_validate", validate)
+    trainer.fit(None)
+    assert calls.steps == list(range(1, 15))  # its best is of step 2; 12 and 14 are the first two without progress
+    assert [step for step in calls.logged if "early_stop/value" in calls.logged[step]] == [0, 2, 12, 14]
+    assert [step for step in calls.logged if calls.logged[step].get("val-aux/failed/void")] == [4, 6, 8, 10]
+
+
+def test_a_void_validation_before_training_and_in_light_form_is_survived(make, monkeypatch):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    trainer, calls = make(ON["light"], "trainer.val_before_train=true", "retool.light_validation.full_every=3")
+    monkeypatch.setattr(PPOTrainer, "_validate", lambda self: self._val_metrics_update(*columns(*[("a", *DOWN)] * 4)))
+    trainer.fit(None)
+    assert calls.logged[0]["val-aux/failed/void"] == 1.0  # verl asserts that there are metrics
+    assert calls.logged[2]["val-light-aux/failed/void"] == 1.0
+    assert not any("acc" in name for data in calls.logged.values() for name in data)
+
+
+def test_a_validation_whose_rollouts_all_raised_is_void(make, monkeypatch):
+    from transfer_queue import KVBatchMeta
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    nothing = KVBatchMeta(partition_id="val", keys=[], tags=[])
+    monkeypatch.setattr(ReplayBufferAsync, "sample", lambda self, *_: (nothing, {}))
+    trainer, _ = make(ON["early_stop"])
+    monkeypatch.setattr(PPOTrainer, "_validate", lambda self: self.replay_buffer.sample(2, "val", 3))
+    assert trainer._validate() == {f"val-aux/failed/{name}": 1.0 for name in ("raised", "share", "void")}
 
 
 def test_dumps_of_light_validations_and_no_others_go_to_their_own_folder(make, monkeypatch):
@@ -381,3 +517,120 @@ def test_an_option_that_could_have_no_effect_is_refused(make, overrides, message
 def test_adaptive_n_refuses_a_sampler_that_tells_nothing(make):
     with pytest.raises(ValueError, match="adaptive_n needs .* a sampler that tells .* ReplayBuffer. Name verl_ext"):
         make(ON["adaptive_n"], "trainer.v1.sampler.custom_sampler.path=null")
+
+
+@pytest.fixture
+def advantages(make, monkeypatch):
+    """What verl's `_compute_advantage` and ours write for one batch, by key."""
+    import torch
+    import transfer_queue as tq
+    from verl.utils import tensordict_utils as tu
+
+    def advantages(rewards, fillers, estimator):
+        """`rewards`: key -> reward of a response of three tokens, the second of which a tool wrote."""
+        trainer, _ = make(f"algorithm.adv_estimator={estimator}", "algorithm.use_kl_in_reward=false")
+        trainer.replay_buffer.fillers = set(fillers)
+        mask = torch.tensor([1, 0, 1])
+        columns = {
+            "uid": [key.split("_")[0] for key in rewards],
+            "response_mask": [mask for _ in rewards],
+            "rm_scores": [torch.tensor([0.0, 0.0, reward]) for reward in rewards.values()],
+        }
+        stored = {key: {name: values[i] for name, values in columns.items()} for i, key in enumerate(rewards)}
+
+        def get(keys, partition_id, select_fields):
+            data = {name: [stored[key][name] for key in keys] for name in select_fields if name in stored[keys[0]]}
+            for name in data.keys() - {"uid"}:
+                data[name] = torch.nested.as_nested_tensor(data[name], layout=torch.jagged)
+            return tu.get_tensordict(data)
+
+        def put(keys, partition_id, fields):
+            for name, values in fields.items():
+                for key, value in zip(keys, values.unbind(), strict=True):
+                    stored[key][name] = value
+            return batch
+
+        monkeypatch.setattr(tq, "kv_batch_get", get)
+        monkeypatch.setattr(tq, "kv_batch_put", put)
+        batch = tq.KVBatchMeta(partition_id="train", keys=[*rewards], tags=[{} for _ in rewards])
+        trainer._compute_advantage(batch, {})
+        return {key: row["advantages"].tolist() for key, row in stored.items()}
+
+    return advantages
+
+
+# Four right answers of 9,000, 9,000, 9,550 and 12,400 tokens, with `length_penalty: piecewise`; and a useful group.
+ALL_RIGHT = {"f_0_0": 0.99, "f_1_0": 0.99, "f_2_0": 0.9845, "f_3_0": 0.94}
+USEFUL = {"u_0_0": 1.0, "u_1_0": -1.0, "u_2_0": 1.0, "u_3_0": -1.0}
+
+
+def test_right_answers_that_differ_in_length_penalties_train_by_verl_and_not_as_fillers(advantages):
+    """Mean .9761, sample std .0242. The useful group: 1 and -1, mean 0, sample std 2 / sqrt 3."""
+    verls = advantages(ALL_RIGHT | USEFUL, (), "grpo")
+    assert [round(verls[key][0], 2) for key in ALL_RIGHT] == [0.57, 0.57, 0.35, -1.49]
+    ours = advantages(ALL_RIGHT | USEFUL, "f", "grpo")
+    assert {key: ours[key] for key in ALL_RIGHT} == dict.fromkeys(ALL_RIGHT, [0.0, 0.0, 0.0])
+    assert {key: ours[key] for key in USEFUL} == {key: verls[key] for key in USEFUL}
+    assert ours["u_0_0"] == pytest.approx([0.866, 0.0, 0.866], abs=1e-3)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo"])
+def test_fillers_have_advantage_0_with_every_estimator(advantages, estimator):
+    ours = advantages(ALL_RIGHT | USEFUL, "f", estimator)
+    assert all(ours[key] == [0.0, 0.0, 0.0] for key in ALL_RIGHT)
+    assert all(ours[key][0] != 0.0 for key in USEFUL)
+
+
+def test_the_tokens_of_fillers_stay_in_the_denominator_of_the_token_mean(advantages):
+    """Two tokens of each of 8 responses: half of the 16 are fillers'. The useful half alone would give twice this."""
+    import torch
+    from verl.trainer.ppo.core_algos import agg_loss
+
+    ours = torch.tensor([*advantages(ALL_RIGHT | USEFUL, "f", "grpo").values()])
+    mask = torch.tensor([[1.0, 0.0, 1.0]] * 8)
+    log_prob = torch.zeros(8, 3, requires_grad=True)
+
+    def gradient(rows):
+        loss = agg_loss(-ours[rows] * log_prob[rows], mask[rows], "token-mean")
+        return torch.autograd.grad(loss, log_prob)[0]
+
+    both, useful = gradient(slice(0, 8)), gradient(slice(4, 8))
+    assert both[:4].abs().sum() == 0.0
+    assert torch.allclose(2 * both[4:], useful[4:]) and both[4, 0] == pytest.approx(-0.866 / 16, abs=1e-4)
+
+
+def test_a_step_submits_as_many_prompts_less_as_groups_wait_for_it(make, monkeypatch):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    trainer, _ = make()  # 16 prompts a step
+    submitted = []
+    monkeypatch.setattr(PPOTrainer, "_add_prompts_to_generate", lambda self, count: submitted.append(count))
+    monkeypatch.setattr(PPOTrainer, "_add_batch_to_generate", lambda self: submitted.append("a batch"))
+    for waiting in (0, 3, 16, 20):
+        trainer.replay_buffer.num_kept = waiting
+        trainer.prepare_step()
+    assert submitted == ["a batch", 13]
+
+
+def test_exclusions_are_logged_per_step_and_per_run_and_follow_a_resume(make, caplog, tmp_path):
+    from collections import Counter
+
+    from verl_ext.exclusions import Ended
+
+    trainer, calls = make("trainer.test_freq=-1", steps=3)
+    excluded = {1: 0, 2: 1, 3: 60}
+    trainer.replay_buffer.take_ended = lambda: Ended(
+        rollouts=100, groups=10, excluded=Counter(verifier_unknown=excluded[trainer.global_steps])
+    )
+    with caplog.at_level(logging.WARNING, logger="verl_ext.exclusions"):
+        trainer.fit(None)
+    shares = {step: data["failure/share_verifier_unknown"] for step, data in calls.logged.items()}
+    assert shares == {1: 0.0, 2: 0.01, 3: 0.6}
+    assert calls.logged[3]["failure/run_share_verifier_unknown"] == pytest.approx(61 / 300)
+    assert [calls.logged[step]["failure/alarm"] for step in (1, 2, 3)] == [0, 0, 1]
+    assert "step 3: verifier_unknown kept 60.0% of 100 rollouts out of training (0.5% of 200" in caplog.text
+
+    resumed, calls = make("trainer.test_freq=-1", steps=3, resume_at=2)
+    resumed.replay_buffer.take_ended = lambda: Ended(rollouts=100, groups=10)
+    resumed.fit(None)
+    assert calls.logged[3]["failure/run_share_verifier_unknown"] == pytest.approx(1 / 300)

@@ -1,0 +1,136 @@
+"""A validation without the samples that failed outside the model: which ones, what is left of the figures, and when
+nothing is.
+
+verl 0.9.1 counts a sample that the sandbox failed with the `acc` that the reward manager had to give it, and one that
+raised as wrong. Pure functions on the columns that its `_val_metrics_update` is given (trainer_base.py:1274).
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from verl.trainer.ppo.metric_utils import bootstrap_metric, calc_maj_val
+
+from verl_ext.exclusions import FAILURES, failure
+
+MISSING = "raised"  # of a session that stored nothing, because its rollout raised
+CAUSES = (*FAILURES, MISSING)
+GROUP = "val-aux/failed"  # of the metrics
+ALL_RAISED = {f"{GROUP}/{MISSING}": 1.0, f"{GROUP}/share": 1.0, f"{GROUP}/void": 1.0}
+
+
+@dataclass(frozen=True)
+class Failed:
+    """What became of the samples of a validation.
+
+    Attributes:
+        causes: of each stored sample, one of FAILURES, or None where it was judged.
+        asked: (data source, uid) -> samples that the validation asked for.
+        by_source: data source -> number of failed samples by cause, MISSING included.
+    """
+
+    causes: list[str | None]
+    asked: dict[tuple[str, str], int]
+    by_source: dict[str, Counter]
+
+    @property
+    def total(self) -> Counter:
+        return sum(self.by_source.values(), Counter())
+
+    def share(self, source: str) -> float:
+        return self.by_source[source].total() / sum(n for (of, _), n in self.asked.items() if of == source)
+
+    @property
+    def worst(self) -> str:
+        """The data source that lost most."""
+        return max(self.by_source, key=self.share)
+
+    def metrics(self, *, is_void: bool) -> dict[str, float]:
+        """Shares of all samples, by cause and together, and whether the validation is void."""
+        num_asked, total = sum(self.asked.values()), self.total
+        shares = {f"{GROUP}/{cause}": total[cause] / num_asked for cause in CAUSES}
+        return shares | {f"{GROUP}/share": total.total() / num_asked, f"{GROUP}/void": float(is_void)}
+
+
+def find_failed(
+    data_sources: Sequence[str],
+    uids: Sequence[str],
+    infos: Mapping[str, Sequence[Any]],
+    expected: Mapping[tuple[str, str], int] | None,
+) -> Failed:
+    """
+    Args:
+        data_sources, uids: of each stored sample.
+        infos: name -> values, one per stored sample, of `reward_extra_info`.
+        expected: (data source, uid) -> samples asked for; None where all were stored.
+    """
+    causes = [failure({name: values[i] for name, values in infos.items()}) for i in range(len(uids))]
+    stored = Counter((str(source), str(uid)) for source, uid in zip(data_sources, uids, strict=True))
+    asked = {key: max(number, (expected or {}).get(key, 0)) for key, number in stored.items()} | {
+        key: number for key, number in (expected or {}).items() if key not in stored
+    }
+    by_source: dict[str, Counter] = {source: Counter() for source, _ in asked}
+    for source, cause in zip(data_sources, causes, strict=True):
+        by_source[str(source)].update([cause] * (cause is not None))
+    for key, number in asked.items():
+        by_source[key[0]].update({MISSING: number - stored[key]})
+    return Failed(causes, asked, by_source)
+
+
+def judged_figures(
+    data_sources: Sequence[str], uids: Sequence[str], infos: Mapping[str, Sequence[Any]], failed: Failed
+) -> dict[str, float]:
+    """verl's `val-core/*` and `val-aux/*` over the samples that were judged.
+
+    As `process_validation_metrics` (verl/trainer/ppo/metric_utils.py:896) and the names of trainer_base.py:1288, with
+    which a test compares it. The N of a name stays the number of samples that was asked for, also where fewer were
+    judged: verl would take what is there, so that one validation had mean@30 over some problems and mean@29 over
+    others. The mean of fewer samples estimates the same; `best`, `worst` and `maj` draw N with replacement either way.
+    A problem without any judged sample is in no figure.
+    """
+    columns = dict(infos)
+    if "acc" in columns:
+        columns["acc_success_only"] = columns["acc"]  # verl's: without the sessions that raised
+    rows: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for i, cause in enumerate(failed.causes):
+        if cause is None:
+            rows[str(data_sources[i]), str(uids[i])].append(i)
+    of_problems: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for (source, uid), indices in rows.items():
+        preds = [columns["pred"][i] for i in indices] if "pred" in columns else [None]
+        for variable, values in columns.items():
+            present = [values[i] for i in indices if values[i] is not None]
+            if not present or isinstance(present[0], str):
+                continue
+            votes = preds if len(preds) == len(present) and None not in preds else None
+            for name, value in _problem_figures(present, votes, failed.asked[source, uid]).items():
+                of_problems[source, variable][name].append(value)
+    figures = {}
+    for (source, variable), values_of in of_problems.items():
+        core = "acc" if (source, "acc") in of_problems else "reward"
+        largest = max(int(name.split("@")[1].split("/")[0]) for name in values_of)
+        for name, values in values_of.items():
+            is_core = variable == core and name.startswith(("mean", "maj", "best")) and f"@{largest}" in name
+            figures[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = float(np.mean(values))
+    return figures
+
+
+def _problem_figures(values: Sequence[float], votes: Sequence[str] | None, n: int) -> dict[str, float]:
+    """Of one variable and one problem of which `n` samples were asked for."""
+    figures = {f"mean@{n}": float(np.mean(values))}
+    if n > 1:
+        figures[f"std@{n}"] = float(np.std(values))
+    sizes = [2**i for i in range(1, n.bit_length()) if 2**i < n] + [n] * (n > 1)
+    for size in sizes:
+        drawn = bootstrap_metric(list(values), subset_size=size, reduce_fns=[np.max, np.min])
+        for name, (mean, std) in zip((f"best@{size}", f"worst@{size}"), drawn, strict=True):
+            figures |= {f"{name}/mean": mean, f"{name}/std": std}
+        if votes is not None:
+            ballots = [{"val": value, "pred": pred} for value, pred in zip(values, votes, strict=True)]
+            majority = partial(calc_maj_val, vote_key="pred", val_key="val")
+            [(mean, std)] = bootstrap_metric(ballots, subset_size=size, reduce_fns=[majority])
+            figures |= {f"maj@{size}/mean": mean, f"maj@{size}/std": std}
+    return figures
