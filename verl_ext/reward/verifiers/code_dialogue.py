@@ -20,6 +20,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from verl_ext.reward.verifiers.code_handles import BUILTIN_NAMES
 from verl_ext.reward.verifiers.code_solution import LOADED, PAUSED
 from verl_ext.sandbox.client import RunResult
 
@@ -39,6 +40,7 @@ class Prepared:
     source: str
     functions: list[tuple[int, str]]
     modules: list[str]
+    classes: list[str]
     own_builtin: str
 
 
@@ -131,7 +133,8 @@ def test_program(prepared: Prepared, mark: str, played: list[tuple[Any, str | No
     played_json = json.dumps(played)
     return (
         f"{_sources('code_values', 'code_handles', 'code_tests')}\nrun_test({prepared.source!r}, {mark!r}, "
-        f"json.loads({played_json!r}), {prepared.functions!r}, {prepared.modules!r}, {prepared.own_builtin!r})\n"
+        f"json.loads({played_json!r}), {prepared.functions!r}, {prepared.modules!r}, {prepared.classes!r}, "
+        f"{prepared.own_builtin!r})\n"
     )
 
 
@@ -179,7 +182,7 @@ def prepare(test: str) -> Prepared:
         for name in set(dotted)
         if (name in sys.stdlib_module_names or name in ("np", "numpy")) and plain.count(name) == dotted.count(name)
     )
-    return Prepared(source, functions, modules, _own_builtin(tree, set(plain) - set(modules)))
+    return Prepared(source, functions, modules, _classes(nodes), _own_builtin(tree, set(plain) - set(modules)))
 
 
 class _TolerantAsserts(ast.NodeTransformer):
@@ -212,6 +215,33 @@ def _bound_names(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             bound |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
     return bound
+
+
+def _classes(nodes: list[ast.AST]) -> list[str]:
+    """Names with a capital letter that the test uses as classes.
+
+    What they make has an attribute that no number, string or container has, or is compared with what they make.
+    """
+
+    def makes(node: ast.AST) -> str:
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        return node.func.id if is_call and node.func.id.lstrip("_")[:1].isupper() else ""
+
+    made = {  # variable -> class
+        target.id: makes(node.value)
+        for node in nodes
+        if isinstance(node, ast.Assign) and makes(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node.attr not in BUILTIN_NAMES:
+            found.add(made.get(node.value.id, "") if isinstance(node.value, ast.Name) else makes(node.value))
+        elif isinstance(node, ast.Compare):
+            names = [{makes(inner) for inner in ast.walk(side)} for side in (node.left, node.comparators[-1])]
+            found |= names[0] & names[1]
+    return sorted(found - {""})
 
 
 def _own_builtin(tree: ast.Module, names: set[str]) -> str:

@@ -11,14 +11,16 @@ CHUNK = 64  # items of an iterator that are asked for at once
 BUILTIN_NAMES = {name for kind in (str, bytes, int, float, list, dict, set, tuple) for name in dir(kind)}
 # What an object could say of an expected value that it is shown: asked only of objects of a class under test.
 VERDICTS = {"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "equals"}
+# A name with a capital letter is like a class; it is one under test if the test uses what it makes as an object.
+CLASS, INSTANCE, LIKE_CLASS, LIKE_INSTANCE, OTHER = 4, 3, 2, 1, 0
 OPERATORS = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()
 
 
 class Handle:
     """An object of the solution, by its number there; `content` is that of a class derived from a built-in type.
 
-    `level`: 2 for a class under test (a name with a capital letter), 1 for what it makes, which may have operators of
-    its own, 0 for the rest: what a function returns would be shown the expected value and asked whether it is right.
+    `level`: CLASS for a class under test, INSTANCE for what it makes, which may have operators of its own; below, an
+    object has none: what a function returns would be shown the expected value and asked whether it is right.
     """
 
     def __init__(self, run, wire, name, level, content=None):
@@ -36,7 +38,7 @@ class Handle:
         """The content's answer, or that of an object under test; TypeError for any other object."""
         if self._content is not None:
             return getattr(operator, name)(self._content, *args)
-        if self._level or all(isinstance(arg, Handle) for arg in args):
+        if self._level >= INSTANCE or all(isinstance(arg, Handle) for arg in args):
             return self._ask(verb, *args)
         raise TypeError(f"unsupported operand: an object of {self._name!r}, returned by the solution")
 
@@ -50,7 +52,7 @@ class Handle:
             "__wrapped__",
             "__qualname__",
         )
-        if special or (name in VERDICTS and not self._level):
+        if special or (name in VERDICTS and self._level < INSTANCE):
             raise AttributeError(f"{self._name!r} object has no attribute {name!r} that a test may use")
         return self._ask("getattr", name)
 
@@ -115,12 +117,12 @@ class Handle:
         self._ask("delitem", key)
 
     def __contains__(self, item):
-        if self._level:
+        if self._level >= INSTANCE:
             return self._ask("contains", item) is True
         return any(item == mine for mine in self)
 
     def __instancecheck__(self, other):
-        return isinstance(other, Handle) and self._run.ask("isinstance", [other, self], {}, 0) is True
+        return isinstance(other, Handle) and self._run.ask("isinstance", [other, self], {}, OTHER) is True
 
     def __enter__(self):
         return self._ask("getattr", "__enter__")()
@@ -147,7 +149,9 @@ class Handle:
 
 def level_of(verb, level):
     """The level of what an object of this level gives."""
-    return 1 if (verb == "call" and level == 2) or (verb in OPERATORS and level == 1) else 0
+    if verb == "call" and level in (CLASS, LIKE_CLASS):
+        return level - 1
+    return level if verb in OPERATORS and level in (INSTANCE, LIKE_INSTANCE) else OTHER
 
 
 def same(first, second, seen):
@@ -178,7 +182,7 @@ def _define():
         def operate(self, other):
             if self._content is not None:
                 return getattr(operator, name)(other, self._content)
-            if self._level:
+            if self._level >= INSTANCE:
                 return self._run.ask(name, [other, self], {}, self._level)
             raise TypeError(f"unsupported operand: an object of {self._name!r}, returned by the solution")
 
@@ -203,7 +207,7 @@ _define()
 class Guess:
     """Stands for an answer that is not known yet: `number` is that of its request, None for what was worked out."""
 
-    def __init__(self, run, number, level=0):
+    def __init__(self, run, number, level=OTHER):
         vars(self).update(_run=run, _number=number, _level=level, _ended=False)
 
     def _ask(self, verb, *args, **kwargs):

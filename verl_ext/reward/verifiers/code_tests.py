@@ -15,7 +15,7 @@ import signal
 import sys
 import types
 
-from verl_ext.reward.verifiers.code_handles import Guess, Handle
+from verl_ext.reward.verifiers.code_handles import CLASS, LIKE_CLASS, OTHER, Guess, Handle
 from verl_ext.reward.verifiers.code_values import decode, encode
 
 GUESS_S = 0.5  # of CPU time, for going on with guesses
@@ -26,9 +26,9 @@ MAX_REPORT = 700_000  # characters; the sandbox keeps a million bytes of output
 class Run:
     """One run of a test, with the answers that are known."""
 
-    def __init__(self, mark, played, functions, modules, own_builtin, output):
+    def __init__(self, mark, played, functions, modules, classes, own_builtin, output):
         self.mark, self.played, self.functions, self.output = mark, played, functions, output
-        self.modules, self.own_builtin = modules, own_builtin
+        self.modules, self.classes, self.own_builtin = modules, classes, own_builtin
         self.count, self.guessing, self.asked, self.written = 0, False, [], 0
         self.handles, self.exceptions, self.names = {}, {}, {}
 
@@ -134,7 +134,7 @@ class Run:
                     return ["function", source, value.__name__]
         raise TypeError(f"the test passes the function {name!r}, which needs more than its own source")
 
-    def decode(self, data, level=0):
+    def decode(self, data, level=OTHER):
         return decode(data, lambda data: self.from_handle(data, level))
 
     def from_handle(self, data, level):
@@ -171,7 +171,8 @@ class Names(dict):
             return importlib.import_module("numpy" if name == "np" else name)
         value = run.names.get(name)
         if type(value) not in (Handle, Guess, type):  # plain data may have changed since
-            level = 2 if name.lstrip("_")[:1].isupper() else 0
+            level = LIKE_CLASS if name.lstrip("_")[:1].isupper() else OTHER
+            level = CLASS if name in run.classes else level
             value = run.names[name] = run.ask("get", [name], {}, level)
         return value
 
@@ -202,7 +203,7 @@ def read_answer(line):
     return answer if isinstance(answer, dict) and ("value" in answer or "error" in answer) else None
 
 
-def run_test(test, mark, played, functions, modules, own_builtin):
+def run_test(test, mark, played, functions, modules, classes, own_builtin):
     """Run a test, and report `passed` and `why`, or the requests that it needs from number `from` on.
 
     Args:
@@ -210,6 +211,7 @@ def run_test(test, mark, played, functions, modules, own_builtin):
         played: (request, line of its answer) of each request that was made; None without an answer.
         functions: (line, source) of the functions of the test that can be passed on.
         modules: names that are modules, whether or not the test imports them.
+        classes: names of classes under test.
         own_builtin: the name of a builtin that is the solution's here.
     """
     output = os.dup(1)
@@ -217,7 +219,7 @@ def run_test(test, mark, played, functions, modules, own_builtin):
     os.dup2(null, 1)
     sys.stdout = io.StringIO()
     played = [(request, read_answer(line)) for request, line in played]
-    run = Run(mark, played, functions, modules, own_builtin, output)
+    run = Run(mark, played, functions, modules, classes, own_builtin, output)
     random.seed(0)  # the same test in each round
     if "numpy.random" in sys.modules:
         sys.modules["numpy"].random.seed(0)

@@ -22,7 +22,7 @@ CONTENT = {
     dict: lambda value: dict(dict.items(value)),
 }
 TYPES = {name.__name__: name for name in (*CONTENT, bool, bytearray, type(None), range, object, type)}
-MAX_NUMBER_KINDS = "biufcU"  # of numpy: booleans, numbers and strings
+ARRAY_KINDS = "biufcU"  # of numpy: booleans, numbers and strings
 
 
 def encode(value, to_handle):
@@ -70,7 +70,7 @@ def take_apart(kind, value):
             return value.isoformat(), name
     numpy = sys.modules.get("numpy")
     if module == "numpy" and numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)):
-        if value.dtype.kind in MAX_NUMBER_KINDS:
+        if value.dtype.kind in ARRAY_KINDS:
             if isinstance(value, numpy.generic):
                 return value.item(), None
             return (value.dtype.str, list(value.shape), value.ravel().tolist()), "ndarray"
