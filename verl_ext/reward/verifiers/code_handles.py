@@ -11,6 +11,13 @@ CHUNK = 64  # items of an iterator that are asked for at once
 BUILTIN_NAMES = {name for kind in (str, bytes, int, float, list, dict, set, tuple) for name in dir(kind)}
 # What an object could say of an expected value that it is shown: asked only of objects of a class under test.
 VERDICTS = {"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "equals"}
+DESCRIPTIONS = {
+    "__name__",
+    "__qualname__",
+    "__doc__",
+    "__dict__",
+    "__wrapped__",
+}  # these special names may be asked for
 # A name with a capital letter is like a class; it is one under test if the test uses what it makes as an object.
 CLASS, INSTANCE, LIKE_CLASS, LIKE_INSTANCE, OTHER = 4, 3, 2, 1, 0
 OPERATORS = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()
@@ -45,13 +52,7 @@ class Handle:
     def __getattr__(self, name):
         if self._content is not None and hasattr(self._content, name):
             return getattr(self._content, name)
-        special = name.startswith("__") and name not in (
-            "__name__",
-            "__doc__",
-            "__dict__",
-            "__wrapped__",
-            "__qualname__",
-        )
+        special = name.startswith("__") and name not in DESCRIPTIONS
         if special or (name in VERDICTS and self._level < INSTANCE):
             raise AttributeError(f"{self._name!r} object has no attribute {name!r} that a test may use")
         return self._ask("getattr", name)
@@ -239,10 +240,8 @@ class Guess:
         raise StopIteration
 
 
-for (
-    _name
-) in "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos abs round".split():
-    setattr(Guess, f"__{_name}__", lambda self, *args: Guess(self._run, None))
+for _name in (*OPERATORS, *(f"r{name}" for name in OPERATORS), "neg", "pos", "abs", "round"):
+    setattr(Guess, f"__{_name.strip('_')}__", lambda self, *args: Guess(self._run, None))
 for _names, _value in (
     ("eq lt le gt ge bool contains instancecheck", True),
     ("ne exit", False),

@@ -5,6 +5,8 @@ gives it; the first that is not is asked for, and the test goes on with guesses,
 same round.
 """
 
+import __future__
+
 import builtins
 import importlib
 import io
@@ -225,7 +227,8 @@ def run_test(test, mark, played, functions, modules, classes, own_builtin):
         sys.modules["numpy"].random.seed(0)
     namespace = Names(__name__="__main__", __annotations__={}, _run_=run, _guessing_=lambda: run.guessing)
     try:
-        exec(compile(test, "test.py", "exec", flags=0x1000000, dont_inherit=True), namespace)  # annotations: as text
+        # Annotations stay text: List need not be known here.
+        exec(compile(test, "test.py", "exec", __future__.annotations.compiler_flag, dont_inherit=True), namespace)
         outcome = {"passed": True, "why": ""}
     except BaseException as error:
         outcome = {"passed": False, "why": f"{type(error).__name__}: {str(error)[:200]}"}
