@@ -22,7 +22,7 @@ from verl_ext.reward import score_answer, symbolic  # noqa: E402
 from verl_ext.reward.symbolic import CPU_S, QUICK_CPU_S  # noqa: E402
 
 OWN_CPU_S = 2.0  # of this process, per response
-WALL_S = 30.0 + CPU_S + QUICK_CPU_S  # per response, on a machine that does other things too
+WALL_S = 30.0 + 2 * CPU_S + QUICK_CPU_S  # per response and its gold, on a machine that does other things too
 GROWTH_MB = 200  # of this process, once warm
 VERDICTS = {"correct", "wrong", "no_answer", "unknown"}
 MARK = "FUZZ_PWNED"

@@ -26,7 +26,7 @@ from typing import Any
 from verl_ext.reward.guards import refusal
 from verl_ext.reward.normalisation import normalise
 from verl_ext.reward.score import Score
-from verl_ext.reward.verifiers import Verifiers
+from verl_ext.reward.verifiers import Verifiers, verify_response
 
 ADDED = ("acc", "pred", "verdict", "method", "error")
 CHUNK = 32  # rows handed to a process at a time
@@ -253,7 +253,7 @@ async def _grade(place: str, row: dict[str, Any]) -> Score:
     sample = row | ({"prompt": row["input"]} if "input" in row else {})
     verifier = _VERIFIERS.find(str(row.get("data_source", "")), str(row.get("ability", "")))
     try:
-        return await verifier.verify(response, ground_truth, sample)
+        return await verify_response(verifier, response, ground_truth, sample)
     except ValueError as error:
         raise ValueError(f"{place} cannot be graded: {error}") from error
 

@@ -25,7 +25,7 @@ from verl_ext.agent_loop.trajectory_log import check_trajectory_log
 from verl_ext.reward.score import Score
 from verl_ext.reward.shaping import PIECEWISE, overlong_penalty, piecewise_length_penalty, tool_bonus
 from verl_ext.reward.unverified import UnverifiedLog
-from verl_ext.reward.verifiers import Verifiers
+from verl_ext.reward.verifiers import Verifiers, verify_response
 
 logger = logging.getLogger(__name__)
 
@@ -115,12 +115,12 @@ class RewardOptions:
 class RetoolRewardManager(RewardManagerBase):
     """+1/-1 on the answer in the model's own tokens, with length penalties, a tool bonus and a control as options.
 
-    A sample that the world failed (`extra_fields.finish_reason` "sandbox_failure" or "aborted", or an answer that could
-    not be verified in time) is not scored as wrong: it gets the reward 0.0, halfway between right and wrong, and the
-    flag `sandbox_failure` or `unverified` or the finish reason, by which the sampler keeps it out of training
-    (verl_ext/replay_buffer.py), and the figures of a validation (verl_ext/trainer/failed_samples.py) and of a dump
-    (verl_ext/evaluation/figures.py) leave it out. A row that is broken, such as one without a ground truth, raises: it
-    has no score.
+    A sample that the infrastructure failed (`extra_fields.finish_reason` "sandbox_failure" or "aborted", or an answer
+    that could not be verified, for which its own text is never the reason) is not scored as wrong: it gets the reward
+    0.0, halfway between right and wrong, and the flag `sandbox_failure` or `unverified` or the finish reason, by which
+    the sampler keeps it out of training (verl_ext/replay_buffer.py), and the figures of a validation
+    (verl_ext/trainer/failed_samples.py) and of a dump (verl_ext/evaluation/figures.py) leave it out. A row that is
+    broken, such as one without a ground truth, raises: it has no score.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class RetoolRewardManager(RewardManagerBase):
             )
         verifier = self.verifiers.find(data_source, str(sample.get("ability", "")))
         try:
-            return await verifier.verify(response, ground_truth, sample)
+            return await verify_response(verifier, response, ground_truth, sample)
         except ValueError as error:
             raise ValueError(f"{row} cannot be scored: {error}") from error
         except Exception as error:  # an error of ours: named, so that it is found in a log of many workers

@@ -16,7 +16,9 @@ from verl_ext.reward.rationals import NotANumber, Quantity, read_quantity
 from verl_ext.reward.structure import Comparison, compare_answers
 
 MAX_ANSWER_CHARS = 2000
-MAX_SYMBOLIC = 24  # comparisons by computer algebra for one answer; only long lists need more than one
+# Comparisons by computer algebra for one answer; beyond it is wrong. Only lists need more than one: at most 64 ordered
+# values (structure.MAX_PARTS), or each of 8 with each other (structure.MAX_UNMATCHED).
+MAX_SYMBOLIC = 64
 
 _CHOICE = re.compile(r"\(?\s*([A-J])\s*(?:[).:]\s*[^,A-J]*)?")  # C, (C), C. and (C) 12, but not C or D
 _BASED = re.compile(r"([0-9A-Z]+)\s*_\s*\{?(\d+)\}?")
@@ -39,7 +41,8 @@ class Score:
         acc: 1.0 right, 0.0 wrong or without an answer, None if it could not be decided. Other verifiers (verifiers/)
             may give a share of 1.0, with the verdict "partial".
         pred: the answer as the response gave it; "" without one.
-        verdict: "unknown" is neither right nor wrong: the comparison ran out of CPU time or memory.
+        verdict: "unknown" is neither right nor wrong: the gold by itself takes more CPU time or memory than a
+            comparison may, or the infrastructure failed. What an answer's own text causes is "wrong".
         method: the rule that decided, for logs: "integer", "string", "number", "words", "count", "guard: tower", ...
     """
 
@@ -95,11 +98,12 @@ def compare(pred: str, gold: str) -> Comparison:
 class _ValueComparison:
     """Compares the single values, equations or inequalities of one answer, in their normalised spelling.
 
-    After one comparison that was out of time no other is begun, so that an answer costs one deadline at most.
+    After one comparison without an answer no other is begun, so that an answer costs one deadline at most.
     """
 
     def __init__(self) -> None:
         self.symbolic_left = MAX_SYMBOLIC
+        self.rest = Comparison(False, "guard: comparisons")  # of what is compared when none is left
 
     def __call__(self, pred: str, gold: str) -> Comparison:
         decided = _compare_quantities(pred, gold) or _compare_notations(pred, gold) or _compare_words(pred, gold)
@@ -110,9 +114,16 @@ class _ValueComparison:
         reason = refusal(pred, gold)
         if reason:
             return Comparison(False, f"guard: {reason}")
-        equal = symbolic.is_equal(pred, gold) if self.symbolic_left > 0 else None
-        self.symbolic_left = 0 if equal is None else self.symbolic_left - 1
-        return Comparison(equal, "symbolic")
+        if self.symbolic_left == 0:
+            return self.rest
+        self.symbolic_left -= 1
+        try:
+            compared = Comparison(symbolic.is_equal(pred, gold), "symbolic")
+        except symbolic.TooCostly:
+            compared = Comparison(False, "guard: cost")
+        if compared.equal is None or compared.method != "symbolic":
+            self.symbolic_left, self.rest = 0, compared
+        return compared
 
 
 def _compare_quantities(pred: str, gold: str) -> Comparison | None:

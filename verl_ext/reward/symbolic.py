@@ -7,6 +7,9 @@ start at the first comparison, are reused, and end with this process.
 
 Nearly all comparisons take a few milliseconds. What takes longer goes on in a lane of its own, at low priority, so that
 ordinary answers do not queue up behind hostile ones.
+
+A comparison that exhausts the limits, or loses its workers, is the answer's own fault (`TooCostly`), unless the gold
+exhausts them by itself, or workers do not even answer a control comparison: then it stays open.
 """
 
 import atexit
@@ -15,12 +18,14 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 QUICK_CPU_S = 0.1  # per comparison, in the quick lane
-CPU_S = 2.0  # per comparison, in the slow lane: then it stays open
+CPU_S = 2.0  # per comparison, in the slow lane; also for a gold by itself
 SLOW = (r"\sum", r"\prod", r"\int", r"\lim")  # go there at once: sympy evaluates them
 WALL_S = 60.0  # per comparison: a backstop for a worker that neither works nor answers
 START_WALL_S = 120.0  # importing sympy, on a loaded machine
@@ -28,8 +33,17 @@ MEMORY_BYTES = 1 << 30  # address space of one worker
 MAX_COMPARISONS = 2000  # per worker, as sympy's caches grow
 MAX_KNOWN = 20_000  # comparisons that are remembered: the responses of a group often give the same answer
 SLOW_NICENESS = 10
+CONTROL = ("x+1", "1+x")  # what any worker that works can compare
 
 _WORKER = Path(__file__).with_name("symbolic_worker.py")
+
+
+class TooCostly(Exception):
+    """The answer, and not its gold, takes more CPU time or memory than a comparison may: it is wrong."""
+
+
+class _WorkersLost(Exception):
+    """Workers end, or do not answer, whatever they are asked."""
 
 
 class SymbolicPool:
@@ -41,40 +55,70 @@ class SymbolicPool:
         self.forget()
 
     def is_equal(self, pred: str, gold: str) -> bool | None:
-        """Whether two normalised LaTeX expressions are equal; None if that took too much time or memory.
+        """Whether two normalised LaTeX expressions are equal.
 
+        Returns:
+            None where that stays open: the gold by itself takes too much time or memory, or workers are lost whatever
+            they are asked.
         Raises:
+            TooCostly: the answer takes too much time or memory, or its workers are lost, while the gold by itself and
+                a control comparison do not.
             RuntimeError: no worker can be started, for instance because math-verify is not installed.
         """
+        try:
+            equal, gold_is_slow = self._once((pred, gold), self._compare)
+        except _WorkersLost:
+            return None
+        if equal is None and not gold_is_slow:
+            raise TooCostly(f"{pred[:80]!r} against {gold[:80]!r}")
+        return equal
+
+    def _once(self, key: tuple[str, ...], work: Callable[..., Any]) -> Any:
+        """`work(*key)`, done once for all threads that ask, and remembered unless it raises."""
         with self._lock:
-            verdict = self._known.get((pred, gold))
-            if is_new := verdict is None:
+            outcome = self._known.get(key)
+            if is_new := outcome is None:
                 if len(self._known) >= MAX_KNOWN:
                     self._known.clear()
-                verdict = self._known[pred, gold] = Future()
+                outcome = self._known[key] = Future()
         if is_new:
-            self._compare(pred, gold, verdict)
-        return verdict.result()
+            try:
+                outcome.set_result(work(*key))
+            except BaseException as exc:
+                outcome.set_exception(exc)
+                with self._lock:
+                    self._known.pop(key, None)
+        return outcome.result()
 
-    def _compare(self, pred: str, gold: str, verdict: Future) -> None:
+    def _compare(self, pred: str, gold: str) -> tuple[bool | None, bool]:
+        """Whether they are equal, None without an answer; whether the gold has none by itself either."""
+        request = {"pred": pred, "gold": gold}
         answer = None
-        try:
-            if not any(form in side for form in SLOW for side in (pred, gold)):
-                answer = self._quick.ask(pred, gold)
-            if answer is None or answer["equal"] is None:
-                answer = self._slow.ask(pred, gold)
-            verdict.set_result(answer and answer["equal"])
-        except BaseException as exc:
-            answer = None
-            verdict.set_exception(exc)
-        if answer is None:  # a lost worker, or none at all, says nothing of the answer: the next one tries again
-            with self._lock:
-                self._known.pop((pred, gold), None)
+        if not any(form in side for form in SLOW for side in (pred, gold)):
+            answer = self._quick.ask(request)
+        if answer is None or answer["equal"] is None:
+            answer = self._ask_slow(request)
+        if answer["equal"] is None:
+            return None, self._once((gold,), self._is_slow)
+        return answer["equal"], False
+
+    def _is_slow(self, gold: str) -> bool:
+        """Whether a gold by itself, parsed and evaluated, exhausts the limits of a comparison."""
+        return self._ask_slow({"gold": gold})["equal"] is None
+
+    def _ask_slow(self, request: dict[str, str]) -> dict[str, Any]:
+        """The slow lane's answer; workers that are lost by this request alone are an answer of None, too."""
+        answer = self._slow.ask(request)
+        if answer is None:
+            control = self._slow.ask(dict(zip(("pred", "gold"), CONTROL, strict=True)))
+            if control != {"equal": True}:
+                raise _WorkersLost
+        return answer or {"equal": None}
 
     def forget(self) -> None:
         """Start without workers, and without touching them: for a forked child, which must not share its parent's."""
         self._lock = threading.Lock()
-        self._known: dict[tuple[str, str], Future] = {}
+        self._known: dict[tuple[str, ...], Future] = {}  # pairs of answer and gold, and golds by themselves
         self._quick.forget()
         self._slow.forget()
 
@@ -103,13 +147,18 @@ class _Lane:
         self._lock = threading.Lock()
         self._idle: list[_Worker] = []
 
-    def ask(self, pred: str, gold: str) -> dict | None:
-        """The worker's answer, its `equal` None at the limit of CPU time or memory; None if two workers were lost."""
+    def ask(self, request: dict[str, str]) -> dict[str, Any] | None:
+        """The worker's answer, its `equal` None at the limit of CPU time or memory; None if two workers were lost, or
+        one did not answer for `WALL_S`.
+
+        Args:
+            request: `pred` and `gold`, or `gold` alone.
+        """
         with self._turns:
             for _ in range(2):
                 worker = self._take()
                 try:
-                    answer = worker.ask({"pred": pred, "gold": gold}, WALL_S)
+                    answer = worker.ask(request, WALL_S)
                 except BaseException:
                     worker.kill()
                     raise

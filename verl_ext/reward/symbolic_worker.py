@@ -1,6 +1,7 @@
 """The process in which answers are parsed as expressions: run by path by symbolic.py, never imported by it.
 
-Reads one JSON request after the other from the connection whose file number is argv[1] and answers each. It imports
+Reads one JSON request after the other from the connection whose file number is argv[1] and answers each: `pred` and
+`gold` are compared, a `gold` without a `pred` is only evaluated (does it exhaust the limits by itself?). It imports
 sympy once, and forks a child that does the work under limits of memory and, per request, of CPU time: the kernel ends
 the child when either is gone, which costs no import then but only another fork.
 Parsing is math-verify's (latex2sympy2_extended, an ANTLR grammar: answer text reaches no eval, sympify or parse_expr).
@@ -74,7 +75,7 @@ def work(connection: Connection, is_equal, cpu_s: float) -> None:
             return
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         try:
-            answer = {"equal": is_equal(request["pred"], request["gold"])}
+            answer = {"equal": is_equal(request.get("pred"), request["gold"])}
         except MemoryError:
             os.kill(os.getpid(), signal.SIGPROF)  # what it holds goes with it, and the parent answers as for lost time
         except Exception:  # whatever sympy raises on a strange but harmless expression: not shown to be equal
@@ -91,7 +92,7 @@ def die_with(parent: int) -> None:
 
 
 def load():
-    """Import sympy and math-verify (0.5 s) and return `is_equal(pred, gold)`."""
+    """Import sympy and math-verify (0.5 s) and return `is_equal(pred, gold)`; without a pred it evaluates the gold."""
     import logging
 
     import sympy
@@ -150,7 +151,21 @@ def load():
         ratios = [first / second for first, second in pairs if first is not None and second not in (None, 0)]
         return len(ratios) > 1 and ratios[0] != 0 and all(agree(ratios[0], ratio) for ratio in ratios[1:])
 
-    def is_equal(pred_latex: str, gold_latex: str) -> bool:
+    def evaluate(gold) -> None:
+        """Do with a gold alone what costs time in a comparison: add it up, solve it, evaluate its parts."""
+        if is_series(gold):
+            verify(gold, sympy.Integer(7919), timeout_seconds=None)
+        elif isinstance(gold, sympy.core.relational.Relational) and not isinstance(gold, sympy.Eq):
+            gold.as_set()
+        else:
+            for part in [gold] if isinstance(gold, sympy.Expr) else gold.args:
+                if isinstance(part, sympy.Expr):
+                    values(part, sorted(part.free_symbols, key=str))
+
+    def is_equal(pred_latex: str | None, gold_latex: str) -> bool:
+        if pred_latex is None:
+            evaluate(parse(gold_latex))
+            return True
         pred, gold = parse(pred_latex), parse(gold_latex)
         if isinstance(pred, sympy.Eq) != isinstance(gold, sympy.Eq):
             return False

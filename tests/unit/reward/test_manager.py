@@ -5,6 +5,8 @@ import logging
 import numpy as np
 import pytest
 
+from verl_ext.reward import Score
+
 PROMPT = "what is 6*7? "
 
 
@@ -270,6 +272,33 @@ def test_error_of_a_verifier_raises_and_is_named(make_manager):
     manager = make_manager(verifiers={"tin*": f"{__name__}.BrokenVerifier"})
     with pytest.raises(RuntimeError, match=r"BrokenVerifier failed on row 7 of data_source 'tiny': KeyError"):
         score(manager, r"\boxed{42}")
+
+
+class FragileVerifier:
+    """Raises on a response that says so."""
+
+    def __init__(self, config):
+        pass
+
+    async def verify(self, response_text, ground_truth, sample):
+        if "raise" in response_text:
+            raise {"value": ValueError, "recursion": RecursionError, "worker": RuntimeError}[response_text.split()[1]]
+        return Score(1.0, "", "correct", "fragile")
+
+
+@pytest.mark.parametrize("kind", ["value", "recursion"])
+def test_response_that_makes_a_verifier_raise_is_wrong(make_manager, kind):
+    manager = make_manager(verifiers={"tin*": f"{__name__}.FragileVerifier"})
+    reward, info = score(manager, f"raise {kind}")
+    assert (reward, info["verdict"], info["unverified"]) == (-1.0, "wrong", 0.0)
+    assert info["method"].startswith("error: ")
+    assert score(manager, "fine")[0] == 1.0
+
+
+def test_worker_that_cannot_be_had_still_raises(make_manager):
+    manager = make_manager(verifiers={"tin*": f"{__name__}.FragileVerifier"})
+    with pytest.raises(RuntimeError, match="FragileVerifier failed"):
+        score(manager, "raise worker")
 
 
 def test_verifier_is_chosen_by_data_source_before_ability(make_manager):

@@ -398,6 +398,28 @@ def test_answer_costs_one_deadline_at_most(monkeypatch):
     assert len(asked) == 1
 
 
+def test_answer_that_is_too_costly_is_wrong_and_costs_one_deadline(monkeypatch):
+    asked = []
+
+    def refuse(*pair):
+        asked.append(pair)
+        raise symbolic.TooCostly
+
+    monkeypatch.setattr(symbolic, "is_equal", refuse)
+    score = score_answer(r"\boxed{(\sqrt{a}, \sqrt{b})}", "(x, y)")
+    assert score == Score(0.0, r"(\sqrt{a}, \sqrt{b})", "wrong", "guard: cost")
+    assert score_answer(r"\boxed{\sqrt{a}, \sqrt{b}, \sqrt{c}}", "x, y, z").verdict == "wrong"
+    assert len(asked) == 2
+
+
+def test_more_comparisons_than_a_gold_can_need_are_wrong(monkeypatch):
+    asked = []
+    monkeypatch.setattr(symbolic, "is_equal", lambda *pair: asked.append(pair) or False)
+    roots = [", ".join(rf"(\sqrt{{{letter}{n}}}, {n})" for n in range(8)) for letter in "xy"]
+    assert score_answer(rf"\boxed{{{roots[0]}}}", roots[1]).verdict == "wrong"
+    assert len(asked) <= 64
+
+
 def test_empty_ground_truth_is_our_error():
     with pytest.raises(ValueError, match="ground truth is empty"):
         score_answer(r"\boxed{42}", " ")

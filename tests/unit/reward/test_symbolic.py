@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
-from verl_ext.reward.symbolic import MEMORY_BYTES, SymbolicPool, _Lane
+from verl_ext.reward.symbolic import CONTROL, MEMORY_BYTES, SymbolicPool, TooCostly, _Lane
 
 
 def too_much(number: int) -> str:
@@ -55,12 +55,13 @@ def test_what_cannot_be_parsed_is_not_equal(pool):
     assert pool.is_equal(r"\frac{1}{", "x") is False
 
 
-def test_cpu_time_limit_leaves_it_open_and_the_next_comparison_works(pool):
+def test_cpu_time_limit_is_the_answers_and_the_next_comparison_works(pool):
     pool.is_equal("x", "x")
     (pid, *_) = pool.worker_pids()
     (child,) = psutil.Process(pid).children()
     start = time.monotonic()
-    assert pool.is_equal(*too_much_to_solve(1)) is None
+    with pytest.raises(TooCostly):
+        pool.is_equal(*too_much_to_solve(1))
     assert time.monotonic() - start > 0.5
     assert not child.is_running()
     start = time.monotonic()
@@ -72,7 +73,12 @@ def test_what_takes_long_does_not_hold_up_the_rest():
     """The quick lane gives each of five up after .1 s; all still wait for the first in the slow lane, 1 s."""
     pool = SymbolicPool(size=1, cpu_s=1.0)
     assert pool.is_equal("x", "x") and pool.is_equal(r"\sum_{k=1}^{16} k", "136")  # both lanes have their worker
-    slow = [threading.Thread(target=pool.is_equal, args=too_much_to_solve(n)) for n in range(1, 6)]
+
+    def compare(pred: str, gold: str) -> None:
+        with pytest.raises(TooCostly):
+            pool.is_equal(pred, gold)
+
+    slow = [threading.Thread(target=compare, args=too_much_to_solve(n)) for n in range(1, 6)]
     for thread in slow:
         thread.start()
     assert all(pool.is_equal(f"x+{n}", f"{n}+x") for n in range(3))
@@ -83,7 +89,7 @@ def test_what_takes_long_does_not_hold_up_the_rest():
 
 
 def test_sums_do_not_enter_the_quick_lane(pool, monkeypatch):
-    monkeypatch.setattr(pool._quick, "ask", lambda pred, gold: pytest.fail("asked"))
+    monkeypatch.setattr(pool._quick, "ask", lambda request: pytest.fail("asked"))
     assert pool.is_equal(r"\sum_{k=1}^{16} k", "136") is True
     assert pool.is_equal("136", r"\sum_{k=1}^{16} k") is True
 
@@ -121,42 +127,81 @@ def test_event_loop_goes_on_during_a_comparison(pool):
         while not comparison.done():
             await asyncio.sleep(0.01)
             ticks += 1
-        return await comparison, ticks
+        assert isinstance(comparison.exception(), TooCostly)
+        return ticks
 
-    verdict, ticks = asyncio.run(both())
-    assert verdict is None
-    assert ticks > 10
+    assert asyncio.run(both()) > 10
 
 
 def test_verdict_is_kept_for_equal_answers(pool):
-    assert pool.is_equal(too_much(13), "3") is None
+    with pytest.raises(TooCostly):
+        pool.is_equal(too_much(13), "3")
     start = time.monotonic()
-    assert pool.is_equal(too_much(13), "3") is None
+    with pytest.raises(TooCostly):
+        pool.is_equal(too_much(13), "3")
     assert time.monotonic() - start < 0.25  # s; to the limits it would take 0.6
 
 
 def test_equal_answers_at_the_same_time_are_compared_once(pool, monkeypatch):
     asked = []
     ask = _Lane.ask
-    monkeypatch.setattr(_Lane, "ask", lambda lane, *pair: asked.append(pair) or ask(lane, *pair))
+    monkeypatch.setattr(_Lane, "ask", lambda lane, request: asked.append(request) or ask(lane, request))
     with ThreadPoolExecutor(8) as threads:
         assert list(threads.map(pool.is_equal, ["2x+14"] * 8, ["14+2x"] * 8)) == [True] * 8
-    assert asked == [("2x+14", "14+2x")]
+    assert asked == [{"pred": "2x+14", "gold": "14+2x"}]
 
 
-def test_lost_worker_is_no_verdict(pool, monkeypatch):
+def lose_workers(patch, pool, is_lost) -> list[dict]:
+    """Workers are lost by each request that `is_lost`; returns the requests, as they are made."""
+    asked = []
+    for lane in (pool._quick, pool._slow):
+        ask = lane.ask
+        patch.setattr(
+            lane, "ask", lambda request, ask=ask: asked.append(request) or (None if is_lost(request) else ask(request))
+        )
+    return asked
+
+
+def test_workers_that_are_always_lost_are_no_verdict(pool, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(_Lane, "ask", lambda lane, *pair: None)
+        lose_workers(patch, pool, lambda request: True)
         assert pool.is_equal("x+15", "15+x") is None
     assert pool.is_equal("x+15", "15+x") is True
 
 
+def test_answer_that_loses_its_workers_while_others_do_not_is_too_costly(pool, monkeypatch):
+    with monkeypatch.context() as patch:
+        asked = lose_workers(patch, pool, lambda request: request.get("pred") == "x+17")
+        with pytest.raises(TooCostly, match="17"):
+            pool.is_equal("x+17", "17+x")
+    assert asked[-2:] == [dict(zip(("pred", "gold"), CONTROL, strict=True)), {"gold": "17+x"}]
+
+
+def test_gold_that_is_slow_by_itself_leaves_it_open(pool):
+    """Evaluated alone it exhausts the limits, too; that is found out once, and only if an answer has."""
+    gold = too_much(18)
+    start = time.monotonic()
+    assert pool.is_equal("3", gold) is None
+    assert time.monotonic() - start > 0.9
+    start = time.monotonic()
+    assert pool.is_equal("4", gold) is None
+    assert time.monotonic() - start < 2.0
+    assert pool.is_equal(gold, gold) is True  # without being added up
+
+
+@pytest.mark.parametrize(
+    "gold", [r"\sqrt{x}+\binom{x}{3}", "x<3", r"(-\infty ,3)", r"\sum_{k=1}^{9} k", "x+y=3", r"\pi"]
+)
+def test_ordinary_gold_is_not_slow_by_itself(pool, gold):
+    assert pool._is_slow(gold) is False
+
+
 def test_failure_of_the_slow_lane_is_not_kept(pool, monkeypatch):
-    def fail(pred: str, gold: str) -> dict:
+    def fail(request: dict) -> dict:
         raise RuntimeError("no worker")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool._quick, "ask", lambda pred, gold: {"equal": None})
+        patch.setattr(pool._quick, "ask", lambda request: {"equal": None})
         patch.setattr(pool._slow, "ask", fail)
         with pytest.raises(RuntimeError, match="no worker"):
             pool.is_equal("x+16", "16+x")

@@ -11,11 +11,14 @@ What is next to `path` goes to its constructor. Rows that nothing matches are ma
 """
 
 import importlib
+import logging
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 from verl_ext.reward.score import Score
+
+logger = logging.getLogger(__name__)
 
 MATH = "verl_ext.reward.verifiers.mathematics.MathVerifier"
 BUILT_IN = {
@@ -39,8 +42,34 @@ class Verifier(Protocol):
             sample: the other fields of the row.
         Raises:
             ValueError: the row is broken (no test cases, an unknown constraint): an error of the data, not of the
-                model. What the world fails (a server, a deadline) is the verdict "unknown" instead.
+                model. What the infrastructure fails (a server, say) is the verdict "unknown" instead. What the
+                response itself causes is its own error, and neither: see `verify_response`.
         """
+
+
+# A response that no verifier has trouble with: what fails with it, too, is not the fault of another response.
+CONTROL_RESPONSE = "```python\npass\n```\nThe answer is \\boxed{0}."
+# What text can make code raise. Not OSError, nor RuntimeError as such: a worker or a server that cannot be had.
+RAISED_BY_TEXT = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError, RecursionError)
+
+
+async def verify_response(
+    verifier: Verifier, response_text: str, ground_truth: Any, sample: Mapping[str, Any]
+) -> Score:
+    """`verifier.verify`, where an exception that only this response raises makes it wrong.
+
+    Raises:
+        Exception: as the verifier, if it raises on a plain response to the same row as well.
+    """
+    try:
+        return await verifier.verify(response_text, ground_truth, sample)
+    except RAISED_BY_TEXT as error:
+        try:
+            await verifier.verify(CONTROL_RESPONSE, ground_truth, sample)
+        except Exception:
+            raise error from None
+        logger.warning("%s raised on a response, which is wrong for it", type(verifier).__name__, exc_info=error)
+        return Score(0.0, "", "wrong", f"error: {type(error).__name__}")
 
 
 class Verifiers:

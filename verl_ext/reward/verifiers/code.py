@@ -1,7 +1,10 @@
 """Code: run the response's program against test cases in the sandbox. Nothing of it runs in this process.
 
+Tests and expected values never share a process with the program: what is expected of standard output is compared here,
+and tests run in a sandbox program of their own, to which the solution's gives plain data (code_dialogue.py).
+
 Ground truths, as a mapping or as its JSON:
-    {"tests": ["assert add(1, 2) == 3", ...]}          Python that is run after the program, each by itself
+    {"tests": ["assert add(1, 2) == 3", ...]}          Python that calls what the program defines, each by itself
     {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}  standard input, and what must be printed for it
 or a string that is no such JSON: Python, one test.
 """
@@ -9,27 +12,17 @@ or a string that is no such JSON: Python, one test.
 import asyncio
 import json
 import re
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.reward.score import Score
-from verl_ext.sandbox.client import SandboxClient
+from verl_ext.reward.verifiers.code_dialogue import SANDBOX_FAILURE, Dialogue
+from verl_ext.sandbox.client import RunResult, SandboxClient
 
+# In the message of a sandbox failure: no server has run the program, so that it cannot be to blame.
+NOT_RUN = ("HTTP 429", "HTTP 503", "HTTP 504", "no free slot", "rate limit", "Cannot connect")
 _FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# The program gets a namespace of its own and no standard input. That it came to the end of the tests, rather than
-# ending the process before, is said by a token that it is not given.
-_HARNESS = """
-import sys
-def _run():
-    token, write = sys.stdin.readline(), sys.stdout.write
-    namespace = {{"__name__": "__main__"}}
-    exec(compile({program!r}, "solution.py", "exec"), namespace)
-    exec(compile({test!r}, "test.py", "exec"), namespace)
-    write("\\n" + token)
-_run()
-"""
 
 
 @dataclass(frozen=True)
@@ -44,8 +37,10 @@ class Case:
 class CodeVerifier:
     """`acc` is the share of test cases that pass, or with `all_or_nothing` 1 if all do and 0 otherwise.
 
-    The program is the last fenced block of Python after the last `</think>`. It failing, by an error, a time-out or a
-    wrong output, is the model's failure; the sandbox failing leaves the verdict "unknown".
+    The program is the last fenced block of Python after the last `</think>`. What it causes, by an error, a time-out, a
+    wrong or unreadable result, or a sandbox that is lost with it twice but runs another program in between, is the
+    model's failure. The verdict "unknown" is left for a sandbox that fails whatever it runs, and for a test that fails
+    without any program.
     """
 
     def __init__(
@@ -62,7 +57,7 @@ class CodeVerifier:
         """
         Args:
             urls: of sandbox servers; None takes those of the run, `retool.sandbox.urls`.
-            timeout_s: of one test case.
+            timeout_s: of one run of a program or of a test.
             max_concurrency: test cases in flight from this process.
             client_settings: further arguments of `SandboxClient`.
         Raises:
@@ -75,6 +70,7 @@ class CodeVerifier:
         self._all_or_nothing = all_or_nothing
         self._limits = {"timeout_s": timeout_s, "memory_limit_mb": memory_limit_mb}
         self._client = SandboxClient(list(urls), max_concurrency=max_concurrency, **client_settings)
+        self._dialogue = Dialogue(self._run, timeout_s)
 
     async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
         cases = read_cases(ground_truth)
@@ -82,27 +78,49 @@ class CodeVerifier:
         if program is None:
             return Score(0.0, "", "no_answer", "no_code")
         passed = await asyncio.gather(*(self._passes(program, case) for case in cases))
-        if None in passed:
-            return Score(None, program, "unknown", f"sandbox_failure: {passed.count(None)} of {len(cases)} tests")
-        share = sum(passed) / len(cases)
+        undecided = [why for right, why in passed if right is None]
+        if undecided:
+            return Score(None, program, "unknown", f"{undecided[0]}: {len(undecided)} of {len(cases)} tests")
+        count = sum(bool(right) for right, _ in passed)
+        share = count / len(cases)
         acc = float(share == 1.0) if self._all_or_nothing else share
         verdict = "correct" if acc == 1.0 else "partial" if acc > 0.0 else "wrong"
-        return Score(acc, program, verdict, f"tests: {sum(passed)}/{len(cases)}")
+        return Score(acc, program, verdict, f"tests: {count}/{len(cases)}")
 
     async def aclose(self) -> None:
         await self._client.aclose()
 
-    async def _passes(self, program: str, case: Case) -> bool | None:
-        """None where the sandbox failed."""
-        if case.test is None:
-            result = await self._client.run(program, stdin=case.stdin, **self._limits)
-            right = _lines(result.stdout) == _lines(case.stdout)
-        else:
-            token = secrets.token_hex(16)
-            harness = _HARNESS.format(program=program, test=case.test)
-            result = await self._client.run(harness, stdin=token + "\n", **self._limits)
-            right = result.stdout.rstrip("\n").endswith("\n" + token)
-        return None if result.status == "sandbox_failure" else result.status == "ok" and right
+    async def _passes(self, program: str, case: Case) -> tuple[bool | None, str]:
+        """Whether the program is right; None and the reason where that is open."""
+        if case.test is not None:
+            return await self._dialogue.passes(program, case.test)
+        result = await self._run(program, case.stdin)
+        if result is None:
+            return None, SANDBOX_FAILURE
+        return result.status == "ok" and _lines(result.stdout) == _lines(case.stdout), ""
+
+    async def _run(self, program: str, stdin: str = "") -> RunResult | None:
+        """Run a program; None where the sandbox failed, whatever it runs.
+
+        A program with which it is lost twice, while it runs another in between, has done that itself: "code_error".
+        """
+        for _ in range(2):
+            try:
+                result = await self._client.run(program, stdin=stdin, **self._limits)
+            except ValueError as error:  # refused as such: its size, say
+                refused = str(error)
+            else:
+                refused = ""
+                if result.status != "sandbox_failure":
+                    return result
+                if any(reason in result.message for reason in NOT_RUN):
+                    return None
+            control = await self._client.run("print(6 * 7)", **self._limits)
+            if control.stdout != "42\n":
+                return None
+            if refused:
+                break
+        return RunResult("code_error", "", "", None, 0.0, 0.0, 1, "")
 
 
 def extract_program(response_text: str) -> str | None:

@@ -17,7 +17,8 @@ from verl_ext.reward.verifiers.languages import detect_language
 
 CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 _ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|Sr|Jr|St|vs|e\.g|i\.e|Inc|Ltd|Ph\.D|[A-HJ-Z])\.")
-_SENTENCE_END = re.compile(r"[.!?。！？।]+[\"'”’)\]]*(?=\s|$)|\n\s*\n")
+# Begins where a run of marks begins, and gives nothing of it back: linear also in a response of nothing but dots.
+_SENTENCE_END = re.compile(r"(?<![.!?。！？।])[.!?。！？।]++[\"'”’)\]]*+(?=\s|$)|\n\s*\n")
 
 
 class IfevalVerifier:
@@ -122,7 +123,11 @@ def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: 
 
 
 def number_placeholders(response: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[.*?\]", response)) >= num_placeholders
+    # What follows the last bracket that closes a line's cannot be one, and is not searched.
+    return (
+        sum(len(re.findall(r"\[.*?\]", line[: line.rfind("]") + 1])) for line in response.split("\n"))
+        >= num_placeholders
+    )
 
 
 def postscript(response: str, postscript_marker: str) -> bool:
@@ -134,7 +139,7 @@ def postscript(response: str, postscript_marker: str) -> bool:
 
 def number_bullet_lists(response: str, num_bullets: int) -> bool:
     """Exactly so many lines that begin with `*` (but not `**`) or `-`."""
-    return len(re.findall(r"^\s*(?:\*[^*]|-).*$", response, re.MULTILINE)) == num_bullets
+    return len(re.findall(r"^[^\S\n]*+(?:\*[^*]|-).*$", response, re.MULTILINE)) == num_bullets
 
 
 def constrained_response(response: str) -> bool:
@@ -143,7 +148,8 @@ def constrained_response(response: str) -> bool:
 
 def number_highlighted_sections(response: str, num_highlights: int) -> bool:
     """At least so many `*highlighted*` or `**highlighted**` stretches of a line."""
-    return len(re.findall(r"\*\*[^\n*]*[^\n*\s][^\n*]*\*\*|\*[^\n*]*[^\n*\s][^\n*]*\*", response)) >= num_highlights
+    highlight = r"\*\*[^\S\n]*+[^\n*]++\*\*|\*[^\S\n]*+[^\n*]++\*"
+    return len(re.findall(highlight, response)) >= num_highlights
 
 
 def multiple_sections(response: str, section_spliter: str, num_sections: int) -> bool:
@@ -160,7 +166,9 @@ def json_format(response: str) -> bool:
 
 
 def title(response: str) -> bool:
-    return any(found.strip("<>").strip() for found in re.findall(r"<<[^\n]+>>", response))
+    """A line with something between its first `<<` and its last `>>`."""
+    lines = ((line, line.find("<<"), line.rfind(">>")) for line in response.split("\n"))
+    return any(line[start:end].strip("<>").strip() for line, start, end in lines if 0 <= start <= end - 3)
 
 
 def two_responses(response: str) -> bool:

@@ -15,6 +15,8 @@ import aiohttp
 from verl_ext.reward.extraction import strip_tool_blocks
 from verl_ext.reward.score import Score
 
+CONTROL_RESPONSE = "I do not know."  # what any judge can score
+REFUSED = (400, 413, 422)  # too long for the judge, say: neither tried again nor an error of ours
 RUBRIC = "how correct, complete and relevant the response is"
 PROMPT = """You grade a response to a task: {rubric}.
 
@@ -32,7 +34,9 @@ _SCORE = re.compile(r"\bscore[\s*:=]{0,6}([-+]?\d*\.?\d+)(?:\s*/\s*(\d+))?", re.
 
 
 class JudgeVerifier:
-    """`acc` is the judge's score in [0, 1]. No answer in time, and one without a score, leave the verdict "unknown"."""
+    """`acc` is the judge's score in [0, 1]. A response that is refused, or gets no score or no answer, is wrong if the
+    judge does score a plain response to the same task, and else "unknown": text must not buy its own exclusion.
+    """
 
     def __init__(
         self,
@@ -76,8 +80,8 @@ class JudgeVerifier:
         """As `Verifier.verify`; `sample` needs `raw_prompt` or `prompt`, messages or text.
 
         Raises:
-            ValueError: the row lacks its prompt or reference, or the server refuses the request as such (HTTP 401 and
-                above, such as for a wrong model; 400, as for too long a response, is the verdict "unknown").
+            ValueError: the row lacks its prompt or reference, or the server refuses the request as such (HTTP 401,
+                403, 404, such as for a wrong model; what is too long for it is no such error).
         """
         response = strip_tool_blocks(response_text).replace("</response>", "").strip()
         if not response:
@@ -89,15 +93,24 @@ class JudgeVerifier:
                     "The ground truth is empty: expected a reference for the judge, or use_reference=false."
                 )
             reference = REFERENCE.format(reference=ground_truth)
-        prompt = PROMPT.format(rubric=self._rubric, task=_task(sample), reference=reference, response=response)
-        try:
-            verdict = await self._ask(prompt)
-        except _WorldError as error:
-            return Score(None, "", "unknown", f"judge: {error}")
-        score = read_score(verdict)
-        if score is None:
-            return Score(None, "", "unknown", f"judge: no score in {verdict[-80:]!r}")
-        return Score(score, "", "correct" if score == 1.0 else "partial" if score > 0.0 else "wrong", "judge")
+        task = _task(sample)
+
+        async def ask(response: str) -> float | str:
+            prompt = PROMPT.format(rubric=self._rubric, task=task, reference=reference, response=response)
+            try:
+                verdict = await self._ask(prompt)
+            except _WorldError as error:
+                return str(error)
+            score = read_score(verdict)
+            return f"no score in {verdict[-80:]!r}" if score is None else score
+
+        for _ in range(2):  # a judge that was only busy scores the response the second time
+            score = await ask(response)
+            if isinstance(score, float):
+                return Score(score, "", "correct" if score == 1.0 else "partial" if score > 0.0 else "wrong", "judge")
+            if isinstance(await ask(CONTROL_RESPONSE), str):
+                return Score(None, "", "unknown", f"judge: {score}")
+        return Score(0.0, "", "wrong", f"judge: {score}")
 
     async def aclose(self) -> None:
         """Close the connections; later calls open new ones."""
@@ -136,7 +149,7 @@ class JudgeVerifier:
             except (aiohttp.ClientError, OSError, ValueError) as error:
                 failure = _WorldError(f"{url}: {error or type(error).__name__}")
             else:
-                if reply.status == 400:  # a response beyond the judge's length, which is not worth a stop
+                if reply.status in REFUSED:
                     raise _WorldError(f"{url} refused the request: {text}")
                 if 401 <= reply.status < 500 and reply.status not in (408, 429):
                     raise ValueError(f"{url} rejected the request with HTTP {reply.status}: {text}")

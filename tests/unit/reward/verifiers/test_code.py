@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.reward.verifiers.code import Case, CodeVerifier, extract_program, read_cases
+from verl_ext.reward.verifiers.code_dialogue import prepare
 from verl_ext.sandbox import running_server
 
 REPO = Path(__file__).resolve().parents[4]
@@ -73,6 +74,56 @@ def test_failing_sandbox_leaves_the_verdict_open():
         score = verify(url, ADD, THREE_TESTS, max_attempts=1, backoff_s=0.01)
     assert (score.acc, score.verdict) == (None, "unknown")
     assert "3 of 3 tests" in score.method
+
+
+@pytest.mark.parametrize("test", ["import no_such_module\nassert add(1, 2) == 3", "assert False", "1 / 0"])
+def test_test_that_fails_without_any_program_leaves_the_verdict_open(url, test):
+    score = verify(url, ADD, {"tests": [test, "assert add(1, 2) == 3"]})
+    assert (score.acc, score.verdict) == (None, "unknown")
+    assert "fails before it asks the program for anything" in score.method
+
+
+def test_test_that_is_no_python_is_an_error_of_the_data(url):
+    with pytest.raises(ValueError, match="is no Python"):
+        verify(url, ADD, "assert add(1, 2) ==")
+
+
+def test_first_requests_of_a_test_are_remembered(url):
+    """One run of the test without a solution, then for each program one of the solution and one of the test."""
+
+    async def run():
+        verifier = CodeVerifier({}, urls=[url], timeout_s=5.0)
+        programs = []
+        run_program = verifier._client.run
+
+        async def count(program, **settings):
+            programs.append(program)
+            return await run_program(program, **settings)
+
+        verifier._client.run = count
+        test = "for n in range(20):\n    assert add(add(n, 1), 2) == n + 3"
+        scores = [await verifier.verify(f"```python\n{ADD}\n```", test, {}) for _ in range(2)]
+        await verifier.aclose()
+        return [score.verdict for score in scores], len(programs)
+
+    assert asyncio.run(run()) == (["correct", "correct"], 5)
+
+
+@pytest.mark.parametrize(
+    ("test", "classes", "builtin", "modules"),
+    [
+        ("s = Stack()\ns.push(1)\nassert s.size == 1", ["Stack"], "", []),
+        ("assert Vector(1) * 2 == Vector(2)", ["Vector"], "", []),
+        ("assert Split('a b') == ['a', 'b'] and Split('a').count('a') == 1", [], "", []),
+        ("assert sum(1, 2) == 3", [], "sum", []),
+        ("def check(candidate):\n    assert abs(candidate(1)) < 2\ncheck(pow)", [], "pow", []),
+        ("assert abs(f(1) - 2) < 1", [], "", []),
+        ("assert math.isclose(f(1), 2) and math.pi and copy(1)", [], "", ["math"]),
+    ],
+)
+def test_what_a_test_leaves_to_the_program(test, classes, builtin, modules):
+    prepared = prepare(test)
+    assert (prepared.classes, prepared.own_builtin, prepared.modules) == (classes, builtin, modules)
 
 
 def test_references_are_right_and_mutants_wrong(url, load_script):

@@ -5,18 +5,24 @@ import asyncio
 import pytest
 from aiohttp import web
 
-from verl_ext.reward.verifiers.judge import JudgeVerifier, read_score
+from verl_ext.reward.verifiers.judge import CONTROL_RESPONSE, JudgeVerifier, read_score
 
 ROW = {"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a prime."}]}
 
 
-def judge(*replies, response="2 is a prime.", ground_truth="2, 3, 5, ...", row=ROW, **settings):
-    """Verdict of a judge whose server gives `replies` in turn: a text, a status, a body, or seconds to wait."""
+def judge(*replies, response="2 is a prime.", ground_truth="2, 3, 5, ...", row=ROW, control=False, **settings):
+    """Verdict of a judge whose server gives `replies` in turn: a text, a status, a body, or seconds to wait.
+
+    With `control`, it scores the control response whatever comes of others.
+    """
     requests = []
 
     async def answer(request: web.Request) -> web.Response:
         requests.append(await request.json())
-        reply = replies[min(len(requests), len(replies)) - 1]
+        if control and CONTROL_RESPONSE in requests[-1]["messages"][0]["content"]:
+            reply = "Score: 0"
+        else:
+            reply = replies[min(len(requests), len(replies)) - 1]
         if isinstance(reply, float):
             await asyncio.sleep(reply)
         if isinstance(reply, int):
@@ -70,17 +76,30 @@ def test_without_reference():
     assert request["model"] == "named"
 
 
-@pytest.mark.parametrize(
-    "reply", ["I like it.", "", "Score: high", "Score: 7", "Score: -1", {"choices": []}, {"error": "x"}, {"choices": 3}]
-)
-def test_malformed_verdict_is_unknown(reply):
+MALFORMED = ["I like it.", "", "Score: high", "Score: 7", "Score: -1", {"choices": []}, {"error": "x"}, {"choices": 3}]
+
+
+@pytest.mark.parametrize("reply", MALFORMED)
+def test_judge_that_scores_nothing_leaves_it_open(reply):
     score, _ = judge(reply)
     assert (score.acc, score.verdict) == (None, "unknown")
 
 
-def test_time_out_is_unknown():
+@pytest.mark.parametrize("reply", [*MALFORMED, 400, 413, 422, 500])
+def test_response_that_alone_gets_no_score_is_wrong(reply):
+    """It made the judge leave its format, or is too long for it: text must not buy its own exclusion."""
+    score, _ = judge(reply, control=True, max_attempts=1)
+    assert (score.acc, score.verdict) == (0.0, "wrong")
+
+
+def test_judge_that_was_only_busy_scores_the_second_time():
+    score, requests = judge(500, None, "Score: 1", control=True, max_attempts=1)
+    assert (score.acc, len(requests)) == (1.0, 3)
+
+
+def test_time_out_of_any_response_is_unknown():
     score, requests = judge(5.0, timeout_s=0.1, max_attempts=2)
-    assert (score.acc, score.verdict, len(requests)) == (None, "unknown", 2)
+    assert (score.acc, score.verdict, len(requests)) == (None, "unknown", 4)
     assert "did not answer within 0.1 s" in score.method
 
 
@@ -90,9 +109,9 @@ def test_errors_of_the_world_are_tried_again():
     assert judge(500, max_attempts=2)[0].verdict == "unknown"
 
 
-def test_response_that_the_judge_cannot_take_is_unknown():
+def test_task_that_the_judge_cannot_take_is_unknown():
     score, requests = judge(400)
-    assert (score.verdict, len(requests)) == ("unknown", 1)
+    assert (score.verdict, len(requests)) == ("unknown", 2)  # the response and the control, each once
 
 
 def test_refused_request_is_our_error():
