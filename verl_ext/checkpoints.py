@@ -372,24 +372,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m verl_ext.checkpoints", description="What a run's folder has, and where it would resume."
     )
-    parser.add_argument("folder", type=Path, help="trainer.default_local_dir of the run")
+    parser.add_argument("folder", type=Path, help="trainer.default_local_dir of the run, or the quickstart's folder")
     parser.add_argument("--accept", type=int, metavar="STEP", help="vouch that this step is complete as it is now")
     args = parser.parse_args()
+    parts = [args.folder / name for name in ("sft", "rl") if steps(args.folder / name)]
+    folders = parts if parts and not steps(args.folder) else [args.folder]
     if args.accept is not None:
-        if not path_of(args.folder, args.accept).is_dir():
-            raise SystemExit(f"There is no {path_of(args.folder, args.accept)}; steps there: {steps(args.folder)}.")
+        if len(folders) > 1:
+            raise SystemExit(f"--accept needs one run's folder: {' or '.join(map(str, folders))}.")
+        checkpoint = path_of(folders[0], args.accept)
+        if not checkpoint.is_dir():
+            raise SystemExit(f"There is no {checkpoint}; steps there: {steps(folders[0])}.")
         try:
-            vouch(path_of(args.folder, args.accept))
+            vouch(checkpoint)
         except NotWhole as error:
             raise SystemExit(str(error)) from None
-    for step in steps(args.folder):
-        size = sum(path.stat().st_size for path in path_of(args.folder, step).rglob("*") if path.is_file())
-        seen = problem(path_of(args.folder, step))
-        print(f"step {step:>6}  {size / 1e9:8.3f} GB  {'whole' if seen is None else f'not whole: {seen}'}")
-    try:
-        resume_point(args.folder, print)
-    except NotWhole as error:
-        raise SystemExit(str(error)) from None
+    for folder in folders:
+        if parts:
+            print(f"{folder}:")
+        for step in steps(folder):
+            size = sum(path.stat().st_size for path in path_of(folder, step).rglob("*") if path.is_file())
+            seen = problem(path_of(folder, step))
+            print(f"step {step:>6}  {size / 1e9:8.3f} GB  {'whole' if seen is None else f'not whole: {seen}'}")
+        try:
+            resume_point(folder, print)
+        except NotWhole as error:
+            raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":
