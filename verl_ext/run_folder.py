@@ -116,7 +116,8 @@ def _training_kind(path: Path) -> str | None:
     checkpoints = [folder for folder in path.glob("global_step_*") if _step(folder) >= 0]
     config = _config(path)
     if not (config or metrics or checkpoints):
-        return "rl" if any(step_dumps(path / name) for name in ("rollouts", "validation")) else None
+        dumps = any(step_dumps(path / name) for name in ("rollouts", "validation"))
+        return "rl" if dumps or any(path.glob("trajectories/*.jsonl")) else None
     if config:
         return "rl" if "actor_rollout_ref" in config else "sft"
     if checkpoints:
