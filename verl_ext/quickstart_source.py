@@ -38,8 +38,9 @@ class Source:
 
     def describe(self) -> str:
         """Names what is taken, a line each."""
-        made = ", ".join(f"{name} {value}" for name, value in self.settings["sft"].items() if value or name == "seed")
-        lines = [f"[from] {self.folder}: data and SFT of {made}"]
+        made = self.settings["sft"]
+        options = "".join(f", {name} {made[name]}" for name in ("data", "sft") if made[name])
+        lines = [f"[from] {self.folder}: data and SFT of seed {made['seed']}{options}"]
         lines += [f"  {name} ({TAKEN[name]}), SHA-256 {digest}" for name, digest in self.digests.items()]
         return "\n".join(lines)
 

@@ -24,7 +24,6 @@ from verl_ext import evaluation
 from verl_ext.charts import Series, interval_strip, line_chart, stacked_chart
 from verl_ext.evaluation import Difference, Evaluation
 from verl_ext.rollout_view import Rollout, pick_rollouts, pick_training_rollouts, split_rollout
-from verl_ext.run_folder import NoRun
 from verl_ext.run_record import Metrics, Run, environment, read_run, step_times, warm_step
 from verl_ext.verdict import headline, held_out_source, judge, percent, points
 
@@ -369,7 +368,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             from verl_ext.report_comparison import write_comparison
 
             print(write_comparison(args.run, args.out or args.run[0]))
-    except (NoRun, ValueError) as error:
+    except (OSError, ValueError) as error:  # no run, or a folder that cannot be written
         sys.exit(f"report: {error}")
 
 

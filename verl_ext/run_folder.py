@@ -12,7 +12,7 @@ import yaml
 
 STAGES = "stages.json"  # the quickstart's journal
 SAMPLES = "samples.jsonl"  # of `python -m verl_ext.evaluate`
-PARTS = {"sft": "sft", "rl": "rl"}  # kind of a training run -> its folder in the quickstart's
+PARTS = ("sft", "rl")  # kinds of training runs, and their folders in the quickstart's
 LOOKED_FOR = (
     "a training run (metrics-*.jsonl, hydra/config.yaml or global_step_<n>), an evaluation (samples.jsonl, or "
     "<step>.jsonl of trainer.validation_data_dir), or the quickstart's folder above them (stages.json, sft/, rl/)"
@@ -61,8 +61,8 @@ def training_folder(path: Path, *kinds: str) -> Path:
         return path
     if run.kind == "quickstart":
         for kind in kinds:
-            if _training_kind(path / PARTS[kind]):
-                return path / PARTS[kind]
+            if _training_kind(path / kind):
+                return path / kind
     wanted = " or ".join(kind.upper() for kind in kinds)
     raise NoRun(f"No {wanted} run at {path}, which is the folder of {_article(run.kind)}. Expected {LOOKED_FOR}.")
 
@@ -105,7 +105,7 @@ def short_names(paths: list[Path]) -> list[str]:
 
 def _kind(path: Path) -> str | None:
     evaluated = any(step_dumps(path / "eval" / side) for side in ("before", "after"))
-    if (path / STAGES).is_file() or evaluated or any(_training_kind(path / name) for name in PARTS.values()):
+    if (path / STAGES).is_file() or evaluated or any(_training_kind(path / name) for name in PARTS):
         return "quickstart"
     return _training_kind(path) or ("evaluation" if (path / SAMPLES).is_file() or step_dumps(path) else None)
 
