@@ -377,27 +377,23 @@ def main() -> None:
     args = parser.parse_args()
     parts = [args.folder / name for name in ("sft", "rl") if steps(args.folder / name)]
     folders = parts if parts and not steps(args.folder) else [args.folder]
-    if args.accept is not None:
-        if len(folders) > 1:
-            raise SystemExit(f"--accept needs one run's folder: {' or '.join(map(str, folders))}.")
-        checkpoint = path_of(folders[0], args.accept)
-        if not checkpoint.is_dir():
-            raise SystemExit(f"There is no {checkpoint}; steps there: {steps(folders[0])}.")
-        try:
-            vouch(checkpoint)
-        except NotWhole as error:
-            raise SystemExit(str(error)) from None
-    for folder in folders:
-        if parts:
-            print(f"{folder}:")
-        for step in steps(folder):
-            size = sum(path.stat().st_size for path in path_of(folder, step).rglob("*") if path.is_file())
-            seen = problem(path_of(folder, step))
-            print(f"step {step:>6}  {size / 1e9:8.3f} GB  {'whole' if seen is None else f'not whole: {seen}'}")
-        try:
+    try:
+        if args.accept is not None:
+            if len(folders) > 1:
+                raise SystemExit(f"--accept needs one run's folder: {' or '.join(map(str, folders))}.")
+            if not path_of(folders[0], args.accept).is_dir():
+                raise SystemExit(f"There is no {path_of(folders[0], args.accept)}; steps there: {steps(folders[0])}.")
+            vouch(path_of(folders[0], args.accept))
+        for folder in folders:
+            if parts:
+                print(f"{folder}:")
+            for step in steps(folder):
+                size = sum(path.stat().st_size for path in path_of(folder, step).rglob("*") if path.is_file())
+                seen = problem(path_of(folder, step))
+                print(f"step {step:>6}  {size / 1e9:8.3f} GB  {'whole' if seen is None else f'not whole: {seen}'}")
             resume_point(folder, print)
-        except NotWhole as error:
-            raise SystemExit(str(error)) from None
+    except NotWhole as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":
