@@ -346,6 +346,22 @@ def test_the_folder_of_an_evaluation_is_reported(tmp_path):
     Balance().feed(page)
 
 
+def test_stages_taken_from_another_quickstart_say_so_and_cost_nothing(folder):
+    taken = {
+        "stage": "sft",
+        "started": 0,
+        "wall_s": None,
+        "status": "done",
+        "peak_gb": None,
+        "from": "outputs/quickstart",
+    }
+    own = {"stage": "rl", "started": 0, "wall_s": 65.4, "status": "done", "peak_gb": 3.0}
+    (folder / "stages.json").write_text(json.dumps([taken, own]))
+    _, page, summary = written(folder)
+    assert "done, taken from outputs/quickstart" in page and summary["total_wall_s"] == 65.4
+    Balance().feed(page)
+
+
 @pytest.mark.parametrize("there", [[], ["notes.txt"], ["data/rl_train.parquet"]])
 def test_a_folder_that_is_no_run_is_an_error_and_gets_no_page(tmp_path, there):
     for name in there:
