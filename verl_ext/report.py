@@ -353,7 +353,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--run",
         type=Path,
         required=True,
-        action="append",
+        nargs="+",
+        action="extend",
         metavar="RUN",
         help="folder of an RL run, an SFT run, an evaluation, or the quickstart's above them; several are compared",
     )

@@ -378,7 +378,7 @@ def test_several_runs_stand_side_by_side_with_their_names(folder, rl_run, tmp_pa
     other = tmp_path / "other" / "dapo"
     write_lines(other / "validation" / "5.jsonl", [row(f"p{i}", i < 3) for i in range(8)])
     start_file(other, 1, range(1, 6), **{"train/acc": 0.2})
-    main(["--run", str(rl_run), "--run", str(other), "--run", str(folder), "--out", str(tmp_path / "both")])
+    main(["--run", str(rl_run), str(other), "--run", str(folder), "--out", str(tmp_path / "both")])
     text = capsys.readouterr().out
     page = (tmp_path / "both" / "comparison.html").read_text()
     content = json.loads((tmp_path / "both" / "comparison.json").read_text())
