@@ -19,8 +19,8 @@ import yaml
 from markupsafe import Markup
 
 from verl_ext.charts import HEIGHT, WIDTH, Series, line_chart
-from verl_ext.report import held_out_source
 from verl_ext.run_record import Metrics, read_metrics
+from verl_ext.verdict import held_out_source
 
 REPO = Path(__file__).resolve().parents[1]
 PUBLISHED = REPO / "data" / "published"
@@ -147,7 +147,7 @@ class Part(NamedTuple):
 
 
 def read_part(name: str, paths: Sequence[Path], batch: Batch | None, align: str, *, published: bool = True) -> Part:
-    """The published metrics of `name` (rl, sft), and those in `paths`: files, or folders with metrics*.jsonl.
+    """The published metrics of `name` (rl, sft), and those in `paths`: files, runs' folders, or the quickstart's.
 
     Args:
         batch: of the run in `paths`; None reads it from hydra/config.yaml beside the metrics, if `align` needs it.
@@ -155,7 +155,7 @@ def read_part(name: str, paths: Sequence[Path], batch: Batch | None, align: str,
         FileNotFoundError: a path is not there, or a folder has no metrics.
         ValueError: a file is of another form, holds none of the metrics compared, or the batch is unknown.
     """
-    files = [file for path in paths for file in _metric_files(path)]
+    files = [file for path in paths for file in _metric_files(path, name)]
     own = read_metrics(files)
     empty = Metrics({}, set())
     part = Part(name, empty, own, PUBLISHED_BATCH[name], batch, align)
@@ -295,10 +295,10 @@ def write_picture(parts: Sequence[Part], out: Path) -> None:
     out.write_text(re.sub(r"var\((--[\w-]+)\)", lambda found: colours[found[1]], picture), encoding="utf-8")
 
 
-def _metric_files(path: Path) -> list[Path]:
+def _metric_files(path: Path, name: str) -> list[Path]:
     if path.is_file():
         return [path]
-    files = sorted(path.glob("metrics*.jsonl"))
+    files = sorted(path.glob("metrics*.jsonl")) or sorted((path / name).glob("metrics*.jsonl"))
     if not files:
         what = "has no metrics*.jsonl" if path.is_dir() else "is not there"
         raise FileNotFoundError(
@@ -340,7 +340,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="A run's metrics beside those of the published ReTool run: an HTML page, and a table."
     )
-    parser.add_argument("--run", type=Path, nargs="+", default=[], help="an RL run: its folder, or metrics-*.jsonl")
+    parser.add_argument(
+        "--run",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="an RL run: its folder, the quickstart's above it, or metrics-*.jsonl",
+    )
     parser.add_argument("--sft", type=Path, nargs="+", default=[], help="an SFT run, likewise")
     parser.add_argument("--no-published", action="store_true", help="your run only")
     parser.add_argument(

@@ -1,8 +1,9 @@
 """Keep the problems that a model can learn from: an offline difficulty filter on how often it solves each.
 
-    # from samples that are there: dumps of `trainer.validation_data_dir`, also of an evaluation
+    # from samples that are there: a past run's folder (its trajectory log, validations, evaluations or rollout dumps),
+    # a folder of dumps, an evaluation, or JSONL files
     python scripts/filter_by_pass_rate.py --data data/dapo_math_17k.parquet --out data/dapo_filtered.parquet \\
-        --dumps outputs/run/validation/0.jsonl
+        --dumps outputs/run
     # or with samples from the launcher's own rollouts, tools on; the same command goes on where it was broken off
     MODEL_PATH=outputs/qwen2-32b_sft/merged python scripts/filter_by_pass_rate.py --data data/dapo_math_17k.parquet \\
         --out data/dapo_filtered.parquet --generate recipe/retool/run_qwen2-32b_dapo.sh trainer.nnodes=1
@@ -28,8 +29,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from verl_ext.data.pass_rates import histogram, is_kept, record, tally
-from verl_ext.evaluation import read_dump
+from verl_ext.data.pass_rates import Tally, histogram, is_kept, record, tally
+from verl_ext.data.past_samples import check_match, read_past_samples
+from verl_ext.run_folder import NoRun
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 from verl_ext.supervise import CommandFailed, Supervisor
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN
@@ -100,6 +102,22 @@ def generate(data: Path, frame: pd.DataFrame, work: Path, args: argparse.Namespa
     return dumps
 
 
+def tally_past_samples(paths: Sequence[Path], frame: pd.DataFrame, data: Path) -> tuple[list[Tally], int, int]:
+    """(the tally of each row, number of samples of other problems, number of samples that the world failed).
+
+    Raises:
+        NoSamples: there are none, or none is of a row.
+    """
+    samples = []
+    for path in paths:
+        source = read_past_samples(path)
+        print(source.what)
+        samples += source.samples
+    tallies, unknown = tally(samples, frame["prompt"])
+    check_match(unknown, samples, paths, data)
+    return tallies, unknown, sum(sample.failure is not None for sample in samples)
+
+
 def filter_problems(
     frame: pd.DataFrame, dumps: Sequence[Path], teachers: Sequence[Path], args: argparse.Namespace
 ) -> pd.DataFrame:
@@ -109,12 +127,12 @@ def filter_problems(
     Raises:
         SystemExit: problems without a judged sample, and --unjudged does not say what to do with them.
     """
-    own, unknown = tally([sample for dump in dumps for sample in read_dump(dump)], frame["prompt"])
-    teacher = None
-    if teachers:
-        teacher, _ = tally([sample for dump in teachers for sample in read_dump(dump)], frame["prompt"])
+    own, unknown, failed = tally_past_samples(dumps, frame, args.data)
+    teacher = tally_past_samples(teachers, frame, args.data)[0] if teachers else None
     if unknown:
         print(f"{unknown:,} samples are of problems that {args.data} does not have: not counted")
+    if failed:
+        print(f"{failed:,} samples that sandbox, server or verifier failed are left out")
     unjudged = [row for row, each in enumerate(own) if not each.judged]
     if unjudged and args.unjudged == "error":
         raise SystemExit(
@@ -143,14 +161,14 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="parquet in verl's RL columns")
     parser.add_argument("--out", type=Path, required=True, help="parquet of the rows that are kept")
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--dumps", type=Path, nargs="+", help="JSONL files of samples")
+    source.add_argument("--dumps", type=Path, nargs="+", metavar="PATH", help="past runs, or files of samples")
     source.add_argument("--generate", type=Path, metavar="LAUNCHER", help="of recipe/retool; reads its variables")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides for --generate")
     parser.add_argument("--samples", type=int, default=8, help="of each problem (default: %(default)s)")
     parser.add_argument("--chunk", type=int, default=2048, help="problems per start of the launcher (default: 2048)")
     parser.add_argument("--band", choices=MAX_RATES, default="not-easy", help="default: %(default)s")
     parser.add_argument("--max-rate", type=float, help="another upper end of the band, 0 to 1")
-    parser.add_argument("--solved-by", type=Path, nargs="+", default=[], help="dumps of a stronger model")
+    parser.add_argument("--solved-by", type=Path, nargs="+", default=[], help="the same of a stronger model")
     parser.add_argument(
         "--unjudged",
         choices=("error", "keep", "drop"),
@@ -167,7 +185,10 @@ def main() -> None:
         dumps = args.dumps or generate(args.data, frame, args.out.with_suffix(".samples"), args)
     except (CommandFailed, SandboxNotReady) as error:
         raise SystemExit(f"filter_by_pass_rate: {error}") from None
-    kept = filter_problems(frame, dumps, args.solved_by, args)
+    try:
+        kept = filter_problems(frame, dumps, args.solved_by, args)
+    except (NoRun, ValueError) as error:
+        raise SystemExit(f"filter_by_pass_rate: {error}") from None
     if kept.empty:
         raise SystemExit("No problem is left; nothing was written. Widen the band: --band, --max-rate.")
     part = args.out.with_name(f"{args.out.name}.part")

@@ -10,7 +10,8 @@ Set up .venv (2.7 GB), then teach a tiny language model to use a code interprete
 with the real verl and vLLM, on a CPU. A second call reuses what is done and resumes what was broken off.
   --stage STAGE     only this stage: data, sft, merge, rl, eval or report (may be repeated)
   --fresh           delete the output folder first
-  --out DIR         where everything is written; default: outputs/quickstart
+  --out DIR         where everything is written; default: outputs/quickstart; with --from FOLDER: FOLDER-2, FOLDER-3, ...
+  --from FOLDER     another RL run from the data and the SFT of this quickstart, e.g. --from outputs/quickstart --rl KEY=VALUE
   --seed N          of data, initial weights and sampling; default: 0
   --data ARG        argument of data/tiny_tools/prepare.py (may be repeated; so may the next two)
   --sft KEY=VALUE   Hydra override of configs/tiny_sft.yaml
@@ -21,6 +22,12 @@ EOF_USAGE
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 for arg in "$@"; do
     case $arg in -h | --help) usage && exit ;; esac
+done
+for python in "${PYTHON:-python3}" python3 python3.12 python3.11; do # a wrong option is told before the install
+    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then
+        "$python" -I verl_ext/quickstart_options.py "$@"
+        break
+    fi
 done
 bash scripts/setup_env.sh
 exec .venv/bin/python -m verl_ext.pipeline "$@"

@@ -9,7 +9,6 @@ Resumable: the same command goes on where it was broken off.
 
 import argparse
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +33,7 @@ def row(name: str, summary: dict) -> str:
     cells = [name]
     for source in ("tiny_tools", "tiny_tools_ood_large", "tiny_tools_ood_chain"):
         cells += [accuracy(summary, "before", source), accuracy(summary, "after", source)]
-    minutes = sum(stage["wall_s"] for stage in summary["stages"]) / 60
+    minutes = summary["total_wall_s"] / 60
     step_s = summary["rl"]["warm_step"]["median_s"]
     return "| " + " | ".join([*cells, f"{step_s:.1f} s", f"{minutes:.1f} min", f"{summary['peak_gb']:.1f} GB"]) + " |"
 
@@ -46,22 +45,13 @@ def main() -> None:
     args = parser.parse_args()
 
     summaries = {f"seed {seed}": run(args.out / f"seed_{seed}", "--seed", str(seed)) for seed in args.seeds}
-    first = args.out / f"seed_{args.seeds[0]}"
-    control = args.out / "control"
-    if not control.exists():  # the same data, SFT and evaluation before RL
-        shutil.copytree(first, control, ignore=shutil.ignore_patterns("rl", "after*", "report.html", "summary.json"))
-        journal = json.loads((first / "stages.json").read_text())
-        kept = [entry for entry in journal if entry["stage"] in ("data", "sft", "merge_sft", "eval_before")]
-        before = summaries[f"seed {args.seeds[0]}"]["evaluation"]["before"]["tiny_tools"]
-        rate = before["metrics"]["acc/mean@k"]["value"]
-        override = f"+reward.reward_kwargs.random_reward_p={rate:.3f}"
-        for entry in kept:
-            if "rl" in entry["settings"]:
-                entry["settings"]["rl"].append(override)
-        (control / "stages.json").write_text(json.dumps(kept))
-        (control / "override.txt").write_text(override)
-    override = (control / "override.txt").read_text()
-    summaries["control: random rewards"] = run(control, "--seed", str(args.seeds[0]), "--rl", override)
+    first = f"seed {args.seeds[0]}"
+    rate = summaries[first]["evaluation"]["before"]["tiny_tools"]["metrics"]["acc/mean@k"]["value"]
+    summaries["control: random rewards"] = run(  # the same data and SFT
+        args.out / "control",
+        *("--from", str(args.out / f"seed_{args.seeds[0]}"), "--seed", str(args.seeds[0])),
+        *("--rl", f"+reward.reward_kwargs.random_reward_p={rate:.3f}"),
+    )
 
     print("\n| run | in distribution: SFT | RL | larger numbers: SFT | RL | longer | RL | step | pipeline | memory |")
     print("|---|---|---|---|---|---|---|---|---|---|")

@@ -13,12 +13,20 @@ EOF
 }
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+for arg in "$@"; do
+    case $arg in -h | --help) usage && exit ;; esac
+done
 PART=all
 case ${1:-} in
     unit | slow | all) PART=$1 && shift ;;
-    -h | --help)
-        usage
-        exit
+esac
+case ${1:-} in # what follows an option may be its value; what comes first is a test, or a mistake
+    "" | -*) ;;
+    *)
+        if [ ! -e "${1%%::*}" ]; then
+            echo "test.sh: '$1' is no part (unit, slow, all), no option of pytest and no file; see --help" >&2
+            exit 2
+        fi
         ;;
 esac
 

@@ -372,22 +372,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m verl_ext.checkpoints", description="What a run's folder has, and where it would resume."
     )
-    parser.add_argument("folder", type=Path, help="trainer.default_local_dir of the run")
+    parser.add_argument("folder", type=Path, help="trainer.default_local_dir of the run, or the quickstart's folder")
     parser.add_argument("--accept", type=int, metavar="STEP", help="vouch that this step is complete as it is now")
     args = parser.parse_args()
-    if args.accept is not None:
-        if not path_of(args.folder, args.accept).is_dir():
-            raise SystemExit(f"There is no {path_of(args.folder, args.accept)}; steps there: {steps(args.folder)}.")
-        try:
-            vouch(path_of(args.folder, args.accept))
-        except NotWhole as error:
-            raise SystemExit(str(error)) from None
-    for step in steps(args.folder):
-        size = sum(path.stat().st_size for path in path_of(args.folder, step).rglob("*") if path.is_file())
-        seen = problem(path_of(args.folder, step))
-        print(f"step {step:>6}  {size / 1e9:8.3f} GB  {'whole' if seen is None else f'not whole: {seen}'}")
+    parts = [args.folder / name for name in ("sft", "rl") if steps(args.folder / name)]
+    folders = parts if parts and not steps(args.folder) else [args.folder]
     try:
-        resume_point(args.folder, print)
+        if args.accept is not None:
+            if len(folders) > 1:
+                raise SystemExit(f"--accept needs one run's folder: {' or '.join(map(str, folders))}.")
+            if not path_of(folders[0], args.accept).is_dir():
+                raise SystemExit(f"There is no {path_of(folders[0], args.accept)}; steps there: {steps(folders[0])}.")
+            vouch(path_of(folders[0], args.accept))
+        for folder in folders:
+            if parts:
+                print(f"{folder}:")
+            for step in steps(folder):
+                size = sum(path.stat().st_size for path in path_of(folder, step).rglob("*") if path.is_file())
+                seen = problem(path_of(folder, step))
+                print(f"step {step:>6}  {size / 1e9:8.3f} GB  {'whole' if seen is None else f'not whole: {seen}'}")
+            resume_point(folder, print)
     except NotWhole as error:
         raise SystemExit(str(error)) from None
 

@@ -138,6 +138,7 @@ def take_samples(args: argparse.Namespace) -> Path:
         overrides += [] if value is None else [f"{key}={value}"]
     overrides += args.overrides
     config = load_config(config_name, overrides)
+    rows = read_sets(args.data, protocol=config.retool.protocol, limit=args.limit)  # before the minutes of a merge
     if checkpoint:
         args.model = merge(checkpoint)
         args.out = args.out or checkpoint.run / "evaluation" / f"global_step_{checkpoint.step}"
@@ -155,17 +156,18 @@ def take_samples(args: argparse.Namespace) -> Path:
         config.retool.trajectory_log.enable = False  # samples.jsonl has it all
         config.actor_rollout_ref.model.path = str(args.model or args.tokenizer or "")
         about = {"config": config_name, "overrides": overrides, "sandbox": urls, "environment": environment()}
-        asyncio.run(_take_samples(args, config, about))
+        asyncio.run(_take_samples(args, config, about, rows))
     return args.out
 
 
-async def _take_samples(args: argparse.Namespace, config: "DictConfig", about: dict[str, Any]) -> None:
+async def _take_samples(
+    args: argparse.Namespace, config: "DictConfig", about: dict[str, Any], rows: list[dict[str, Any]]
+) -> None:
     from verl.utils import hf_tokenizer
 
     from verl_ext.evaluation.sampling import Sampler, WorldIsDown, make_tasks, pending
     from verl_ext.evaluation.servers import OpenAiServer, ServerFailure, ServerRefused, TooFewGpus, VllmServer
 
-    rows = read_sets(args.data, protocol=config.retool.protocol, limit=args.limit)
     model = config.actor_rollout_ref.model
     tokenizer_of = functools.partial(hf_tokenizer, trust_remote_code=model.trust_remote_code)
     server = sampler = None

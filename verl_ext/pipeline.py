@@ -7,8 +7,9 @@ README names; this file only orders them, shows how they progress, and sees to i
 them (verl_ext/supervise.py).
 """
 
-import argparse
+import contextlib
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -19,14 +20,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from verl_ext import disk
+from verl_ext.quickstart_options import JOURNAL, REPO, STAGES, parse_options
+from verl_ext.quickstart_source import STEPS as TAKEN_STEPS
+from verl_ext.quickstart_source import NoSource, Source, find_source
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
-from verl_ext.supervise import CommandFailed, Supervisor, show_rl_progress, show_sft_progress
+from verl_ext.supervise import (
+    CommandFailed,
+    DiskFull,
+    Supervisor,
+    show_notes,
+    show_rl_progress,
+    show_sft_progress,
+    together,
+)
 
-REPO = Path(__file__).resolve().parents[1]
 EVALUATION_SAMPLES = 2  # responses per held-out problem
 LOCK = ".lock"
+AFTERWARDS = " Then the same command goes on from here; --out DIR writes to another disk."
 SANDBOX_OPTIONS = ("--preload=",)  # the tiny task's programs import nothing, and a fork of less costs less
-STAGES = ("data", "sft", "merge", "rl", "eval", "report")
 
 
 @dataclass
@@ -39,14 +51,19 @@ class Run:
     sft: list[str]
     rl: list[str]
     supervisor: Supervisor
+    source: Source | None = None  # the quickstart whose data and SFT this one has
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the launchers in recipe/ read. No doctor: every input is of the stages before."""
-        return {"PYTHON": sys.executable, "DATA_DIR": str(self.out / "data"), "DOCTOR": "0"}
+        """What the launchers in recipe/ read."""
+        return {"PYTHON": sys.executable, "DATA_DIR": str(self.out / "data")}
 
     def settings(self, step: str) -> dict[str, object]:
         """The settings that the result of a step depends on."""
+        if self.source and step in TAKEN_STEPS:
+            return self.source.settings[step] | {"from": self.source.digests}
+        if self.source:
+            return {"seed": self.seed, "from": self.source.digests, "rl": self.rl}
         settings: dict[str, object] = {"seed": self.seed, "data": self.data_args}
         if step != "data":
             settings["sft"] = self.sft
@@ -67,26 +84,28 @@ def make_data(run: Run) -> None:
 
 
 def train_sft(run: Run) -> None:
+    log = run.out / "sft" / "log.txt"
     run.supervisor.run(
         ["bash", str(REPO / "recipe/retool/run_tiny_sft.sh"), *run.sft],
-        log=run.out / "sft" / "log.txt",
+        log=log,
         env=run.environment | {"MODEL_PATH": str(run.out / "model"), "OUTPUT_DIR": str(run.out / "sft")},
-        watch=show_sft_progress(run.out / "sft"),
+        watch=together(show_notes(log), show_sft_progress(run.out / "sft")),
     )
 
 
 def train_rl(run: Run) -> None:
+    log = run.out / "rl" / "log.txt"
     with running_server(options=SANDBOX_OPTIONS) as url:
         run.supervisor.run(
             ["bash", str(REPO / "recipe/retool/run_tiny_dapo.sh"), *run.rl],
-            log=run.out / "rl" / "log.txt",
+            log=log,
             env=run.environment
             | {
                 "MODEL_PATH": str(run.out / "sft" / "merged"),
                 "OUTPUT_DIR": str(run.out / "rl"),
                 "SANDBOX_URL": url,
             },
-            watch=show_rl_progress(run.out / "rl"),
+            watch=together(show_notes(log), show_rl_progress(run.out / "rl")),
         )
 
 
@@ -129,7 +148,8 @@ def evaluate(run: Run, when: str) -> None:
             ],
             log=run.out / "eval" / f"{when}.log",
             env=run.environment
-            | {"MODEL_PATH": str(model), "OUTPUT_DIR": str(run.out / "eval" / f"{when}_run"), "SANDBOX_URL": url},
+            | {"MODEL_PATH": str(model), "OUTPUT_DIR": str(run.out / "eval" / f"{when}_run"), "SANDBOX_URL": url}
+            | {"DOCTOR": "0"},  # the same settings as of the RL run, and every input is of the stages before
         )
     if not list(target.glob("*.jsonl")):
         raise CommandFailed(f"The evaluation wrote no samples into {target}; see {run.out / 'eval' / when}.log.")
@@ -161,16 +181,18 @@ class Journal:
     def done(self, step: str) -> bool:
         return any(entry["stage"] == step and entry["status"] == "done" for entry in self.entries)
 
+    def other_settings(self, run: Run) -> dict | None:
+        """The first step that is there and was made with other settings; None if there is none."""
+        return next((entry for entry in self.entries if entry["settings"] != run.settings(entry["stage"])), None)
+
     def check(self, run: Run) -> None:
         """Raise SystemExit if a step that is there was made with other settings."""
-        for entry in self.entries:
-            now = run.settings(entry["stage"])
-            if entry["settings"] != now:
-                raise SystemExit(
-                    f"{self.path.parent} holds a run with other settings ({entry['stage']}):\n"
-                    f"  there: {entry['settings']}\n  now:   {now}\n"
-                    "Start over with --fresh, or write elsewhere with --out."
-                )
+        if entry := self.other_settings(run):
+            raise SystemExit(
+                f"{self.path.parent} holds a run with other settings ({entry['stage']}):\n"
+                f"  there: {entry['settings']}\n  now:   {run.settings(entry['stage'])}\n"
+                "Start over with --fresh, or write elsewhere with --out."
+            )
 
     def add(self, **entry: object) -> None:
         self.entries = [old for old in self.entries if old["stage"] != entry["stage"]] + [dict(entry)]
@@ -189,13 +211,16 @@ def run_pipeline(run: Run, stages: list[str]) -> None:
     Raises:
         CommandFailed: a command failed, or a step that `stages` leaves out was not run before.
     """
-    journal = Journal(run.out / "stages.json")
+    journal = Journal(run.out / JOURNAL)
     journal.check(run)
+    if run.source:
+        take_source(run, journal)
     for step, stage, title, action, needs in STEPS:
         if stage not in stages:
             continue
         if journal.done(step):
-            print(f"[{step}] done already", flush=True)
+            taken = run.source and step in TAKEN_STEPS
+            print(f"[{step}] {f'taken from {run.source.folder}' if taken else 'done already'}", flush=True)
             continue
         missing = [need for need in needs if not journal.done(need)]
         if missing:
@@ -209,14 +234,40 @@ def run_pipeline(run: Run, stages: list[str]) -> None:
         try:
             action(run)
         except BaseException:
-            wall_s = before + time.time() - started
-            journal.add(**entry, finished=time.time(), wall_s=wall_s, status="broken", peak_gb=run.supervisor.peak_gb())
+            ended = {"finished": time.time(), "wall_s": before + time.time() - started, "status": "broken"}
+            with contextlib.suppress(OSError):  # on a full disk: what broke the step is to be told
+                journal.add(**entry, **ended, peak_gb=run.supervisor.peak_gb())
             raise
         wall_s = before + time.time() - started
         journal.add(**entry, finished=time.time(), wall_s=wall_s, status="done", peak_gb=run.supervisor.peak_gb())
         print(f"[{step}] {wall_s:.0f} s", flush=True)
     if "report" in stages:
         report(run)
+
+
+def take_source(run: Run, journal: Journal) -> None:
+    """Take data and SFT from the quickstart that `--from` names, unless that was done; says what is taken.
+
+    Raises:
+        NoSource: a file changed while it was copied.
+    """
+    print(run.source.describe(), flush=True)
+    if all(journal.done(step) for step in TAKEN_STEPS):
+        return
+    run.source.copy_to(run.out)
+    for step in TAKEN_STEPS:
+        now, settings = time.time(), run.settings(step)
+        entry = {"stage": step, "started": now, "settings": settings, "finished": now, "status": "done"}
+        journal.add(**entry, wall_s=None, peak_gb=None, **{"from": str(run.source.folder)})
+
+
+def next_folder(run: Run) -> Path:
+    """Where another run from a quickstart's SFT goes: FOLDER-2, -3, ..., the first that is new or holds this run."""
+    source = run.source.folder
+    for number in itertools.count(2):
+        out = source.with_name(f"{source.name}-{number}")
+        if not out.exists() or ((out / JOURNAL).exists() and not Journal(out / JOURNAL).other_settings(run)):
+            return out
 
 
 def delete_run(out: Path) -> None:
@@ -251,37 +302,36 @@ def lock_folder(out: Path) -> TextIO:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="quickstart.sh",
-        description="Teach a tiny language model to use a code interpreter: SFT, DAPO RL, evaluation and report, "
-        "with the real verl and vLLM, on a CPU. A second call reuses what is done and resumes what was broken off.",
-    )
-    parser.add_argument("--stage", choices=STAGES, action="append", help="only this stage (may be repeated)")
-    parser.add_argument("--fresh", action="store_true", help="delete the output folder first")
-    parser.add_argument("--out", type=Path, default=REPO / "outputs" / "quickstart", help="default: outputs/quickstart")
-    parser.add_argument("--seed", type=int, default=0, help="of data, initial weights and sampling (default: 0)")
-    parser.add_argument(
-        "--data", action="append", default=[], metavar="ARG", help="argument of data/tiny_tools/prepare.py"
-    )
-    parser.add_argument(
-        "--sft", action="append", default=[], metavar="KEY=VALUE", help="Hydra override of configs/tiny_sft.yaml"
-    )
-    parser.add_argument(
-        "--rl", action="append", default=[], metavar="KEY=VALUE", help="Hydra override of configs/tiny_dapo.yaml"
-    )
-    args = parser.parse_args()
-    out = args.out.resolve()
-    if args.fresh and out.exists():
-        with lock_folder(out):
-            delete_run(out)
-    out.mkdir(parents=True, exist_ok=True)
+    args = parse_options()
     seeds = [f"data.seed={args.seed}", f"actor_rollout_ref.rollout.seed={args.seed}"]
-    with lock_folder(out), Supervisor() as supervisor:
-        run = Run(out, args.seed, args.data, args.sft, seeds + args.rl, supervisor)
-        try:
-            run_pipeline(run, args.stage or list(STAGES))
-        except (CommandFailed, SandboxNotReady) as error:
-            raise SystemExit(f"quickstart: {error}") from None
+    out = args.out
+    try:
+        source = find_source(args.source) if args.source else None
+        settings = (args.seed, args.data, args.sft, seeds + args.rl)
+        if out is None:
+            out = next_folder(Run(Path(), *settings, supervisor=None, source=source))
+            print(f"[from] the new run is in {out}", flush=True)
+        if args.fresh and out.exists():
+            with lock_folder(out):
+                delete_run(out)
+        out.mkdir(parents=True, exist_ok=True)
+        with lock_folder(out), Supervisor() as supervisor:
+            run_pipeline(Run(out, *settings, supervisor, source), args.stage or list(STAGES))
+    except (CommandFailed, NoSource, SandboxNotReady) as error:
+        raise SystemExit(f"quickstart: {error}{_advice(error, out)}") from None
+    except OSError as error:
+        if error.errno not in disk.FULL:
+            raise
+        raise SystemExit(
+            f"quickstart: {error}. {disk.describe(Path(error.filename or out or REPO))}{AFTERWARDS}"
+        ) from None
+
+
+def _advice(error: Exception, out: Path | None) -> str:
+    """What to do about a full disk, whether the command that failed has said so or only its folder tells."""
+    if isinstance(error, DiskFull):
+        return AFTERWARDS
+    return f"\n{disk.describe(out)}{AFTERWARDS}" if out and disk.is_full(out) else ""
 
 
 if __name__ == "__main__":

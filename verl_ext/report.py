@@ -1,15 +1,17 @@
-"""One self-contained page (`report.html`) and `summary.json` of a run: SFT, RL, evaluation before and after.
+"""One self-contained page (`report.html`) and `summary.json` of a run: its training, its evaluations, its rollouts.
 
-`python -m verl_ext.report --run outputs/quickstart`. Presents what the stages left in the run's folder; a part
-that is missing is named on the page with the command that makes it. How the page looks: report_template.html.
+    python -m verl_ext.report --run outputs/quickstart              # SFT, RL, and the evaluations before and after RL
+    python -m verl_ext.report --run outputs/qwen2-32b_dapo          # any RL run, SFT run or evaluation
+    python -m verl_ext.report --run outputs/a --run outputs/b       # side by side: comparison.html, comparison.json
+
+Presents what is in the run's folder; a part that is missing is named on the page with what makes it. How the page
+looks: report_template.html. Several runs: report_comparison.py.
 """
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,17 +25,35 @@ from verl_ext.charts import Series, interval_strip, line_chart, stacked_chart
 from verl_ext.evaluation import Difference, Evaluation
 from verl_ext.rollout_view import Rollout, pick_rollouts, pick_training_rollouts, split_rollout
 from verl_ext.run_record import Metrics, Run, environment, read_run, step_times, warm_step
+from verl_ext.verdict import headline, held_out_source, judge, percent, points
 
+_SAMPLES = "validation/<step>.jsonl or evaluation/global_step_<n>/samples.jsonl"
+_EVALUATE = "bash scripts/merge_and_eval.sh RUN"
+_LAUNCHER = "the launcher in recipe/retool"
 MAKES = {
-    "evaluation before RL": ("eval/before/<step>.jsonl", "bash scripts/quickstart.sh --stage eval"),
-    "evaluation after RL": ("eval/after/<step>.jsonl", "bash scripts/quickstart.sh --stage eval"),
-    "SFT metrics": ("sft/metrics-<start>.jsonl", "bash scripts/quickstart.sh --stage sft"),
-    "RL metrics": ("rl/metrics-<start>.jsonl", "bash scripts/quickstart.sh --stage rl"),
-    "rollouts": ("eval/before, eval/after or rl/rollouts", "bash scripts/quickstart.sh --stage eval"),
-    "stage times": ("stages.json", "bash scripts/quickstart.sh"),
-    "SFT configuration": ("sft/hydra/config.yaml", "bash scripts/quickstart.sh --stage sft"),
-    "RL configuration": ("rl/hydra/config.yaml", "bash scripts/quickstart.sh --stage rl"),
-}  # part of the page -> the file it needs, the command that makes it
+    "quickstart": {
+        "evaluation before RL": ("eval/before/<step>.jsonl", "bash scripts/quickstart.sh --stage eval"),
+        "evaluation after RL": ("eval/after/<step>.jsonl", "bash scripts/quickstart.sh --stage eval"),
+        "SFT metrics": ("sft/metrics-<start>.jsonl", "bash scripts/quickstart.sh --stage sft"),
+        "RL metrics": ("rl/metrics-<start>.jsonl", "bash scripts/quickstart.sh --stage rl"),
+        "rollouts": ("eval/before, eval/after or rl/rollouts", "bash scripts/quickstart.sh --stage eval"),
+        "stage times": ("stages.json", "bash scripts/quickstart.sh"),
+        "SFT configuration": ("sft/hydra/config.yaml", "bash scripts/quickstart.sh --stage sft"),
+        "RL configuration": ("rl/hydra/config.yaml", "bash scripts/quickstart.sh --stage rl"),
+    },
+    "rl": {
+        "evaluation": (_SAMPLES, f"trainer.validation_data_dir of the launcher, or {_EVALUATE}"),
+        "RL metrics": ("metrics-<start>.jsonl", f"trainer.logger=[console,file] of {_LAUNCHER}"),
+        "rollouts": (f"{_SAMPLES}, or rollouts/<step>.jsonl", "trainer.rollout_data_dir of the launcher"),
+        "RL configuration": ("hydra/config.yaml", _LAUNCHER),
+    },
+    "sft": {
+        "evaluation": ("evaluation/global_step_<n>/samples.jsonl", _EVALUATE),
+        "SFT metrics": ("metrics-<start>.jsonl", f"trainer.logger=[console,file] of {_LAUNCHER}"),
+        "SFT configuration": ("hydra/config.yaml", _LAUNCHER),
+    },
+    "evaluation": {"evaluation": ("samples.jsonl", _EVALUATE)},
+}  # kind of run -> part of its page -> the file it needs, what makes it
 
 
 class Curve(NamedTuple):
@@ -89,7 +109,7 @@ def write_report(folder: Path) -> str:
     """Writes report.html and summary.json into the run's folder and returns the result table for the console.
 
     Raises:
-        FileNotFoundError: no such folder.
+        NoRun: the folder holds no run.
         ValueError: a file in it is malformed.
     """
     run = read_run(folder)
@@ -98,11 +118,11 @@ def write_report(folder: Path) -> str:
     page = render(run, summary)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     (folder / "report.html").write_text(page, encoding="utf-8")
-    return f"{console_table(figures, summary)}\nReport: {folder / 'report.html'}"
+    return f"{console_table(run, figures, summary)}\nReport: {folder / 'report.html'}"
 
 
 def evaluate_run(run: Run) -> Figures:
-    """Figures before and after RL, and their paired difference where both are there."""
+    """Figures of both sides of a run's evaluation, and their paired difference where both are there."""
     return Figures(
         before=evaluation.evaluate(run.before) if run.before else {},
         after=evaluation.evaluate(run.after) if run.after else {},
@@ -115,9 +135,12 @@ def summarize(run: Run, figures: Figures) -> dict[str, Any]:
     rl_keys = [curve.key for curve in RL_CURVES] + ["timing_s/step"]
     rl_keys += sorted({key for values in run.rl.steps.values() for key in values if held_out_source(key)})
     walls = [stage["wall_s"] for stage in run.stages if stage["wall_s"] is not None]
+    sides = {side: evaluation.to_json(groups) for side, groups in figures._asdict().items()}
+    judgement = judge(run, sides)
     found = {
         "evaluation before RL": run.before,
         "evaluation after RL": run.after,
+        "evaluation": run.after,
         "SFT metrics": run.sft.steps,
         "RL metrics": run.rl.steps,
         "rollouts": run.before or run.after or run.training_rollouts,
@@ -127,16 +150,26 @@ def summarize(run: Run, figures: Figures) -> dict[str, Any]:
     }
     return {
         "run": run.folder.resolve().name,
+        "kind": run.kind,
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "verdict": verdict(figures),
-        "headline": headline(figures),
-        "evaluation": {side: evaluation.to_json(groups) for side, groups in figures._asdict().items()},
+        "verdict": judgement.text,
+        "improved": judgement.improved,
+        "not_improved": judgement.not_improved,
+        "headline": headline(sides),
+        "sides": run.sides,
+        "evaluation": sides,
         "sft": {
             "steps": max(run.sft.steps, default=0),
             "train_loss": _last(run.sft, "train/loss"),
             "val_loss": _last(run.sft, "val/loss"),
+            "starts": [start._asdict() for start in run.sft.starts],
         },
-        "rl": {"steps": max(run.rl.steps, default=0), "warm_step": warm_step(run.rl), "start_up_s": run.start_up},
+        "rl": {
+            "steps": max(run.rl.steps, default=0),
+            "warm_step": warm_step(run.rl),
+            "start_up_s": run.start_up,
+            "starts": [start._asdict() for start in run.rl.starts],
+        },
         "curves": {
             "sft": {key: _curve_json(run.sft, key) for key in ("train/loss", "val/loss")},
             "rl": {key: _curve_json(run.rl, key) for key in rl_keys},
@@ -145,57 +178,21 @@ def summarize(run: Run, figures: Figures) -> dict[str, Any]:
         "total_wall_s": sum(walls) if walls else None,
         "peak_gb": max((stage["peak_gb"] for stage in run.stages if stage["peak_gb"]), default=None),
         "environment": environment(),
-        "missing": [part for part, content in found.items() if not content],
+        "missing": [part for part in MAKES[run.kind] if not found[part]],
     }
 
 
-def headline(figures: Figures) -> dict[str, Any] | None:
-    """Accuracy (mean@k) on the in-distribution sources pooled (all, where there are none); None if not evaluated."""
-    present = figures.after or figures.before
-    if not present:
-        return None
-    group = "in_distribution" if "in_distribution" in present else "overall"
-    estimates = {
-        side: groups[group].metrics["acc/mean@k"] if group in groups else None
-        for side, groups in figures._asdict().items()
-    }
-    return {
-        "group": group,
-        "data_sources": present[group].data_sources,
-        "num_problems": present[group].num_problems_scored,
-        **{side: None if estimate is None else asdict(estimate) for side, estimate in estimates.items()},
-    }
-
-
-def verdict(figures: Figures) -> str:
-    """One sentence: what RL did to accuracy, as far as the interval of the paired difference allows to say."""
-    top = headline(figures)
-    if top is None:
-        return "This run has not been evaluated yet."
-    where = f"{top['num_problems']} held-out problems of {', '.join(top['data_sources'])}"
-    if change := top["difference"]:
-        span = f"from {_percent(top['before'])} to {_percent(top['after'])}"
-        points = f"{_points(change)} points"
-        if change["low"] > 0:
-            return f"RL raised accuracy {span} on {where}: {points}."
-        if change["high"] < 0:
-            return f"RL lowered accuracy {span} on {where}: {points}."
-        return f"RL did not measurably change accuracy ({span}) on {where}: {points}, an interval that holds 0."
-    side = next((side for side in ("after", "before") if top[side]), None)
-    if side is None:
-        return f"No sample could be judged on {where}; see the excluded ones below."
-    return f"Accuracy {side} RL is {_percent(top[side])} on {where}."
-
-
-def console_table(figures: Figures, summary: dict[str, Any]) -> str:
+def console_table(run: Run, figures: Figures, summary: dict[str, Any]) -> str:
     """The result for a terminal: both evaluations, the difference, step time, and what is missing."""
     lines = []
-    for side, groups in (("Before", figures.before), ("After", figures.after)):
+    for side, groups in zip(run.sides, (figures.before, figures.after), strict=True):
         if groups:
-            lines.append(f"{side} RL\n{evaluation.format_evaluation(groups)}\n")
+            lines.append(f"{_capitalized(side)}\n{evaluation.format_evaluation(groups)}\n")
     if figures.difference:
         lines.append(f"{evaluation.format_comparison(*figures)}\n")
     lines.append(summary["verdict"])
+    for name in ("sft", "rl"):
+        lines += [f"{name.upper()}: {text}" for text in start_texts(summary[name]["starts"])]
     if warm := summary["rl"]["warm_step"]:
         split = ", ".join(f"{part} {seconds:.2f}" for part, seconds in warm["split_s"].items())
         lines.append(f"Warm RL step: {warm['median_s']:.2f} s, median of {warm['num_steps']} ({split})")
@@ -204,20 +201,26 @@ def console_table(figures: Figures, summary: dict[str, Any]) -> str:
         lines.append(f"First RL step: {sum(phases.values()):.0f} s after the command ({split})")
     if summary["total_wall_s"] is not None:
         lines.append(f"All stages: {_duration(summary['total_wall_s'])}")
-    lines += [f"Missing: {part}, {MAKES[part][0]} (`{MAKES[part][1]}` makes it)" for part in summary["missing"]]
+    makes = MAKES[run.kind]
+    lines += [f"Missing: {part}, {makes[part][0]} (`{makes[part][1]}` makes it)" for part in summary["missing"]]
     return "\n".join(lines)
+
+
+def start_texts(starts: Sequence[dict[str, int]]) -> list[str]:
+    """A line for each start of a run that was started more than once: `resumed from step 20, steps 21 to 30`."""
+    if len(starts) == 1 and not starts[0]["resumed_from"]:
+        return []
+    return [
+        f"{f'resumed from step {first}' if (first := start['resumed_from']) else 'started from scratch'}, "
+        f"steps {first + 1} to {start['last']}"
+        for start in starts
+    ]
 
 
 def render(run: Run, summary: dict[str, Any]) -> str:
     """The page, from what was read and the summary's figures. All but our own SVG is HTML-escaped."""
-    env = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    env.filters |= {"percent": _percent, "points": _points, "duration": _duration, "segments": split_rollout}
+    env = page_environment()
+    rollouts = pick_rollouts(run.before, run.after, run.sides) or pick_training_rollouts(run.training_rollouts)
     steps, parts = step_times(run.rl)
     rows = _table_rows(summary["evaluation"])
     config = yaml.safe_load(run.configs["RL"]) if "RL" in run.configs else None
@@ -225,22 +228,31 @@ def render(run: Run, summary: dict[str, Any]) -> str:
         summary=summary,
         groups=[row for row in rows if evaluation.is_shown(row["name"], row["data_sources"])],
         top=next((row for row in rows if row["name"] == summary["headline"]["group"]), None),
+        verdict=judge(run, summary["evaluation"]),
         rl_charts=[(curve, _rl_chart(curve, run.rl, summary)) for curve in RL_CURVES] if run.rl.steps else [],
         sft_chart=_sft_chart(run.sft),
         time_chart=_time_chart(steps, parts),
-        columns=_columns(pick_rollouts(run.before, run.after) or pick_training_rollouts(run.training_rollouts)),
+        columns=_columns(rollouts),
         longest_stage_s=max((stage["wall_s"] or 0 for stage in run.stages), default=0),
         configs=run.configs,
         settings=[(label, value) for label, key in SETTINGS if (value := _lookup(config, key)) is not None],
-        makes=MAKES,
+        makes=MAKES[run.kind],
         strip=lambda before, after: interval_strip(_triple(before), _triple(after)),
     )
 
 
-def held_out_source(key: str) -> str | None:
-    """The data source of verl's validation key `val-core/<data source>/acc/mean@<n>`; None for other keys."""
-    match = re.fullmatch(r"val-core/(.+)/acc/mean@\d+", key)
-    return match[1] if match else None
+def page_environment() -> jinja2.Environment:
+    """Templates of this folder, with everything escaped, and an error where a value is not there."""
+    env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = {"percent": percent, "points": points, "duration": _duration, "segments": split_rollout}
+    env.filters |= filters | {"starts": start_texts, "capitalized": _capitalized}
+    return env
 
 
 def _table_rows(sides: dict[str, dict[str, dict]]) -> list[dict[str, Any]]:
@@ -317,21 +329,6 @@ def _triple(estimate: dict[str, float] | None) -> tuple[float, float, float] | N
     return estimate and (estimate["value"], estimate["low"], estimate["high"])
 
 
-def _percent(estimate: dict[str, float] | None, *, interval: bool = True) -> str:
-    """`31.2% [28.4, 34.1]`"""
-    if estimate is None:
-        return "-"
-    ends = f" [{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]" if interval else ""
-    return f"{100 * estimate['value']:.1f}%{ends}"
-
-
-def _points(estimate: dict[str, float] | None) -> str:
-    """A difference in percentage points: `+62.9 [+59.0, +66.8]`."""
-    if estimate is None:
-        return "-"
-    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * estimate[end] for end in ("value", "low", "high")))
-
-
 def _duration(seconds: float | None) -> str:
     """`4.2 s`, `5 min 07 s`, `3 h 05 min`."""
     if seconds is None:
@@ -344,14 +341,36 @@ def _duration(seconds: float | None) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m verl_ext.report", description=__doc__.split("\n")[0])
-    parser.add_argument("--run", type=Path, required=True, help="the run's folder, e.g. outputs/quickstart")
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_ext.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run",
+        type=Path,
+        required=True,
+        nargs="+",
+        action="extend",
+        metavar="RUN",
+        help="folder of an RL run, an SFT run, an evaluation, or the quickstart's above them; several are compared",
+    )
+    parser.add_argument("--out", type=Path, help="folder of the comparison of several runs (default: the first run's)")
     args = parser.parse_args(argv)
+    if args.out and len(args.run) == 1:
+        parser.error("--out is for several runs: the report of one run is written into its folder")
     try:
-        print(write_report(args.run))
-    except (FileNotFoundError, ValueError) as error:
-        sys.exit(str(error))
+        if len(args.run) == 1:
+            print(write_report(args.run[0]))
+        else:
+            from verl_ext.report_comparison import write_comparison
+
+            print(write_comparison(args.run, args.out or args.run[0]))
+    except (OSError, ValueError) as error:  # no run, or a folder that cannot be written
+        sys.exit(f"report: {error}")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Rollout(NamedTuple):
     """A rollout to show, and why it was chosen."""
 
     why: str
-    where: str  # Before RL | After RL | RL step 12
+    where: str  # Before RL | After RL | Step 30 | RL step 12
     data_source: str
     prompt: str
     output: str
@@ -67,12 +67,21 @@ def split_rollout(output: str) -> list[Segment]:
     return segments + _split_boxed(output[end:])
 
 
-def pick_rollouts(before: Sequence[Sample], after: Sequence[Sample], count: int = 10) -> list[Rollout]:
+def pick_rollouts(
+    before: Sequence[Sample],
+    after: Sequence[Sample],
+    names: tuple[str, str] = ("before RL", "after RL"),
+    count: int = 10,
+) -> list[Rollout]:
     """Rollouts that show each kind of behaviour: right and wrong, with and without code, repaired, out of distribution.
 
     Of each kind the one whose text has the smallest SHA-256, which favours none; open places are filled in that order
     from both sides in turn. The result depends on nothing but the samples.
+
+    Args:
+        names: of the two sides.
     """
+    where = {side: name[:1].upper() + name[1:] for side, name in zip(("before", "after"), names, strict=True)}
     sides = {
         side: sorted(samples, key=lambda s: _digest(s.data_source, s.input, s.output, s.uid))
         for side, samples in (("before", before), ("after", after))
@@ -111,7 +120,7 @@ def pick_rollouts(before: Sequence[Sample], after: Sequence[Sample], count: int 
             if sample is not None and len(picks) < count:
                 picks.setdefault(id(sample), ("another", side, sample))
     chosen = sorted(list(picks.values())[:count], key=lambda pick: pick[1] == "after")
-    return [_evaluation_rollout(*pick) for pick in chosen]
+    return [_evaluation_rollout(why, where[side], sample) for why, side, sample in chosen]
 
 
 def pick_training_rollouts(rows: Sequence[dict], count: int = 10) -> list[Rollout]:
@@ -133,13 +142,13 @@ def pick_training_rollouts(rows: Sequence[dict], count: int = 10) -> list[Rollou
     ]
 
 
-def _evaluation_rollout(why: str, side: str, sample: Sample) -> Rollout:
+def _evaluation_rollout(why: str, where: str, sample: Sample) -> Rollout:
     verdict = "not judged" if sample.failure else "right" if sample.acc else "wrong"
     calls, errors = int(sample.tool_calls), int(sample.tool_errors)
     ran = f"{calls} call{'s' * (calls != 1)}, {errors} error{'s' * (errors != 1)}"
     return Rollout(
         why=why,
-        where=f"{side.capitalize()} RL",
+        where=where,
         data_source=sample.data_source,
         prompt=_question(sample.input),
         output=sample.output,

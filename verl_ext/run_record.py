@@ -1,7 +1,8 @@
 """What a run left in its folder (metrics, dumps, stage times, configs) and what it ran on. Reads only.
 
-`report.py` presents it. Folder: `sft/`, `rl/` (metrics*.jsonl, hydra/config.yaml), `eval/{before,after}/<step>.jsonl`,
-`rl/rollouts/<step>.jsonl`, `stages.json`; each may be missing.
+`report.py` presents it. An RL or SFT run has metrics*.jsonl, hydra/config.yaml, dumps of rollouts and validations, and
+`evaluation/`; the quickstart's folder has both runs in `rl/` and `sft/`, beside `eval/{before,after}/<step>.jsonl` and
+`stages.json`; an evaluation has its samples. Each may be missing. Which folder is what: run_folder.py.
 """
 
 import importlib.metadata
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_ext.evaluation import Sample, latest_dump, read_dump
+from verl_ext.run_folder import SAMPLES, STAGES, dumps_of, evaluations_of, find_run, step_dumps
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,15 @@ START_UP_PHASES = {  # of an RL run -> what Ray or verl (0.9.1) logs, with the t
     "vLLM": "ready to fit",
     "first weights to vLLM": "update_weights done",
 }
+_QUICKSTART_SIDES = ("before RL", "after RL")
 TIME_OF_DAY = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
+
+
+class Start(NamedTuple):
+    """One start of a training run that came as far as a step."""
+
+    resumed_from: int  # step of the checkpoint; 0 from scratch
+    last: int  # step
 
 
 class Metrics(NamedTuple):
@@ -52,6 +62,7 @@ class Metrics(NamedTuple):
 
     steps: dict[int, dict[str, float]]
     cold: set[int]
+    starts: tuple[Start, ...] = ()  # in their order
 
     def curve(self, key: str) -> tuple[list[int], list[float]]:
         """The steps that have the key, ascending, and its values."""
@@ -60,44 +71,69 @@ class Metrics(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Everything found in a run's folder; empty where a stage has not run."""
+    """Everything found in a run's folder; empty where it is not there.
+
+    `before` and `after` are the two sides of an evaluation, and `sides` what they are: before and after RL in the
+    quickstart's folder, the first and the last validation in others. One without a counterpart is `after`, but for the
+    quickstart's.
+    """
 
     folder: Path
+    kind: str  # quickstart | sft | rl | evaluation
     sft: Metrics
     rl: Metrics
     before: list[Sample]
     after: list[Sample]
-    training_rollouts: list[dict[str, Any]]  # rows of the first and last step that were dumped
+    sides: tuple[str, str]
+    training_rollouts: list[dict[str, Any]]  # of the first and last step dumped; else of the trajectory log's ends
     start_up: dict[str, float] | None  # seconds of the phases before the first RL step, and of that step
     stages: list[dict[str, Any]]  # entries of stages.json: stage, status, wall_s, peak_gb, ...
     configs: dict[str, str]  # "SFT" | "RL" -> YAML text
 
 
 def read_run(folder: Path) -> Run:
-    """Reads a run's folder.
+    """Reads a run's folder: of an SFT or RL run, of an evaluation, or the quickstart's.
 
     Raises:
-        FileNotFoundError: no such folder.
+        NoRun: the folder is none of these.
         ValueError: a file is malformed; names it and the line.
     """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"No run at {folder}. Expected its folder; `bash scripts/quickstart.sh` makes one.")
-    dumps = {side: latest_dump(folder / "eval" / side) for side in ("before", "after")}
-    rollouts = sorted(
-        (path for path in folder.glob("rl/rollouts/*.jsonl") if path.stem.isdecimal()), key=lambda path: int(path.stem)
-    )
-    configs = {"SFT": folder / "sft" / "hydra" / "config.yaml", "RL": folder / "rl" / "hydra" / "config.yaml"}
+    kind = find_run(folder).kind
+    parts = {"quickstart": {"SFT": folder / "sft", "RL": folder / "rl"}, "sft": {"SFT": folder}, "rl": {"RL": folder}}
+    sft, rl = (parts.get(kind, {}).get(name) for name in ("SFT", "RL"))
+    dumps, sides = _evaluation_files(folder, kind)
+    rollouts = dumps_of(rl, "rollout_data_dir", "rollouts") if rl else []
+    rows = [row for path in dict.fromkeys(rollouts[:1] + rollouts[-1:]) for row in _json_lines(path)]
+    configs = {name: path / "hydra" / "config.yaml" for name, path in (("SFT", sft), ("RL", rl)) if path}
     return Run(
         folder=folder,
-        sft=read_metrics(list(folder.glob("sft/metrics*.jsonl"))),
-        rl=read_metrics(list(folder.glob("rl/metrics*.jsonl"))),
-        before=read_dump(dumps["before"]) if dumps["before"] else [],
-        after=read_dump(dumps["after"]) if dumps["after"] else [],
-        training_rollouts=[row for path in dict.fromkeys(rollouts[:1] + rollouts[-1:]) for row in _json_lines(path)],
-        start_up=start_up(folder / "rl"),
-        stages=_read_stages(folder / "stages.json"),
+        kind=kind,
+        sft=read_metrics(list(sft.glob("metrics*.jsonl")) if sft else []),
+        rl=read_metrics(list(rl.glob("metrics*.jsonl")) if rl else []),
+        before=read_dump(dumps[0]) if dumps[0] else [],
+        after=read_dump(dumps[1]) if dumps[1] else [],
+        sides=sides,
+        training_rollouts=rows or (_logged_rollouts(rl / "trajectories") if rl else []),
+        start_up=start_up(rl) if rl else None,
+        stages=_read_stages(folder / STAGES),
         configs={name: path.read_text(encoding="utf-8") for name, path in configs.items() if path.is_file()},
     )
+
+
+def _evaluation_files(folder: Path, kind: str) -> tuple[tuple[Path | None, Path | None], tuple[str, str]]:
+    """(files of samples before and after, what the two are called)."""
+    if kind == "quickstart":
+        return (latest_dump(folder / "eval" / "before"), latest_dump(folder / "eval" / "after")), _QUICKSTART_SIDES
+    if kind == "evaluation" and (folder / SAMPLES).is_file():
+        return (None, folder / SAMPLES), ("", "in this evaluation")
+    dumps = step_dumps(folder) if kind == "evaluation" else dumps_of(folder, "validation_data_dir", "validation")
+    names = [f"step {path.stem}" for path in dumps]
+    if not dumps:  # an evaluation of a checkpoint has other settings than a validation: the two are not mixed
+        dumps = evaluations_of(folder)
+        names = [f"step {path.parent.name.removeprefix('global_step_')}" for path in dumps]
+    if len(dumps) < 2:
+        return (None, dumps[0] if dumps else None), ("", names[0] if names else "")
+    return (dumps[0], dumps[-1]), (names[0], names[-1])
 
 
 def read_metrics(paths: Sequence[Path]) -> Metrics:
@@ -115,8 +151,9 @@ def read_metrics(paths: Sequence[Path]) -> Metrics:
     files = [(rows[0]["step"], path.stat().st_mtime, path.name, rows) for path in paths if (rows := _metric_rows(path))]
     steps: dict[int, dict[str, float]] = {}
     cold: set[int] = set()
-    for *_, rows in sorted(files, key=lambda file: file[:3]):
-        timed = []
+    starts: list[tuple[float, Start]] = []
+    for _, written, name, rows in sorted(files, key=lambda file: file[:3]):
+        timed, trained = [], []
         for row in rows:
             step = int(row["step"])
             values = {k: float(v) for k, v in row["data"].items() if isinstance(v, int | float) and math.isfinite(v)}
@@ -125,8 +162,13 @@ def read_metrics(paths: Sequence[Path]) -> Metrics:
             steps.setdefault(step, {}).update(values)
             if "timing_s/step" in values:
                 timed.append(step)
+            if "timing_s/step" in values or "train/loss" in values:  # no validation, which a start may begin with
+                trained.append(step)
         cold.update(timed[:WARMUP_STEPS])
-    return Metrics(steps, cold)
+        if trained:
+            launched = re.search(r"-(\d+)\.jsonl$", name)  # metrics-<time of the launcher's start>.jsonl
+            starts.append((float(launched[1]) if launched else written, Start(trained[0] - 1, trained[-1])))
+    return Metrics(steps, cold, tuple(start for _, start in sorted(starts)))
 
 
 def step_times(rl: Metrics) -> tuple[list[int], dict[str, list[float]]]:
@@ -213,6 +255,35 @@ def environment() -> dict[str, Any]:
     }
 
 
+def _logged_rollouts(folder: Path) -> list[dict[str, Any]]:
+    """Training rollouts of the trajectory log's oldest and newest file, with the keys of verl's rollout dumps."""
+    files = sorted(folder.glob("*.jsonl*"), key=lambda path: path.stat().st_mtime)
+    rows = []
+    for path in dict.fromkeys(files[:1] + files[-1:]):
+        records = [record for record in _json_lines(path) if not record.get("validate") and record.get("turns")]
+        ends = {record["step"] for record in records[:1] + records[-1:]}
+        rows += [_dump_row(record) for record in records if record["step"] in ends]
+    return rows
+
+
+def _dump_row(record: dict[str, Any]) -> dict[str, Any]:
+    reward = sum(value for name, value in record["reward"].items() if name.startswith("reward_"))
+    output = ""
+    for turn in record["turns"]:
+        output += turn["text"]
+        for call in turn.get("calls", []):
+            output += f"\n<interpreter>\n{call.get('output', '')}\n</interpreter>\n"
+    texts = (re.sub(r"<\|(?:im_start|im_end|endoftext)\|>", "", text) for text in (record["prompt"], output))
+    prompt, output = texts
+    return {
+        "step": record["step"],
+        "input": prompt,
+        "output": output,
+        "gts": record["ground_truth"],
+        "score": reward,
+    }
+
+
 def _read_stages(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
@@ -223,7 +294,7 @@ def _read_stages(path: Path) -> list[dict[str, Any]]:
     for each in stages:
         if missing := {"stage", "status", "wall_s"}.difference(each):
             raise ValueError(f"{path}: an entry has no {', '.join(sorted(missing))}: {each}.")
-    return [{"peak_gb": None} | each for each in stages]
+    return [{"peak_gb": None, "from": None} | each for each in stages]
 
 
 def _json_lines(path: Path) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,8 @@ from types import FrameType, TracebackType
 import psutil
 from omegaconf import OmegaConf
 
+from verl_ext import disk
+
 PR_SET_CHILD_SUBREAPER = 36
 POLL_S = 0.5
 MEMORY_POLL_S = 5.0
@@ -28,11 +31,18 @@ GRACE_S = 10.0  # between SIGTERM and SIGKILL
 SHARED_MEMORY = Path("/dev/shm")
 SOCKETS = Path("/tmp/rl-colocate-zmq-*")  # verl binds them there, whatever TMPDIR is
 
+_FINDING = re.compile(r"(?:OK|WARN|FAIL) +[a-z-]+ ")  # verl_ext/doctor/finding.py
+_RESUME = re.compile(r"Resume: .*")  # verl_ext/checkpoints.py
+
 Watch = Callable[[], None]
 
 
 class CommandFailed(RuntimeError):
     """A command ended with an error; the message holds the end of its log."""
+
+
+class DiskFull(CommandFailed):
+    """A command failed, and a disk that it writes to was full; the end of the message says which."""
 
 
 class Supervisor:
@@ -92,11 +102,14 @@ class Supervisor:
             env: variables on top of this process's.
             watch: called every half second while it runs, to show progress.
         Raises:
+            DiskFull: it failed, and a disk was full.
             CommandFailed: it exited with another status than 0.
         """
         environment = os.environ | {"TMPDIR": str(self._tmp), "PYTHONUNBUFFERED": "1"} | (env or {})
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
+        logged_before = log.stat().st_size if log and log.exists() else 0
+        full = None
         with open(log, "ab") if log else contextlib.nullcontext() as sink:
             # A session of its own: Ctrl-C reaches this process only, which then ends the command in order.
             process = subprocess.Popen(
@@ -107,6 +120,10 @@ class Supervisor:
                     time.sleep(POLL_S)
                     if watch:
                         watch()
+                if process.returncode:  # before the rest of what it wrote is deleted
+                    folders = [self._tmp, SHARED_MEMORY] if log is None else [log.parent, self._tmp, SHARED_MEMORY]
+                    full = disk.full_folder(folders, _end_of(log, logged_before))
+                    full = full and disk.describe(full)
             finally:
                 if process.poll() is None:
                     process.send_signal(signal.SIGINT)
@@ -114,7 +131,8 @@ class Supervisor:
                         process.wait(GRACE_S)
                 self._clean()
         if process.returncode:
-            raise CommandFailed(_failure_message(command, process.returncode, log))
+            message = _failure_message(command, process.returncode, log)
+            raise DiskFull(f"{message}\n{full}") if full else CommandFailed(message)
 
     def _descendants(self) -> list[psutil.Process]:
         """All processes below this one, but those that were there before (the caller's sandbox server, say)."""
@@ -212,6 +230,50 @@ def _failure_message(command: list[str], returncode: int, log: Path | None) -> s
         tail = log.read_text(errors="replace").splitlines()[-25:]
         message += f" The end of {log}:\n  " + "\n  ".join(line[:300] for line in tail)
     return message
+
+
+def _end_of(log: Path | None, position: int, limit: int = 2**20) -> str:
+    """What a command has logged since `position` (bytes), its last `limit` bytes."""
+    if log is None:
+        return ""
+    with open(log, "rb") as file:
+        file.seek(max(position, log.stat().st_size - limit))
+        return file.read().decode(errors="replace")
+
+
+def together(*watches: Watch) -> Watch:
+    """One that calls all of these."""
+
+    def watch() -> None:
+        for each in watches:
+            each()
+
+    return watch
+
+
+def show_notes(log: Path) -> Watch:
+    """From a launcher's log: what the doctor found, and from which step a run resumes."""
+    position = log.stat().st_size if log.exists() else 0
+    findings: list[str] = []
+
+    def watch() -> None:
+        nonlocal position
+        if not log.exists():
+            return
+        with open(log, "rb") as file:
+            file.seek(position)
+            while (raw := file.readline()).endswith(b"\n"):
+                position = file.tell()
+                line = raw.decode(errors="replace").rstrip()
+                if _FINDING.match(line) or (findings and line.startswith(" " * 18)):
+                    findings.append(line)
+                elif line.startswith("doctor: "):
+                    print("\n".join(f"  {each}" for each in [*findings, line]), flush=True)
+                    findings.clear()
+                elif (found := _RESUME.search(line)) and "starts from scratch" not in line:
+                    print(f"  {found[0]}", flush=True)
+
+    return watch
 
 
 def read_new_metrics(folder: Path, started: float) -> Iterator[tuple[int, dict]]:

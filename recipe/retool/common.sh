@@ -44,10 +44,16 @@ doctor() {
   }
 }
 
+# logger_folders: where verl's loggers `tensorboard` and `wandb` write, unless these variables say so already.
+logger_folders() {
+  export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$OUTPUT_DIR/tensorboard} WANDB_DIR=${WANDB_DIR:-$OUTPUT_DIR}
+}
+
 # sft CONFIG: SFT by torchrun, from the variables that the launcher's header names.
 sft() {
   OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/$1}")
   export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
+  logger_folders
   require TRAIN_FILE data.train_files "Make it: python data/prepare_retool_sft.py, or set TRAIN_FILE."
 
   local torchrun=(-m torch.distributed.run --nproc-per-node="${NPROC_PER_NODE:-8}")
@@ -85,6 +91,7 @@ dapo() {
   local metrics
   OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/$1}")
   metrics=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
+  logger_folders
   TRAIN_FILE=${TRAIN_FILE:-data/dapo_math_17k.parquet}
   VAL_FILE=${VAL_FILE:-data/aime_2025.parquet}
   if [[ $MODEL_PATH == outputs/* || $MODEL_PATH == [/.]* ]]; then # else it may be a name on the hub
@@ -95,6 +102,8 @@ dapo() {
   OVERRIDES=(actor_rollout_ref.model.path="'$MODEL_PATH'" data.train_files="'$TRAIN_FILE'" data.val_files="'$VAL_FILE'"
     retool.sandbox.urls="[${SANDBOX_URL:-http://127.0.0.1:8080}]" trainer.default_local_dir="'$OUTPUT_DIR'"
     ++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="'$metrics'"
+    ++ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR="'$TENSORBOARD_DIR'"
+    ++ray_kwargs.ray_init.runtime_env.env_vars.WANDB_DIR="'$WANDB_DIR'"
     trainer.nnodes="$NNODES" "${OVERRIDES[@]}")
   $PRINT_ONLY || forget_dead_ray
   doctor "$1" "${OVERRIDES[@]}"

@@ -15,6 +15,7 @@ DATA_DIR=${DATA_DIR:-outputs/quickstart/data}
 MODEL_PATH=${MODEL_PATH:-outputs/quickstart/sft/merged}
 OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/quickstart/rl}")
 export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
+logger_folders
 
 require DATA_DIR data.train_files "Make it: python data/tiny_tools/prepare.py --out $DATA_DIR"
 require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its last checkpoint (README, Quickstart), or set MODEL_PATH."

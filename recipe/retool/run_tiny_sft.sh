@@ -15,6 +15,7 @@ DATA_DIR=${DATA_DIR:-outputs/quickstart/data}
 MODEL_PATH=${MODEL_PATH:-outputs/quickstart/model}
 OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/quickstart/sft}")
 export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
+logger_folders
 
 require DATA_DIR data.train_files "Make it: python data/tiny_tools/prepare.py --out $DATA_DIR"
 require MODEL_PATH model.path "Make it: python data/tiny_tools/build_model.py --out $MODEL_PATH"

@@ -1,13 +1,18 @@
 """One RL run of the tiny model in the real stack with all named options on; each leaves its trace in what it writes."""
 
 import json
-from collections import Counter
+import socketserver
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
+from tests.e2e.loggers import read_tensorboard, read_wandb
 from tests.e2e.test_resume import optimizer_steps
 from verl_ext.sandbox.launch import running_server
 
@@ -18,6 +23,7 @@ OVERRIDES = [
     *("trainer.total_training_steps=12", "trainer.save_freq=4", "retool.checkpoints.keep_last=null"),
     *("data.train_batch_size=6", "actor_rollout_ref.actor.ppo_mini_batch_size=3", "actor_rollout_ref.rollout.n=8"),
     "trainer.val_before_train=true",
+    *("trainer.logger=[console,file,tensorboard,wandb]", "trainer.log_val_generations=3"),
     "++reward.reward_kwargs.random_reward_p=0.5",  # so small a model solves nothing, and equal groups teach nothing
     f"trainer.v1.sampler.custom_sampler.path={REPO}/tests/e2e/recording_sampler.py",
     "trainer.v1.sampler.custom_sampler.name=RecordingReplayBuffer",
@@ -36,6 +42,21 @@ OVERRIDES = [
 FULL, LIGHT = {0, 3, 6}, {1, 2, 4}  # steps: every step, then even ones, and multiples of 3 in any case
 
 
+@contextmanager
+def counted_connections() -> Iterator[tuple[str, list[str]]]:
+    """(URL of a server on loopback that answers nothing, the addresses of its callers so far)."""
+    callers: list[str] = []
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            callers.append(str(self.client_address))
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", callers
+        server.shutdown()
+
+
 @pytest.fixture(scope="module")
 def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the run, which was started twice with the same command."""
@@ -46,7 +67,7 @@ def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     problems = pd.read_parquet(small / "data" / "rl_train.parquet")
     rates = [(1.0, 0.0, None)[i % 3] for i in range(len(problems))]  # easy, hard, not known
     problems.assign(pass_rate=pd.array(rates, dtype="Float64")).to_parquet(data / "rl_train.parquet")
-    with running_server() as url:
+    with running_server() as url, counted_connections() as (wandb_url, callers):
         for start in (1, 2):
             log = out / f"log{start}.txt"
             process = launch(
@@ -59,8 +80,11 @@ def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 MODEL_PATH=str(small / "sft" / "merged"),
                 OUTPUT_DIR=str(out),
                 SANDBOX_URL=url,
+                WANDB_MODE="offline",
+                WANDB_BASE_URL=wandb_url,
             )
             run_to_end(process, log)
+    assert callers == [], "wandb is offline and must not call its server"
     return out
 
 
@@ -139,3 +163,34 @@ def test_the_length_penalty_is_in_the_rewards(run: Path) -> None:
     for row in rows:
         parts = [row[f"reward_{name}"] for name in ("base", "overlong", "length", "tool_bonus")]
         assert row["score"] == pytest.approx(sum(parts), abs=1e-5)
+
+
+def test_tensorboard_and_offline_wandb_hold_what_the_file_logger_has(run: Path) -> None:
+    expected: dict[int, dict[str, float]] = defaultdict(dict)
+    for step, data in read_metrics(run):
+        expected[step].update({name: value for name, value in data.items() if isinstance(value, int | float)})
+    scalars, _ = read_tensorboard(run / "tensorboard")
+    tracked = read_wandb(run / "wandb")
+    assert set(expected) == set(scalars) == set(tracked) == FULL | LIGHT | {5}
+    for step, data in expected.items():
+        assert len(data) > 5
+        assert {name: scalars[step].get(name) for name in data} == pytest.approx(data, rel=1e-5)
+        assert {name: tracked[step].get(name) for name in data} == pytest.approx(data)
+
+
+def test_validation_generations_are_in_tensorboard_and_in_offline_wandb(run: Path) -> None:
+    """Three of each validation, light ones too; the console and the file logger have no place for them."""
+    _, texts = read_tensorboard(run / "tensorboard")
+    assert set(texts) == FULL | LIGHT
+    for step in FULL:
+        rows = [json.loads(line) for line in (run / "validation" / f"{step}.jsonl").read_text().splitlines()]
+        assert texts[step].count("### Sample") == 3
+        assert sum(f"**Output:** {row['output']}\n" in texts[step] for row in rows) >= 3
+    tables = {step: data for step, data in read_wandb(run / "wandb").items() if "val/generations/path" in data}
+    assert set(tables) == FULL | LIGHT
+    files = {
+        path.name: json.loads(path.read_text()) for path in run.glob("wandb/offline-run-*/files/media/table/val/*")
+    }
+    last = files[Path(tables[6]["val/generations/path"]).name]
+    assert last["columns"] == ["step", *(f"{name}_{i}" for i in (1, 2, 3) for name in ("input", "output", "score"))]
+    assert [row[0] for row in last["data"]] == sorted(FULL | LIGHT)

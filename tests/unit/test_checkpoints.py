@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -358,6 +359,19 @@ def command(*arguments: str) -> subprocess.CompletedProcess:
     environment = os.environ | {"PYTHONWARNINGS": "error"}
     command = [sys.executable, "-m", "verl_ext.checkpoints", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=30)
+
+
+def test_the_command_takes_the_quickstarts_folder_as_well(run: Path):
+    quickstart = run.parent / "quickstart"
+    shutil.copytree(run, quickstart / "sft")
+    shutil.copytree(run, quickstart / "rl")
+    shown = command(str(quickstart))
+    assert shown.returncode == 0, shown.stderr
+    for part in ("sft", "rl"):
+        assert (
+            f"{quickstart / part}:" in shown.stdout and f"Resume: from {quickstart / part}/global_step_" in shown.stdout
+        )
+    assert f"--accept needs one run's folder: {quickstart}/sft or" in command(str(quickstart), "--accept", "1").stderr
 
 
 def test_the_command_says_what_is_there_and_accepts_what_a_user_vouches_for(run: Path):

@@ -161,3 +161,10 @@ def test_wrong_input_is_named(script, tmp_path, monkeypatch, arguments, message)
 def test_wrong_arguments_are_refused(script, arguments):
     with pytest.raises(SystemExit, match="2"):
         script.main(arguments)
+
+
+def test_the_quickstarts_folder_stands_for_the_run_in_it(script, tmp_path):
+    for name, key in (("rl", "actor/entropy"), ("sft", "train/loss")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "metrics-1.jsonl").write_text(json.dumps({"step": 1, "data": {key: 0.5}}) + "\n")
+        assert script.read_part(name, [tmp_path], None, "step").own.steps == {1: {key: 0.5}}

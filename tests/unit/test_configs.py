@@ -344,6 +344,14 @@ def test_rl_launcher_takes_several_sandboxes(tmp_path: Path, fake_python: Path):
     assert list(composed("qwen2-32b_dapo", [override]).retool.sandbox.urls) == urls.split(",")
 
 
+def test_loggers_write_into_the_runs_folder_unless_a_variable_says_otherwise(tmp_path: Path, fake_python: Path):
+    for given, folder in (({}, f"{tmp_path}/run/tensorboard"), ({"TENSORBOARD_DIR": "/logs"}, "/logs")):
+        env = {"PYTHON": str(fake_python), "OUTPUT_DIR": f"{tmp_path}/run"} | given
+        result = launch("qwen2-32b_dapo", "--cfg", "job", cwd=tmp_path, **env)
+        for name, value in (("TENSORBOARD_DIR", folder), ("WANDB_DIR", f"{tmp_path}/run")):
+            assert f"++ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" in result.stdout.splitlines()
+
+
 @pytest.mark.parametrize(
     ("run", "size"), [("qwen2-32b_dapo", []), ("qwen2-32b_sft", ["--nnodes=1", "--nproc-per-node=8"])]
 )

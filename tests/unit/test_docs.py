@@ -127,3 +127,10 @@ def test_published_figures_of_the_guide_are_those_of_the_data():
             *(f"{data[f'timing_s/{part}']:.0f}" for part in ("step", "gen", "update_actor")),
         ]
         assert f"| {' | '.join(cells)} |" in text
+
+
+def test_the_line_of_verl_that_switches_traces_off_is_where_the_guide_says():
+    text = (REPO / "recipe" / "README.md").read_text(encoding="utf-8")
+    [(file, number)] = re.findall(r"`(trainer/ppo/v1/agent_loop_tq\.py):(\d+)`", text)
+    line = (VERL / file).read_text(encoding="utf-8").splitlines()[int(number) - 1]
+    assert line.strip() == "trace_this_sample = False"

@@ -65,6 +65,7 @@ def test_samples_that_are_there_are_compared_without_a_model(tmp_path, capsys):
         (["--checkpoint", "{tmp}"], "has no whole checkpoint"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "--compare", "{tmp}/before"], "No samples at .*/before"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "--config", "qwen2"], "qwen2.yaml does not exist.*qwen2-32b_dapo"),
+        (["--model", "{tmp}/m", "--out", "{tmp}/o", "--data", "no.parquet"], "no.parquet is neither a built-in set"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "retool.protocl=code"], "Could not override 'retool.protocl'"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "--config", "tiny_sft"], "is of no RL run with tools"),
     ],

@@ -126,7 +126,8 @@ def test_rollouts_of_the_first_and_last_step_are_read(tmp_path):
     assert read_run(tmp_path).training_rollouts == [{"step": 2}, {"step": 10}]
 
 
-def test_an_empty_folder_is_an_empty_run_and_no_folder_an_error(tmp_path):
+def test_a_quickstart_without_stages_is_an_empty_run_and_no_folder_an_error(tmp_path):
+    (tmp_path / "stages.json").write_text("[]")
     run = read_run(tmp_path)
     assert (run.sft.steps, run.rl.steps, run.before, run.after, run.stages, run.configs) == ({}, {}, [], [], [], {})
     with pytest.raises(FileNotFoundError, match="quickstart.sh"):

@@ -361,3 +361,26 @@ def test_sft_progress_is_a_line_every_ten_seconds_and_the_last_step(tmp_path, ca
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in lines[1:]] == [f"  step {n}/40" for n in (1, 11, 21, 31, 40)]
     assert lines[2] == "  step 11/40 | loss 0.091 | ETA 0:29" and lines[-1] == "  step 40/40 | loss 0.025 | ETA 0:00"
+
+
+def test_the_doctors_findings_and_the_step_of_a_resume_are_shown_from_a_log(tmp_path, capsys):
+    from verl_ext.supervise import show_notes
+
+    log = tmp_path / "log.txt"
+    log.write_text("Resume: from /old/global_step_5, step 5.\n")  # of an earlier start
+    watch = show_notes(log)
+    with open(log, "a") as file:
+        file.write("INFO importing\nWARN  batch       16 prompts do not divide\n" + " " * 18 + "-> Take 15.\n")
+        file.write("doctor: tiny_dapo, quick checks: 9 OK, 1 WARN\n" + " " * 18 + "of a configuration\n")
+        file.write("\x1b[36m(TaskRunner pid=7)\x1b[0m INFO:2026-01-01:Resume: from /run/global_step_20, step 20.\nhalf")
+    watch()
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "  WARN  batch       16 prompts do not divide" and shown[1].strip() == "-> Take 15."
+    assert shown[-2:] == [
+        "  doctor: tiny_dapo, quick checks: 9 OK, 1 WARN",
+        "  Resume: from /run/global_step_20, step 20.",
+    ]
+    with open(log, "a") as file:
+        file.write(" a line\nResume: no checkpoint in /run; training starts from scratch.\n")
+    watch()
+    assert capsys.readouterr().out == ""

@@ -35,7 +35,8 @@ class Checkpoint:
 
 
 def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint that a path means: a run's folder (its newest whole step), `global_step_N`, or its `actor`.
+    """The checkpoint that a path means: a run's folder (its newest whole step), `global_step_N`, or its `actor`; of the
+    quickstart's folder its RL run, or else its SFT run.
 
     A step is whole if all ranks' shards are there, with the sizes that its `checkpoint.json` lists (checkpoints.py; an
     optimizer's may be gone). A step of verl without verl_ext has no such list: then the run must have noted it, or a
@@ -56,6 +57,8 @@ def find_checkpoint(path: Path) -> Checkpoint:
         if missing := _missing(step_folder, step if noted is None else noted):
             raise CheckpointError(f"{step_folder} is not whole: {missing}. Take another step, or the run's folder.")
         return Checkpoint(step_folder.parent, step, _shards(step_folder))
+    if not checkpoints.steps(path):
+        path = next((path / part for part in ("rl", "sft") if checkpoints.steps(path / part)), path)
     steps, noted = checkpoints.steps(path), checkpoints.tracked_step(path)
     for step in reversed(steps):
         if not _missing(checkpoints.path_of(path, step), noted or 0):

@@ -24,6 +24,7 @@ from verl_ext.evaluation.figures import (
     to_json,
 )
 from verl_ext.evaluation.store import SAMPLES, SETTINGS, flatten
+from verl_ext.run_folder import dumps_of, evaluations_of
 
 
 class NoSamples(ValueError):
@@ -33,6 +34,8 @@ class NoSamples(ValueError):
 def find_samples(path: Path) -> Path:
     """The samples that a path means: a JSONL file, the folder of an evaluation, or of validation dumps (last step).
 
+    Of a run's folder the last validation, or else the last evaluation; of the quickstart's those after RL, or before.
+
     Raises:
         NoSamples: neither.
     """
@@ -40,10 +43,14 @@ def find_samples(path: Path) -> Path:
         return path
     own = path / SAMPLES
     found = own if own.is_file() else latest_dump(path) if path.is_dir() else None
+    if found is None and path.is_dir():
+        quickstart = [dump for side in ("before", "after") if (dump := latest_dump(path / "eval" / side))]
+        of_a_run = evaluations_of(path) + dumps_of(path, "validation_data_dir", "validation")
+        found = next(reversed(quickstart or of_a_run), None)
     if found is None:
         raise NoSamples(
-            f"No samples at {path}. Expected the folder of an evaluation, a JSONL file of samples, or a "
-            "trainer.validation_data_dir with <step>.jsonl."
+            f"No samples at {path}. Expected the folder of an evaluation, of a run with validations or evaluations, a "
+            "JSONL file of samples, or a trainer.validation_data_dir with <step>.jsonl."
         )
     return found
 

@@ -222,3 +222,26 @@ def test_samples_are_generated_in_chunks_and_a_broken_run_goes_on(data, tmp_path
     assert "0.250         2        2" in done.stdout and "1.000         2        0" in done.stdout
     assert len(log.read_text().split()) == 3 and "chunk_0000.jsonl: done already" in done.stdout
     assert "holds samples of other settings" in run("trainer.nnodes=2").stderr
+
+
+def test_the_command_takes_a_runs_folder_and_leaves_failed_samples_out(command, tmp_path):
+    rows = solved("a", 8) + solved("b", 4) + solved("c", 0) + solved("d", 2)
+    failed = [sample_row("b", 0, number, sandbox_failure=1.0) for number in range(8, 12)]
+    (tmp_path / "run" / "validation").mkdir(parents=True)
+    write_dump(tmp_path / "run" / "validation" / "0.jsonl", rows + failed)
+    printed, kept = command("--dumps", tmp_path / "run")
+    assert kept == ["b", "c", "d"] and "    0.500         1        1" in printed
+    assert "4 samples that sandbox, server or verifier failed are left out" in printed
+
+
+def test_the_command_refuses_a_run_of_other_problems(command, data, tmp_path):
+    import pandas as pd
+
+    problems = pd.read_parquet(data)
+    problems.assign(prompt=[prompt(f"Find {number}.") for number in range(4)]).to_parquet(data)
+    (tmp_path / "run" / "validation").mkdir(parents=True)
+    write_dump(tmp_path / "run" / "validation" / "0.jsonl", [sample_row("Find 9.", 1)])
+    with pytest.raises(SystemExit, match="filter_by_pass_rate: None of the 1 samples in .*run is of a problem of"):
+        command("--dumps", tmp_path / "run", "--unjudged", "keep")
+    with pytest.raises(SystemExit, match="filter_by_pass_rate: No samples at .*nowhere"):
+        command("--dumps", tmp_path / "nowhere")

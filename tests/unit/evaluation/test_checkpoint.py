@@ -34,6 +34,16 @@ def test_a_checkpoint_is_found_by_its_run_its_step_and_its_shards(tmp_path, acto
     assert found.merged == tmp_path / "merged_step_30"
 
 
+def test_of_the_quickstarts_folder_the_rl_run_is_taken_or_else_the_sft_run(tmp_path):
+    make_step(tmp_path / "sft", 500)
+    note(tmp_path / "sft", 500)
+    assert find_checkpoint(tmp_path).run == tmp_path / "sft"
+    make_step(tmp_path / "rl", 30, actor=True)
+    note(tmp_path / "rl", 30)
+    found = find_checkpoint(tmp_path)
+    assert (found.run, found.step, found.merged) == (tmp_path / "rl", 30, tmp_path / "rl" / "merged_step_30")
+
+
 def test_of_a_run_the_newest_whole_step_is_taken(tmp_path):
     for step in (10, 20):
         make_step(tmp_path, step)

@@ -75,6 +75,19 @@ def test_verls_validation_dumps_are_read_too(tmp_path):
     assert "settings" not in result and "1.000 [0.025, 1.000]" in text
 
 
+def test_a_run_stands_for_its_last_validation_and_the_quickstart_for_its_last_evaluation(tmp_path):
+    run, quickstart = tmp_path / "run", tmp_path / "quickstart"
+    samples = run / "evaluation" / "global_step_30" / "samples.jsonl"
+    for file in (samples, quickstart / "eval" / "before" / "0.jsonl"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    assert find_samples(run) == samples and find_samples(quickstart) == quickstart / "eval" / "before" / "0.jsonl"
+    for file in (run / "validation" / "20.jsonl", quickstart / "eval" / "after" / "0.jsonl"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+        assert find_samples(file.parents[1 if file.parts[-3] == "run" else 2]) == file
+
+
 def test_without_samples_there_is_no_result(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(NoSamples, match="No samples at"):
