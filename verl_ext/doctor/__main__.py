@@ -96,7 +96,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
             continue
         for finding in _guarded(topic, check, quiet=not sound):
             reachable &= not (topic is sandbox.topic and finding.level == Level.FAIL)
-            sound &= not (topic in (config.topic, values.topic) and finding.level != Level.OK)
+            sound &= not (topic in (config.topic, values.topic) and finding.level == Level.FAIL)
             yield finding
     if args.quick:
         return
@@ -135,11 +135,11 @@ def _guarded(topic: Topic, check: Check, *, quiet: bool = False) -> Iterator[Fin
     """The findings of a check; one that breaks is a finding, too, and stops no run.
 
     Args:
-        quiet: settings were found wrong already, such as a text for a number: a check that breaks on them says nothing.
+        quiet: a setting is a FAIL already, such as a text for a number: a check that breaks on it says nothing.
     """
     try:
         for finding in check():
-            quiet |= finding.level != Level.OK
+            quiet |= finding.level == Level.FAIL
             yield finding
     except Exception as error:
         if not quiet:
