@@ -12,7 +12,19 @@ from pathlib import Path
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.doctor import batch, checkpoints, config, data, machine, memory, sandbox, timeouts, versions
+from verl_ext.doctor import (
+    batch,
+    checkpoints,
+    config,
+    data,
+    machine,
+    memory,
+    names,
+    sandbox,
+    timeouts,
+    values,
+    versions,
+)
 from verl_ext.doctor.finding import Finding, Level, Topic
 from verl_ext.doctor.run import Run
 from verl_ext.doctor.schema import CONFIGS, ROOT, compose_run, required_keys
@@ -50,8 +62,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         composed = compose_run(args.config_name, args.overrides, folder=folder)
         required = required_keys(args.config_name, folder)
     except (HydraException, OmegaConfBaseException, OSError, KeyError) as error:
-        text = str(error).strip() or type(error).__name__
-        yield config.topic.fail(f"{args.config_name} cannot be composed: {text}", "Correct the YAML or the override.")
+        yield config.explain(error, args.config_name, folder)
         return
     run = Run(args.config_name, composed, required, args.nnodes, args.nproc_per_node, ROOT)
     try:
@@ -63,24 +74,29 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         (versions.topic, versions.check_versions),
         (versions.topic, lambda: versions.check_external_modules(dict(os.environ))),
         (config.topic, lambda: config.check_config(run)),
+        (names.topic, lambda: names.check_names(run)),
+        (values.topic, lambda: values.check_values(run)),
         (batch.topic, lambda: batch.check_batch(run)),
         (timeouts.topic, lambda: timeouts.check_timeouts(run)),
         (machine.topic, lambda: machine.check_gpus(run, here)),
         (machine.topic, lambda: machine.check_limits(run, here)),
         (machine.topic, lambda: machine.check_ray(run, here)),
         (data.topic, lambda: data.check_files(run)),
+        (data.topic, lambda: data.check_agent_names(run)),
+        (data.topic, lambda: data.check_protocol(run)),
         (memory.topic, lambda: memory.check_memory(run, here, args.gpu_gib)),
         (checkpoints.topic, lambda: checkpoints.check_steps(run)),
         (checkpoints.topic, lambda: checkpoints.check_disk(run)),
         (checkpoints.topic, lambda: checkpoints.check_resume(run)),
         (sandbox.topic, lambda: sandbox.check_reachable(run)),
     ]
-    reachable = True
+    reachable = sound = True
     for topic, check in quick:
         if here is None and topic in (machine.topic, memory.topic):
             continue
-        for finding in _guarded(topic, check):
+        for finding in _guarded(topic, check, quiet=not sound):
             reachable &= not (topic is sandbox.topic and finding.level == Level.FAIL)
+            sound &= not (topic in (config.topic, values.topic) and finding.level == Level.FAIL)
             yield finding
     if args.quick:
         return
@@ -115,12 +131,19 @@ def _thorough(run: Run) -> Iterator[Finding]:
             return
 
 
-def _guarded(topic: Topic, check: Check) -> Iterator[Finding]:
-    """The findings of a check; one that breaks is a finding, too, and stops no run."""
+def _guarded(topic: Topic, check: Check, *, quiet: bool = False) -> Iterator[Finding]:
+    """The findings of a check; one that breaks is a finding, too, and stops no run.
+
+    Args:
+        quiet: a setting is a FAIL already, such as a text for a number: a check that breaks on it says nothing.
+    """
     try:
-        yield from check()
+        for finding in check():
+            quiet |= finding.level == Level.FAIL
+            yield finding
     except Exception as error:
-        yield _broken(topic, error)
+        if not quiet:
+            yield _broken(topic, error)
 
 
 def _broken(topic: Topic, error: Exception) -> Finding:

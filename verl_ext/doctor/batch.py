@@ -36,10 +36,6 @@ def _check_rl(run: Run) -> Iterator[Finding]:
         f"{section}.rollout.pipeline_model_parallel_size", 1
     )
     longest = run.get("data.max_prompt_length") + run.get("data.max_response_length")
-    if n < 2:
-        yield topic.fail(
-            f"actor_rollout_ref.rollout.n is {n}: a group of one has its raw score as advantage", "Set it to 8 or 16."
-        )
     if run.is_separate:
         yield from _check_separate(run, per_server)
     elif prompts % mini:

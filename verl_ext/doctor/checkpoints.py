@@ -70,16 +70,25 @@ def check_disk(run: Run) -> Iterator[Finding]:
         shape = run.shape
     except (ValueError, KeyError):
         shape = None
-    save_freq, total = run.get("trainer.save_freq", -1), total_steps(run)
-    if shape is None or not save_freq or isinstance(save_freq, str) or save_freq < 0:
-        yield topic.ok(f"{size(free)} are free in {existing}")
+    save_freq, total = run.get("trainer.save_freq") or -1, total_steps(run)
+    if save_freq == "after_each_epoch":
+        save_freq = steps_per_epoch(run) or -1
+    if run.is_rl and save_freq < 0:
+        yield topic.ok(f"no checkpoint is saved (trainer.save_freq={save_freq})")
+        return
+    if shape is None:
+        yield topic.warn(
+            f"{size(free)} are free in {existing}; what a checkpoint takes is unknown: {run.model_path} has no "
+            "config.json of a dense model",
+            "Set the path of the model's folder (MODEL_PATH of the launcher), or count 12 bytes for each parameter.",
+        )
         return
     memory = estimate(run, shape)
     one = memory.checkpoint
     there = len(list(folder.glob("global_step_*")))
     rolling = run.get("retool.checkpoints", {})
     kept = rolling.get("keep_last")
-    number = every = None if total is None else -(-total // save_freq)
+    number = every = None if total is None or save_freq < 0 else -(-total // save_freq)
     has_best = rolling.get("best_metric") is not None
     if kept is not None:  # and the best one, and the one that is being written
         most = kept + 1 + has_best
@@ -141,8 +150,7 @@ def check_resume(run: Run) -> Iterator[Finding]:
             chosen = checkpoints.require_whole(run.folder / path if path else path)
         elif mode == "auto":
             chosen = checkpoints.resume_point(folder, said.append)
-        else:
-            yield topic.fail(f"trainer.resume_mode is {mode!r}", "Set it to auto, disable or resume_path.")
+        else:  # told by names.py
             return
         if chosen:
             checkpoints.require_ranks(chosen / "actor" if run.is_rl else chosen, run.gpus)

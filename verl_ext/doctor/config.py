@@ -1,15 +1,21 @@
 """Whether the composed configuration says what verl will do."""
 
 import difflib
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.doctor.finding import Finding, Topic
+from verl_ext.doctor.names import did_you_mean
 from verl_ext.doctor.run import Run
 from verl_ext.doctor.schema import (
+    CONFIGS,
     KEYS_WITHOUT_EFFECT,
+    compose_run,
     has_type_of,
     is_field_of_own_class,
     is_known,
@@ -21,24 +27,26 @@ from verl_ext.doctor.schema import (
 )
 
 topic = Topic("config")
-REFERENCE = "qwen2-32b_dapo"  # its `retool` section has every key
-SFT_REFERENCE = "qwen2-32b_sft"
+SIMILAR = 0.8  # of a misspelt section
 
 
 def check_config(run: Run) -> Iterator[Finding]:
     """Unknown keys, keys without effect, values of another type, and what is not set."""
-    reference = schema(REFERENCE if run.is_rl else SFT_REFERENCE)
+    reference = schema(run.reference)
     composed = leaves(OmegaConf.to_container(run.config, resolve=False))
     defaults = leaves(reference)
-    problems = [
-        *check_references(run),
-        *check_required(run, defaults),
-        *check_keys(run, composed, reference),
-        *check_effect(composed, defaults),
-        *check_types(composed, defaults),
-        *check_own_section(run),
-    ]
-    yield from problems
+    problems = False
+    for found in (
+        check_references(run),
+        check_required(run, defaults),
+        check_keys(run, composed, reference),
+        check_effect(composed, defaults),
+        check_types(composed, defaults),
+        check_own_section(run),
+    ):
+        for finding in found:
+            problems = True
+            yield finding
     if not problems:
         yield topic.ok(f"verl 0.9.1 knows all {len(composed)} keys, and none that is set is without effect")
 
@@ -61,13 +69,29 @@ def check_required(run: Run, defaults: dict) -> Iterator[Finding]:
 
 
 def check_keys(run: Run, composed: dict, reference: dict) -> Iterator[Finding]:
-    known = list(leaves(reference))
-    for key in composed:
-        if not (is_open(key) or is_known(key, reference) or is_field_of_own_class(key, run.config)):
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"Did you mean {close[0]}?" if close else "Remove it."
-            say = topic.fail if key.partition(".")[0] in reference else topic.warn  # a section of the user's own
-            yield say(f"verl does not know {key}; it would do nothing", hint)
+    known = [*leaves(reference), *leaves(own_yaml(run.reference))]
+    sections = [*reference, "retool", "hydra", *(path.name for path in CONFIGS.iterdir() if path.is_dir())]
+    for key, value in composed.items():
+        if key not in known and value not in (None, {}) and any(is_within(name, key) for name in known):
+            yield topic.fail(f"{key} is {value!r}, but it is a section", f"Set a key of it, {key}.NAME=...")
+        elif not (is_open(key) or is_known(key, reference) or is_field_of_own_class(key, run.config)):
+            own = not difflib.get_close_matches(key.partition(".")[0], sections, n=1, cutoff=SIMILAR)
+            hint = "Remove it." if own else did_you_mean(key, [*known, *sections], "Remove it.")
+            yield (topic.warn if own else topic.fail)(f"verl does not know {key}; it would do nothing", hint)
+
+
+def explain(error: Exception, name: str, folder: Path) -> Finding:
+    """Why a run cannot be composed: what Hydra says, without its search path, and which name was meant."""
+    text = " ".join(str(error).partition("\n\n")[0].split()) or type(error).__name__
+    hint = ""
+    if quoted := re.search(r"(?:Could not \w+|primary config) .*?'([^']+)'", text):
+        known = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
+        try:
+            known += leaves(OmegaConf.to_container(compose_run(name, folder=folder)))
+        except (HydraException, OmegaConfBaseException):  # the YAML itself is wrong, or not there
+            pass
+        hint = did_you_mean(quoted[1], known)
+    return topic.fail(f"{name} cannot be composed: {text}", hint or "Correct the YAML or the override.")
 
 
 def check_effect(composed: dict, defaults: dict) -> Iterator[Finding]:
@@ -91,20 +115,16 @@ def check_types(composed: dict, defaults: dict) -> Iterator[Finding]:
 
 def check_own_section(run: Run) -> Iterator[Finding]:
     """`retool` (RL), `data.retool` (SFT): as many keys as the reference has."""
-    if run.is_rl:
-        section, reference = "retool", own_yaml(REFERENCE)["retool"]
-    else:
-        section, reference = "data.retool", own_yaml(SFT_REFERENCE)["data"]["retool"]
-    own, known = leaves(run.get(section, {})), leaves(reference)
-    for key in own.keys() - known.keys() - {"sandbox.queue_timeout_s"}:
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f"Did you mean {section}.{close[0]}?" if close else "Remove it."
+    section, yaml = "retool" if run.is_rl else "data.retool", own_yaml(run.reference)
+    own, known = leaves(run.get(section, {})), leaves(yaml["retool"] if run.is_rl else yaml["data"]["retool"])
+    for key in sorted(own.keys() - known.keys() - {"sandbox.queue_timeout_s"}):
+        hint = did_you_mean(f"{section}.{key}", [f"{section}.{name}" for name in known], "Remove it.")
         yield topic.fail(f"{section}.{key} is none of verl_ext's settings; it would do nothing", hint)
     if run.is_rl:
         for key in known.keys() - own.keys():
-            yield topic.fail(f"{section}.{key} is missing, and verl_ext reads it", f"Set it as in {REFERENCE}.yaml.")
-    if run.protocol not in ("code", "hermes"):
-        yield topic.fail(f"{section}.protocol is {run.protocol!r}", "Set it to code or hermes.")
+            yield topic.fail(
+                f"{section}.{key} is missing, and verl_ext reads it", f"Set it as in {run.reference}.yaml."
+            )
 
 
 def check_reward(run: Run) -> Iterator[Finding]:

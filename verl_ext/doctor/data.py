@@ -1,11 +1,14 @@
 """The data: there, of the right form, without duplicates or evaluation problems, and short enough."""
 
+import json
 from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.doctor.finding import Finding, Topic
+from verl_ext.doctor.names import agent_loops, did_you_mean
 from verl_ext.doctor.run import Run
 
 if TYPE_CHECKING:
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
 
 topic = Topic("data")
 MAX_SHOWN = 3
+FIRST_ROWS = 64  # of a file, that the quick part reads
+TAGS = {"code": "<code>", "hermes": "<tool_call>"}  # of a call; prompts that ask for calls of one protocol have its tag
 
 
 def check_files(run: Run) -> Iterator[Finding]:
@@ -26,6 +31,85 @@ def check_files(run: Run) -> Iterator[Finding]:
             )
         if split == "train" and not run.files(split):
             yield topic.fail("data.train_files names no file", "Set TRAIN_FILE of the launcher.")
+
+
+def check_protocol(run: Run) -> Iterator[Finding]:
+    """Whether the first rows' prompts, and traces of SFT, are written for the tool protocol of the run."""
+    setting = "retool.protocol" if run.is_rl else "data.retool.protocol"
+    key = run.get("data.prompt_key", "prompt") if run.is_rl else run.get("data.messages_key", "messages")
+    loops = agent_loops(run) if run.is_rl else {}
+    default_loop = run.get("actor_rollout_ref.rollout.agent.default_agent_loop")
+    for split in ("train", "val"):
+        for path in run.files(split):
+            seen: Counter[str] = Counter()  # "prompt <code>", "trace <code>", ...; "prompt" and "trace" with another's
+            for row in first_rows(path, [key, "agent_name"]):
+                own = loops.get(row.get("agent_name") or default_loop) if run.is_rl else run.protocol
+                messages = row.get(key)
+                if own not in TAGS or not isinstance(messages, list):
+                    continue
+                for part, wanted in (("prompt", ("system", "user")), ("trace", ("assistant",))):
+                    text = " ".join(str(m.get("content")) for m in messages if m.get("role") in wanted)
+                    if others := [tag for name, tag in TAGS.items() if name != own and tag in text]:
+                        seen[f"{part} {others[0]}"] += TAGS[own] not in text
+                seen["rows"] += 1
+            for what, number in seen.items():
+                part, _, tag = what.partition(" ")
+                if part == "rows" or 2 * number <= seen["rows"]:
+                    continue
+                name = next(name for name, each in TAGS.items() if each == tag)
+                text = (
+                    f"{split}: {number} of the first {seen['rows']} {part}s of {path.name} have {tag}, the tag of the "
+                )
+                text += f"protocol {name}, and not that of {setting}={run.protocol}"
+                if part == "prompt":
+                    yield topic.fail(
+                        text, f"Set {setting}={name}, or make the data anew with --protocol {run.protocol}."
+                    )
+                else:  # RetoolSFTDataset writes them anew
+                    yield topic.warn(f"{text}; their calls are rewritten", f"If that is not meant: {setting}={name}.")
+
+
+def check_agent_names(run: Run) -> Iterator[Finding]:
+    """Whether the agent loops that the data name are registered."""
+    if not run.is_rl:
+        return
+    loops = agent_loops(run)
+    for split in ("train", "val"):
+        for path in run.files(split):
+            names = Counter(row.get("agent_name") for row in first_rows(path, ["agent_name"], most=None))
+            unknown = {name: number for name, number in names.items() if name is not None and name not in loops}
+            for name, number in unknown.items():
+                yield topic.fail(
+                    f"{split}: agent_name is {name!r} in {number} rows of {path.name}, which "
+                    f"{run.get('actor_rollout_ref.rollout.agent.agent_loop_config_path')} does not register",
+                    did_you_mean(str(name), loops) + f" There are {', '.join(sorted(loops))}.",
+                )
+
+
+def first_rows(path: Path, columns: list[str], *, most: int | None = FIRST_ROWS) -> Iterator[dict[str, Any]]:
+    """Some columns of the first rows (None: of all) of parquet or JSONL; none of a file that cannot be read so."""
+    if not path.is_file():
+        return
+    if path.suffix != ".parquet":
+        with path.open(encoding="utf-8") as lines:
+            for line in islice(lines, most):
+                try:
+                    row = json.loads(line)
+                except ValueError:  # told when all rows are read
+                    return
+                if isinstance(row, dict):
+                    yield row
+        return
+    import pyarrow.parquet  # 0.3 s
+
+    try:
+        table = pyarrow.parquet.ParquetFile(path)
+        there = [name for name in columns if name in table.schema_arrow.names]
+        batches = table.iter_batches(batch_size=most or 65536, columns=there) if there else ()
+        for batch in islice(batches, most and 1):
+            yield from batch.to_pylist()
+    except pyarrow.ArrowInvalid:
+        return
 
 
 def check_rows(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
@@ -83,16 +167,14 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
     from verl_ext.data.problems import evaluation_problems
     from verl_ext.data.rows import DataError, field, read_rows
     from verl_ext.data.text import bare_problem, same_problem_key
-    from verl_ext.doctor.template import loop_names
 
     prompt_key = run.get("data.prompt_key", "prompt")
     measure = _PromptLength(run, tokenizer)
     answers: dict[str, set[str]] = {}
-    rows, long, longest, overlaps, unknown_loops = 0, 0, 0, [], Counter()
+    rows, long, longest, overlaps = 0, 0, 0, []
     evaluation = evaluation_problems([])
     is_train = split == "train"
     held_out = _held_out(run) if is_train else set()
-    loops = loop_names(run)
     try:
         for path in files:
             for where, row in read_rows(str(path)):
@@ -105,8 +187,6 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
                 answer = field(row, "reward_model.ground_truth", where, (str, int, float, list))
                 if not messages or messages[-1]["role"] != "user":
                     raise DataError(f"{where}, column {prompt_key}: the last message is not the user's.")
-                if (name := row.get("agent_name")) is not None and name not in loops:
-                    unknown_loops[name] += 1
                 problem = bare_problem(messages[-1]["content"])
                 key = same_problem_key(problem)
                 answers.setdefault(key, set()).add(str(answer))
@@ -120,13 +200,6 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
     if not rows:
         yield topic.fail(f"{split}: {', '.join(map(str, files))} has no row", "Make it anew.")
         return
-    if unknown_loops:
-        yield topic.fail(
-            f"{split}: agent_name has {dict(unknown_loops)}, which "
-            f"{run.get('actor_rollout_ref.rollout.agent.agent_loop_config_path')} does not register (there are "
-            f"{', '.join(sorted(loops))})",
-            "Correct or remove the column agent_name.",
-        )
     if is_train and (copies := rows - len(answers)):
         yield topic.warn(
             f"{split}: {rows:,} rows are {len(answers):,} different problems: {copies:,} are there before",

@@ -33,7 +33,7 @@ class Memory:
     resident: float  # of the actor, while vLLM generates
     sync: float  # of the actor, while vLLM takes its weights
     vllm_weights: float
-    weights_on_host: float  # of a node: offloaded, or being read
+    weights_on_host: float  # of a node: offloaded or being read, and the reference model's
     host: float  # of a node, processes included
     checkpoint: float  # of the whole run, on disk
     terms: dict[str, str]
@@ -51,7 +51,9 @@ def estimate(run: Run, shape: ModelShape) -> Memory:
                                    2 L T (12 H + 4 I)        all, without it
         peak of the backward pass  max(4 T V, 2 T (12 H + 6 I))   logits and their gradient, or one layer computed anew
 
-    12, 6 and 4 are fitted to what torch's memory tracker counts of Hugging Face's Qwen2.
+    12, 6 and 4 are fitted to what torch's memory tracker counts of Hugging Face's Qwen2. The reference model of a KL
+    term is on the host: FSDP offloads what is forward only (engine/fsdp/transformer_impl.py:432, 459), and its forward
+    pass takes less of the GPU than training does.
     """
     fsdp = "actor_rollout_ref.actor.fsdp_config" if run.is_rl else "engine"
     model = "actor_rollout_ref.model" if run.is_rl else "model"
@@ -99,6 +101,7 @@ def estimate(run: Run, shape: ModelShape) -> Memory:
     )
     # from_pretrained: rank 0 reads the weights, or every rank where embedding and head are tied (fsdp_utils.py:64)
     loading = weight_bytes * total * (ranks_of_node if shape.tied else 1)
+    reference = _reference_bytes(run) * total * ranks_of_node / world
     processes = PROCESS_GIB * GIB * ranks_of_node
     unsharded = f"unsharded gradients {size(deferred)}, " * bool(deferred)
     terms = {
@@ -108,8 +111,9 @@ def estimate(run: Run, shape: ModelShape) -> Memory:
             f"pass {size(work)}"
         ),
         "host": (
-            f"offloaded {size(offloaded)}, or {size(loading)} while the weights are read, and {PROCESS_GIB:g} GiB x "
-            f"{ranks_of_node} for the processes"
+            f"offloaded {size(offloaded)}, or {size(loading)} while the weights are read, "
+            + f"the reference model {size(reference)}, " * bool(reference)
+            + f"and {PROCESS_GIB:g} GiB x {ranks_of_node} for the processes"
         ),
         "checkpoint": f"({weight_bytes} + 8) x {count(total)} parameters",
     }
@@ -118,11 +122,20 @@ def estimate(run: Run, shape: ModelShape) -> Memory:
         resident=resident,
         sync=sync,
         vllm_weights=vllm_weights,
-        weights_on_host=max(offloaded, loading),
-        host=max(offloaded, loading) + processes,
+        weights_on_host=max(offloaded, loading) + reference,
+        host=max(offloaded, loading) + reference + processes,
         checkpoint=(weight_bytes + 8) * total,
         terms=terms,
     )
+
+
+def _reference_bytes(run: Run) -> int:
+    """Of a parameter of the reference model; 0 where there is none (trainer_base.py:234-237, ppo/utils.py:75)."""
+    wanted = run.get("algorithm.use_kl_in_reward") or run.get("actor_rollout_ref.actor.use_kl_loss")
+    model = "actor_rollout_ref.model"
+    if not wanted or any(run.get(f"{model}.{key}") for key in ("lora.rank", "lora_rank", "lora_adapter_path")):
+        return 0
+    return 4 if run.get("actor_rollout_ref.ref.fsdp_config.model_dtype") in ("fp32", "float32") else 2
 
 
 def kv_tokens(run: Run, shape: ModelShape, gpu_gib: float) -> float:
@@ -147,6 +160,11 @@ def check_memory(run: Run, machine: Machine, gpu_gib: float | None = None) -> It
         )
         return
     memory = estimate(run, shape)
+    if run.get("algorithm.adv_estimator") == "gae":
+        yield topic.warn(
+            "algorithm.adv_estimator=gae trains a critic, whose memory is not in this estimate",
+            "Count (4 + 4 + 8) bytes for each of its parameters over the GPUs, and its activations.",
+        )
     if run.is_on_cpu:
         need = memory.training * run.gpus + memory.host
         yield topic.ok(f"training about {size(memory.training)} a rank: {memory.terms['training']}")

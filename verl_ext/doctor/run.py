@@ -53,6 +53,11 @@ class Run:
         return "actor_rollout_ref" in self.config
 
     @property
+    def reference(self) -> str:
+        """The YAML of ours whose `retool` section has every key, and that begins with verl's entry config."""
+        return "qwen2-32b_dapo" if self.is_rl else "qwen2-32b_sft"
+
+    @property
     def is_on_cpu(self) -> bool:
         return self.get("trainer.device") == "cpu"
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from verl_ext.agent_loop.protocol import ToolProtocol
 
 topic = Topic("template")
-VERL_LOOPS = frozenset({"single_turn_agent", "tool_agent"})  # registered by verl/experimental/agent_loop
 QUESTION, CODE, OUTPUT, ANSWER = "1+1?", "print(1+1)", "2", "\\boxed{2}"  # short, and within the tiny task's vocabulary
 TRACE = [
     {"role": "user", "content": QUESTION},
@@ -70,14 +69,6 @@ def tool_schemas(run: Run) -> dict[str, dict]:
             if "tool_schema" in tool:
                 schemas[tool["tool_schema"]["function"]["name"]] = tool["tool_schema"]
     return schemas
-
-
-def loop_names(run: Run) -> frozenset[str]:
-    """Agent loops that a sample may name."""
-    path = run.get("actor_rollout_ref.rollout.agent.agent_loop_config_path")
-    if not path or not (run.folder / path).is_file():
-        return VERL_LOOPS
-    return VERL_LOOPS | {loop.name for loop in OmegaConf.load(run.folder / path)}
 
 
 def check_tokenizer(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:

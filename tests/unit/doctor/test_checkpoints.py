@@ -105,8 +105,6 @@ def test_resume_modes(make_run, save, told, tmp_path):
     assert "goes on from global_step_30" in told(check_resume(path), Level.OK)[0]
     wrong = make_run("qwen2-32b_dapo", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/out")
     assert "Expected the folder of a checkpoint" in told(check_resume(wrong), Level.FAIL)[0]
-    other = make_run("qwen2-32b_dapo", "trainer.resume_mode=never")
-    assert "Set it to auto, disable or resume_path." in told(check_resume(other), Level.FAIL)[0]
 
 
 def test_data_that_are_too_few(make_run, rows, told):
@@ -163,6 +161,16 @@ def test_a_disk_too_small_for_fewer_checkpoints(free_gib, best, level, message, 
     texts = told(check_disk(run), level)
     assert message in texts[0], texts
     assert level is Level.WARN or "keep_last=1," not in texts[0]
+
+
+def test_room_for_a_model_of_unknown_size_is_no_ok(make_run, told, tmp_path):
+    for name, key in (("qwen2-32b_dapo", "actor_rollout_ref.model.path"), ("qwen2-32b_sft", "model.path")):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        text = told(check_disk(make_run(name, f"{key}={tmp_path}/empty")), Level.WARN)[0]
+        assert f"what a checkpoint takes is unknown: {tmp_path}/empty has no config.json" in text
+        assert "-> Set the path of the model's folder (MODEL_PATH" in text
+    never = make_run("qwen2-32b_dapo", "actor_rollout_ref.model.path=empty", "trainer.save_freq=-1")
+    assert "no checkpoint is saved (trainer.save_freq=-1)" in told(check_disk(never), Level.OK)[0]
 
 
 def test_missing_files(make_run, told, rows):

@@ -50,10 +50,17 @@ def test_a_run_that_begins_with_another_one_has_its_open_keys():
             Level.FAIL,
             "verl does not know trainer.savefreq; it would do nothing -> Did you mean ",
         ),
-        ("+mine.threshold=3", Level.WARN, "verl does not know mine.threshold"),
+        ("+mine.threshold=3", Level.WARN, "verl does not know mine.threshold; it would do nothing -> Remove it."),
+        (
+            "+trainr.save_freq=3",
+            Level.FAIL,
+            "verl does not know trainr.save_freq; it would do nothing -> Did you mean ",
+        ),
+        ("+data.temperature=1", Level.FAIL, "Did you mean actor_rollout_ref.rollout.temperature?"),
+        ("+hardwar=cpu_tiny", Level.FAIL, "verl does not know hardwar; it would do nothing -> Did you mean hardware?"),
+        ("actor_rollout_ref.model=mine", Level.FAIL, "actor_rollout_ref.model is 'mine', but it is a section"),
         ("+retool.max_calls=3", Level.FAIL, "retool.max_calls is none of verl_ext's settings"),
         ("~retool.sandbox.timeout_s", Level.FAIL, "retool.sandbox.timeout_s is missing, and verl_ext reads it"),
-        ("retool.protocol=xml", Level.FAIL, "retool.protocol is 'xml' -> Set it to code or hermes."),
         ("trainer.save_freq=often", Level.WARN, "trainer.save_freq is 'often' (str), but verl's default is a int"),
         ("trainer.experiment_name=${nothing.there}", Level.FAIL, "a reference cannot be resolved"),
         (
@@ -83,7 +90,6 @@ def test_reward_settings_are_read_by_the_class_that_uses_them(make_run, told, on
 @pytest.mark.parametrize(
     ("overrides", "level", "message"),
     [
-        ([f"{ROLLOUT}.n=1"], Level.FAIL, "a group of one has its raw score as advantage"),
         ([f"{ACTOR}.ppo_mini_batch_size=60"], Level.FAIL, "such as 64."),
         (["trainer.nnodes=1", "trainer.n_gpus_per_node=6"], Level.FAIL, "6 GPUs are no multiple of ulysses"),
         (["trainer.nnodes=1", "trainer.n_gpus_per_node=6"], Level.FAIL, "6 GPUs are no multiple of the 4 of one vLLM"),

@@ -50,6 +50,8 @@ def test_the_whole_examination_of_a_good_run(inputs, alone, capsys):
     topics = {
         "versions",
         "config",
+        "names",
+        "values",
         "batch",
         "time-outs",
         "machine",
@@ -86,13 +88,68 @@ def test_without_a_tokenizer_the_rest_is_said_to_be_unchecked(inputs, alone, mon
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config-name", "no_such_run"], "no_such_run cannot be composed"),
-        (["--config-name", "tiny_dapo", "trainer.no_key=1"], "tiny_dapo cannot be composed: Could not override"),
+        (["no_such_run"], "no_such_run cannot be composed"),
+        (["tiny_dap"], "Did you mean tiny_dapo?"),
+        (["tiny_dapo", "trainer.no_key=1"], "tiny_dapo cannot be composed: Could not override"),
+        (["tiny_dapo", "trainer.no_key=1"], "-> Correct the YAML or the override."),
+        (["tiny_dapo", "actor_rollout_ref.actor.optim.lrr=1"], "-> Did you mean actor_rollout_ref.actor.optim.lr?"),
+        (["tiny_dapo", "~trainer.logge"], "-> Did you mean trainer.logger?"),
+        (["tiny_dapo", "retool.sandbx.timeout_s=3"], "-> Did you mean retool.sandbox.timeout_s?"),
+        (["tiny_dapo", "hardware=cpu_tny"], "-> Did you mean hardware/cpu_tiny?"),
     ],
 )
 def test_what_hydra_refuses_is_a_finding(arguments, message, capsys):
-    assert main([*arguments, "--quick"]) == 1
+    assert main(["--quick", "--config-name", *arguments]) == 1
     assert message in capsys.readouterr().out
+
+
+def test_a_misspelt_key_within_a_yaml_is_told(inputs, tmp_path, capsys):
+    (tmp_path / "mine.yaml").write_text("defaults: [tiny_dapo, _self_]\ntrainer: {savefreq: 3}\n")
+    for name in ("tiny_dapo.yaml", "hardware"):
+        (tmp_path / name).symlink_to(ROOT / "configs" / name)
+    assert main(["--quick", "--config-dir", str(tmp_path), "--config-name", "mine", *inputs]) == 1
+    printed = capsys.readouterr().out
+    assert "verl does not know trainer.savefreq" in printed and "-> Did you mean trainer.save_freq?" in printed
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train_batch_size=0", "FAIL  values      data.train_batch_size is 0"),
+        ("data.train_batch_size=many", "FAIL  values      data.train_batch_size is 'many'"),
+        ("trainer=3", "FAIL  config      trainer is 3, but it is a section"),
+    ],
+)
+def test_what_is_told_already_breaks_no_further_check(override, message, inputs, alone, monkeypatch, capsys):
+    from verl_ext.doctor import sandbox
+
+    monkeypatch.setattr(sandbox, "check_reachable", lambda run: [])
+    assert main(["--quick", "--config-name", "tiny_dapo", *inputs, override]) == 1
+    printed = capsys.readouterr().out
+    assert message in printed and "a check broke" not in printed, printed
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm.adv_estimator=gropo", "FAIL  names       algorithm.adv_estimator is 'gropo'"),
+        ("trainer.logger=[console,fil]", "FAIL  names       trainer.logger is 'fil'"),
+        ("actor_rollout_ref.rollout.agent.default_agent_loop=retol", "Did you mean retool?"),
+        ("actor_rollout_ref.rollout.temperature=0", "no exploration"),
+        ("actor_rollout_ref.actor.optim.lr=1", "actor_rollout_ref.actor.optim.lr is 1, expected in (0, 0.1]"),
+        (
+            "actor_rollout_ref.rollout.gpu_memory_utilization=.99",
+            "gpu_memory_utilization is 0.99, expected in (0, 0.98]",
+        ),
+    ],
+)
+def test_what_users_mistype_stops_the_quick_part(override, message, inputs, alone, monkeypatch, capsys):
+    from verl_ext.doctor import sandbox
+
+    monkeypatch.setattr(sandbox, "check_reachable", lambda run: [])
+    assert main(["--quick", "--config-name", "tiny_dapo", *inputs]) == 0
+    assert main(["--quick", "--config-name", "tiny_dapo", *inputs, override]) == 1
+    assert message in " ".join(capsys.readouterr().out.split()).replace("FAIL names ", "FAIL  names       "), message
 
 
 def test_a_check_that_breaks_does_not_stop_a_run(inputs, alone, monkeypatch, capsys):

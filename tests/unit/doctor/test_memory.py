@@ -274,3 +274,23 @@ def test_verl_logs_the_largest_mini_batch_of_the_first_rank_and_sums_nothing():
     output = _concat_data_proto_or_future([rank(10.0, 30.0), rank(50.0, 70.0)])
     logged = reduce_metrics(dict(output["metrics"]))
     assert logged == {"perf/max_memory_allocated_gb": 30.0, "perf/cpu_memory_used_gb": 20.0}
+
+
+@pytest.mark.parametrize("switch", ["actor_rollout_ref.actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true"])
+def test_the_reference_model_of_a_kl_term_is_on_the_host(switch, make_run):
+    # fp32 on two nodes of eight GPUs: 4 x 32.76e9 x 8 / 16 bytes of each node
+    without, with_kl = (estimate(run, run.shape) for run in (make_run(), make_run("qwen2-32b_dapo", switch)))
+    assert with_kl.host - without.host == with_kl.weights_on_host - without.weights_on_host == 2 * 32763876352
+    assert with_kl.training == without.training and "the reference model 61.0 GiB, " in with_kl.terms["host"]
+    half = make_run("qwen2-32b_dapo", switch, "actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16")
+    assert estimate(half, half.shape).host - without.host == 32763876352
+    lora = make_run("qwen2-32b_dapo", switch, "actor_rollout_ref.model.lora_rank=8")  # the actor without its adapters
+    assert estimate(lora, lora.shape).host == without.host
+
+
+def test_a_critic_is_not_in_the_estimate(make_run, make_machine, told):
+    run = make_run("qwen2-32b_dapo", "algorithm.adv_estimator=gae")
+    assert (
+        "trains a critic, whose memory is not in this estimate"
+        in told(check_memory(run, make_machine()), Level.WARN)[0]
+    )

@@ -200,7 +200,6 @@ def test_good_problems(look, only_ok):
             Level.FAIL,
             "1 of 2 prompts are longer than data.max_prompt_length=96",
         ),
-        ([problem("What is 1+1?", agent_name="mine")], Level.FAIL, "agent_name has {'mine': 1}"),
         ([problem("What?", prompt="What?")], Level.FAIL, "row 0, column prompt: found 'What?'; expected list."),
         ([problem("What?", reward_model={"style": "rule"})], Level.FAIL, "column reward_model.ground_truth"),
         (

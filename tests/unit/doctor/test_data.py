@@ -1,0 +1,147 @@
+"""What the quick part reads of the data: first prompts and traces against the protocol, and the agent loops named."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from verl_ext.data.text import PROMPTS
+from verl_ext.doctor.data import FIRST_ROWS, check_agent_names, check_protocol
+from verl_ext.doctor.finding import Level
+
+ROOT = Path(__file__).parents[3]
+LOOPS = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT}/verl_ext/agent_loop/agent_loops.yaml"
+PLAIN = "What is 1+1?"
+HERMES = 'Call tools as <tool_call>{"name": ...}</tool_call>. What is 1+1?'
+CODE = PROMPTS["code"].format(problem=PLAIN)
+TRACE = {
+    "code": [{"role": "assistant", "content": "<code>\nprint(1+1)\n</code>"}, {"role": "interpreter", "content": "2"}],
+    "hermes": [
+        {"role": "assistant", "content": '<tool_call>{"name": "f"}</tool_call>'},
+        {"role": "tool", "content": "2"},
+    ],
+    "objects": [{"role": "assistant", "content": "", "tool_calls": [{}]}, {"role": "tool", "content": "2"}],
+}
+
+
+@pytest.fixture(params=["parquet", "jsonl"])
+def rl(request, make_run, tmp_path):
+    """An RL run on prompts, with a protocol; an agent loop for each."""
+
+    def make(prompts, protocol="code", agents=None, *overrides):
+        rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
+        for row, agent in zip(rows, agents or [], strict=False):
+            row["agent_name"] = agent
+        path = tmp_path / f"data.{request.param}"
+        if request.param == "parquet":
+            pd.DataFrame(rows).to_parquet(path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        settings = [f"data.train_files={path}", "data.val_files=[]", f"retool.protocol={protocol}", LOOPS]
+        return make_run("qwen2-32b_dapo", *settings, *overrides)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("prompts", "protocol", "message"),
+    [
+        ([CODE] * 3, "hermes", "train: 3 of the first 3 prompts of data"),
+        (
+            [CODE] * 3,
+            "hermes",
+            "have <code>, the tag of the protocol code, and not that of retool.protocol=hermes -> Set ",
+        ),
+        (
+            [HERMES] * 3,
+            "code",
+            "have <tool_call>, the tag of the protocol hermes, and not that of retool.protocol=code",
+        ),
+        ([CODE, CODE, PLAIN], "hermes", "2 of the first 3 prompts"),
+        ([CODE] * 2 * FIRST_ROWS, "hermes", f"{FIRST_ROWS} of the first {FIRST_ROWS} prompts"),
+    ],
+)
+def test_prompts_for_another_protocol(prompts, protocol, message, rl, told):
+    texts = told(check_protocol(rl(prompts, protocol)), Level.FAIL)
+    assert len(texts) == 1 and message in texts[0], texts
+
+
+@pytest.mark.parametrize(
+    ("prompts", "protocol"),
+    [
+        ([CODE] * 3, "code"),
+        ([HERMES] * 3, "hermes"),
+        ([PLAIN] * 3, "hermes"),  # the system prompt's schema says how to call
+        ([PLAIN] * 3, "code"),
+        ([CODE + HERMES] * 3, "hermes"),
+        (["What does <code> mean in HTML?", PLAIN, PLAIN], "hermes"),
+    ],
+)
+def test_prompts_that_fit(prompts, protocol, rl):
+    assert list(check_protocol(rl(prompts, protocol))) == []
+
+
+def test_the_agent_loop_of_a_row_or_of_the_run_has_its_own_protocol(rl, told):
+    assert list(check_protocol(rl([CODE] * 2, "hermes", ["retool_code"] * 2))) == []
+    assert told(check_protocol(rl([CODE] * 2, "code", ["retool_hermes"] * 2)), Level.FAIL)
+    default = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    assert list(check_protocol(rl([CODE] * 2, "hermes", None, f"{default}=retool_code"))) == []
+    assert list(check_protocol(rl([CODE] * 2, "hermes", None, f"{default}=single_turn_agent"))) == []
+
+
+def test_an_agent_loop_that_is_not_registered(rl, told):
+    agents = ["retool", "retol", "single_turn_agent", None]
+    texts = told(check_agent_names(rl([PLAIN] * 4, "code", agents)), Level.FAIL)
+    assert len(texts) == 1 and "agent_name is 'retol' in 1 rows of data" in texts[0]
+    assert (
+        "Did you mean retool? There are retool, retool_code, retool_hermes, single_turn_agent, tool_agent." in texts[0]
+    )
+    assert list(check_agent_names(rl([PLAIN] * 4))) == []
+
+
+def test_files_that_are_none_are_left_to_the_other_checks(make_run, tmp_path):
+    (tmp_path / "data.parquet").write_text("no parquet")
+    (tmp_path / "data.jsonl").write_text("no json\n")
+    run = make_run("qwen2-32b_dapo", "data.train_files=[data.parquet,data.jsonl,gone.parquet]", "data.val_files=[]")
+    assert [*check_protocol(run), *check_agent_names(run)] == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "trace", "protocol", "level"),
+    [
+        (CODE, "code", "hermes", Level.FAIL),  # asks for one protocol, and is trained on the other
+        (CODE, "objects", "hermes", Level.FAIL),
+        (HERMES, "objects", "code", Level.FAIL),
+        (PLAIN, "code", "hermes", Level.WARN),
+        (PLAIN, "hermes", "code", Level.WARN),
+        (PLAIN, "objects", "code", None),
+        (PLAIN, "objects", "hermes", None),
+        (CODE, "code", "code", None),
+    ],
+)
+def test_traces_for_another_protocol(prompt, trace, protocol, level, make_run, tmp_path):
+    answer = {"role": "assistant", "content": "\\boxed{2}"}
+    rows = [{"messages": [{"role": "user", "content": prompt}, *TRACE[trace], answer]}] * 3
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = make_run(
+        "qwen2-32b_sft", "data.train_files=data.jsonl", "data.val_files=null", f"data.retool.protocol={protocol}"
+    )
+    found = list(check_protocol(run))
+    assert {finding.level for finding in found} >= ({level} if level else set()) and bool(found) == bool(level), found
+    assert all("data.retool.protocol" in finding.advice for finding in found)
+
+
+def test_the_tiny_tasks_data_fit(make_run, tiny_tools, tmp_path):
+    import subprocess
+    import sys
+
+    command = [sys.executable, str(ROOT / "data" / "tiny_tools" / "prepare.py"), "--out", str(tmp_path)]
+    sizes = ["--sft=40", "--rl=64", "--test=8", "--ood=4"]
+    subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    for name, train, loops in (("tiny_sft", "sft_train", []), ("tiny_dapo", "rl_train", [LOOPS])):
+        run = make_run(
+            name, f"data.train_files={tmp_path}/{train}.parquet", f"data.val_files={tmp_path}/eval.parquet", *loops
+        )
+        assert run.files("train")[0].is_file()
+        assert [*check_protocol(run), *check_agent_names(run)] == []

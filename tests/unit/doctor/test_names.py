@@ -1,0 +1,168 @@
+"""Names that a setting chooses by: what the sources say is what verl registers, and what is misspelt is told."""
+
+from pathlib import Path
+
+import pytest
+
+from verl_ext.doctor import names
+from verl_ext.doctor.finding import Level
+from verl_ext.doctor.names import VERL, check_names, did_you_mean, registered, reward_managers
+from verl_ext.doctor.schema import CONFIGS
+
+ROOT = Path(__file__).parents[3]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path={ROOT}/verl_ext/agent_loop/agent_loops.yaml"
+
+
+@pytest.fixture
+def run(make_run):
+    """As `make_run`; the agent loops' YAML is found from any folder."""
+    return lambda name, *overrides: make_run(name, *([LOOPS] if "_dapo" in name else []), *overrides)
+
+
+def test_the_sources_say_what_verl_registers():
+    from verl.checkpoint_engine.base import CheckpointEngineRegistry
+    from verl.experimental.reward_loop.reward_manager.registry import REWARD_MANAGER
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY, POLICY_LOSS_REGISTRY
+    from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+    from verl.utils.tracking import Tracking
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    known = {key: set(find(None)) for key, find in names.SETTINGS.items() if find.__name__ == "<lambda>"}
+    assert known["algorithm.adv_estimator"] == set(ADV_ESTIMATOR_REGISTRY)
+    assert known[f"{ACTOR}.policy_loss.loss_mode"] == set(POLICY_LOSS_REGISTRY)
+    assert known["trainer.v1.trainer_mode"] == set(TRAINER_REGISTRY)
+    assert known["trainer.logger"] == set(Tracking.supported_backend)
+    assert known[f"{ROLLOUT}.name"] == set(RolloutReplicaRegistry._registry)
+    assert reward_managers(None) == set(REWARD_MANAGER) - {"retool"}  # ours, where its module has been imported
+    engines = set(registered(VERL / "checkpoint_engine", "CheckpointEngineRegistry.register"))
+    assert engines >= CheckpointEngineRegistry._registry.keys() - {"shared_file"}  # without those of absent packages
+
+
+def test_every_setting_has_names_to_choose_from(run):
+    rl, sft = run("qwen2-32b_dapo"), run("qwen2-32b_sft")
+    assert {
+        key: len(set(find(sft if key.startswith(("optim", "engine")) else rl))) > 1
+        for key, find in names.SETTINGS.items()
+    } == (dict.fromkeys(names.SETTINGS, True))
+
+
+@pytest.mark.parametrize("hardware", ["", "+hardware=cpu_tiny"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_our_own_runs_name_what_is_there(name, hardware, run, only_ok):
+    if hardware and name.startswith("tiny"):
+        pytest.skip("small as it is")
+    only_ok(check_names(run(name, *[f"{hardware}{'_sft' * (name.endswith('_sft'))}"] * bool(hardware))))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "algorithm.adv_estimator=grop",
+            "algorithm.adv_estimator is 'grop', expected a name that is registered -> Did ",
+        ),
+        ("algorithm.adv_estimator=GRPO", "Did you mean grpo? Take one of gae, gdpo"),
+        ("algorithm.kl_penalty=low_var", "Did you mean low_var_kl?"),
+        (f"{ACTOR}.kl_loss_type=k4", "actor_rollout_ref.actor.kl_loss_type is 'k4'"),
+        (f"{ACTOR}.loss_agg_mode=token_mean", "Did you mean token-mean?"),
+        (f"{ACTOR}.policy_loss.loss_mode=vanila", "Did you mean vanilla?"),
+        (f"{ACTOR}.strategy=fsdp3", "Did you mean fsdp"),
+        (f"{ACTOR}.optim.lr_scheduler_type=cosin", "Did you mean cosine? Take one of constant, cosine, wsd."),
+        (f"{ACTOR}.optim.lr_decay_type=lin", "is 'lin', expected a name that is registered"),
+        (
+            f"{ACTOR}.optim.optimizer=AdamWW",
+            "is 'AdamWW', expected a name that torch.optim defines -> Did you mean AdamW?",
+        ),
+        (f"{ACTOR}.optim._target_=verl_ext.trainer.lr_schedule.Config", "that verl_ext.trainer.lr_schedule defines"),
+        (f"{ROLLOUT}.name=vlm", "Did you mean vllm?"),
+        (f"{ROLLOUT}.agent.default_agent_loop=retol", "Did you mean retool?"),
+        (f"{ROLLOUT}.agent.agent_loop_manager_class=verl_ext.agent_loop.manager.LeanManager", "LeanAgentLoopManager?"),
+        (f"{ROLLOUT}.agent.agent_loop_manager_class=verl_ext.agents.Manager", "expected a module that is there"),
+        (f"{ROLLOUT}.checkpoint_engine.backend=ncll", "Did you mean nccl?"),
+        ("reward.reward_manager.source=import", "is 'import'"),
+        ("reward.reward_manager.name=RetoolManager", "Did you mean RetoolRewardManager?"),
+        ("reward.reward_manager.module.path=pkg://verl_ext.rewards", "of pkg://verl_ext.rewards, expected a module"),
+        ("+reward.reward_kwargs.overlong_counts=all", "Take one of model, response."),
+        (
+            "retool.protocol=hermess",
+            "retool.protocol is 'hermess', expected a name that is registered -> Did you mean he",
+        ),
+        ("retool.traceback=lastline", "Did you mean last_line?"),
+        ("retool.checkpoints.best_mode=maximum", "retool.checkpoints.best_mode is 'maximum'"),
+        ("trainer.v1.trainer_mode=seperate_async", "Did you mean separate_async?"),
+        ("trainer.v1.sampler.max_off_policy_strategy=skip", "Take one of drop, wait."),
+        ("trainer.v1.sampler.custom_sampler.name=DapoBuffer", "Did you mean DapoReplayBuffer?"),
+        (
+            "trainer.logger=[console,wanbd]",
+            "trainer.logger is 'wanbd', expected a name that is registered -> Did you mean w",
+        ),
+        ("trainer.logger=consol", "Did you mean console?"),
+        ("trainer.device=gpu", "trainer.device is 'gpu'"),
+        ("trainer.resume_mode=never", "Take one of auto, disable, resume_path."),
+    ],
+)
+def test_a_misspelt_name_of_an_rl_run(override, message, run, told):
+    override = override.lstrip("+") if "overlong" in override else override
+    texts = told(check_names(run("qwen2-32b_dapo", override)), Level.FAIL)
+    assert len(texts) == 1 and message in texts[0], texts
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.retool.protocol=xml", "data.retool.protocol is 'xml'"),
+        ("data.retool.bad_rows=skip", "Take one of drop, error."),
+        ("data.custom_cls.name=RetoolDataset", "Did you mean RetoolSFTDataset?"),
+        ("optim.lr_scheduler_type=linear", "Take one of constant, cosine, wsd."),
+        ("engine.strategy=fsdp_2", "Did you mean fsdp2?"),
+    ],
+)
+def test_a_misspelt_name_of_an_sft_run(override, message, run, told):
+    texts = told(check_names(run("qwen2-32b_sft", override)), Level.FAIL)
+    assert len(texts) == 1 and message in texts[0], texts
+
+
+def test_a_reward_manager_of_verls_own(run, told, only_ok):
+    own = ["reward.reward_manager.source=register", "reward.reward_manager.name=dapo"]
+    only_ok(check_names(run("qwen2-32b_dapo", *own)))
+    assert (
+        "Did you mean dapo?"
+        in told(check_names(run("qwen2-32b_dapo", own[0], "reward.reward_manager.name=dapoo")), Level.FAIL)[0]
+    )
+
+
+def test_the_classes_of_a_yaml(run, told, tmp_path):
+    (tmp_path / "loops.yaml").write_text("- {name: retool, _target_: verl_ext.agent_loop.tool_loop.RetoolLoop}\n")
+    (tmp_path / "tools.yaml").write_text("tools: [{class_name: verl_ext.sandbox.tools.CodeInterpreter}]\n")
+    own = [f"{ROLLOUT}.agent.agent_loop_config_path=loops.yaml", f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml"]
+    texts = told(check_names(run("qwen2-32b_dapo", *own)), Level.FAIL)
+    assert len(texts) == 2 and "Did you mean RetoolAgentLoop?" in texts[0], texts
+    assert "tools.yaml: class_name is CodeInterpreter of verl_ext.sandbox.tools, expected a module" in texts[1]
+
+
+def test_a_yaml_that_is_not_there(run, told):
+    texts = told(check_names(run("qwen2-32b_dapo", f"{ROLLOUT}.agent.agent_loop_config_path=loops.yaml")), Level.FAIL)
+    assert "agent_loop_config_path is loops.yaml, expected a file, counted from " in texts[-1]
+
+
+def test_a_class_of_a_file_of_ones_own(run, told, only_ok, tmp_path):
+    (tmp_path / "mine.py").write_text("class Mine:\n    pass\n")
+    path = "trainer.v1.sampler.custom_sampler.path=mine.py"
+    only_ok(check_names(run("qwen2-32b_dapo", path, "trainer.v1.sampler.custom_sampler.name=Mine")))
+    text = told(check_names(run("qwen2-32b_dapo", path, "trainer.v1.sampler.custom_sampler.name=Mime")), Level.FAIL)[0]
+    assert "expected a name that mine.py defines -> Did you mean Mine?" in text
+
+
+def test_a_logger_whose_package_is_missing(run, told, monkeypatch):
+    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
+    run = run("qwen2-32b_dapo", "trainer.logger=[console,swanlab]")
+    assert "names swanlab, whose package is not installed" in told(names._check_loggers(run), Level.FAIL)[0]
+
+
+def test_what_is_like_nothing_is_not_guessed():
+    known = ["trainer.save_freq", "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.rollout.temperature"]
+    assert did_you_mean("actor_rollout_ref.actor.optim.lrr", known) == "Did you mean actor_rollout_ref.actor.optim.lr?"
+    assert did_you_mean("rollout.temprature", known) == "Did you mean actor_rollout_ref.rollout.temperature?"
+    assert did_you_mean("mine.threshold", known, "Remove it.") == "Remove it."
+    assert did_you_mean("anything", []) == ""

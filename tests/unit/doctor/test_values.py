@@ -1,0 +1,85 @@
+"""Values that no run is meant to have."""
+
+import pytest
+
+from verl_ext.doctor.finding import Level
+from verl_ext.doctor.schema import CONFIGS
+from verl_ext.doctor.values import check_values
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+@pytest.mark.parametrize("hardware", ["", "+hardware=cpu_tiny"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_our_own_runs_have_such_as_a_run_can_mean(name, hardware, make_run, only_ok):
+    hardware = f"{hardware}{'_sft' * name.endswith('_sft')}" if hardware and not name.startswith("tiny") else ""
+    only_ok(check_values(make_run(name, *[hardware] * bool(hardware))))
+
+
+@pytest.mark.parametrize(
+    ("override", "level", "message"),
+    [
+        (f"{ROLLOUT}.temperature=0", Level.FAIL, "is 0, expected in (0, inf): all samples of a prompt would be equal"),
+        (f"{ROLLOUT}.temperature=0.0", Level.FAIL, "no exploration -> Set it to 1.0."),
+        (f"{ROLLOUT}.temperature=-1", Level.FAIL, "temperature is -1"),
+        (f"{ROLLOUT}.temperature=2", Level.WARN, "expected in [0.1, 1.5]"),
+        (f"{ROLLOUT}.temperature=hot", Level.FAIL, "is 'hot', expected in (0, inf): it is no number"),
+        (f"{ROLLOUT}.val_kwargs.temperature=0", Level.WARN, "expected above 0 with val_kwargs.n=30"),
+        (f"{ROLLOUT}.val_kwargs.temperature=3", Level.WARN, "expected in [0, 1.5]"),
+        (f"{ROLLOUT}.top_p=0", Level.FAIL, "top_p is 0, expected in (0, 1]"),
+        (f"{ROLLOUT}.val_kwargs.top_p=60", Level.FAIL, "val_kwargs.top_p is 60"),
+        (f"{ROLLOUT}.gpu_memory_utilization=.99", Level.FAIL, "is 0.99, expected in (0, 0.98]: vLLM starts only where"),
+        (f"{ROLLOUT}.gpu_memory_utilization=.96", Level.WARN, "is 0.96, expected in [0.05, 0.95]"),
+        (f"{ROLLOUT}.gpu_memory_utilization=90", Level.FAIL, "is 90, expected"),
+        (f"{ROLLOUT}.gpu_memory_utilization=0", Level.FAIL, "is 0, expected"),
+        (f"{ROLLOUT}.n=1", Level.FAIL, "a group of one has its raw score as advantage"),
+        (f"{ROLLOUT}.n=0", Level.FAIL, "is 0, expected a whole number of at least 1"),
+        (f"{ROLLOUT}.n=8.5", Level.FAIL, "is 8.5, expected a whole number"),
+        (f"{ACTOR}.optim.lr=1", Level.FAIL, "optim.lr is 1, expected in (0, 0.1]: Adam moves every weight"),
+        (f"{ACTOR}.optim.lr=0", Level.FAIL, "optim.lr is 0"),
+        (f"{ACTOR}.optim.lr=-0.5", Level.FAIL, "optim.lr is -0.5"),
+        (f"{ACTOR}.optim.lr=0.05", Level.WARN, "optim.lr is 0.05, expected in (0, 0.01]"),
+        (f"{ACTOR}.optim.lr=0.001", Level.WARN, "is 0.001, expected at most 0.0001 for 32.76 billion parameters"),
+        (f"{ACTOR}.optim.clip_grad=0", Level.FAIL, "every gradient would be scaled to nothing"),
+        (f"{ACTOR}.optim.lr_warmup_steps=400", Level.WARN, "expected less than trainer.total_training_steps=400"),
+        (f"{ACTOR}.optim.lr_warmup_steps_ratio=10", Level.FAIL, "it is a share of all steps"),
+        (f"{ACTOR}.optim.weight_decay=1", Level.WARN, "weight_decay is 1"),
+        (f"{ACTOR}.clip_ratio_low=-0.2", Level.FAIL, "clip_ratio_low is -0.2"),
+        (f"{ACTOR}.clip_ratio_low=0.3", Level.WARN, "is 0.3, expected at most clip_ratio_high=0.28"),
+        (f"{ACTOR}.clip_ratio_high=28", Level.WARN, "clip_ratio_high is 28, expected in (0, 1)"),
+        (f"{ACTOR}.clip_ratio_c=1", Level.FAIL, "clip_ratio_c is 1, expected in (1, inf)"),
+        (f"{ACTOR}.entropy_coeff=-0.1", Level.WARN, "entropy_coeff is -0.1"),
+        (f"{ACTOR}.kl_loss_coef=-1", Level.FAIL, "driven away from the reference"),
+        ("algorithm.gamma=1.5", Level.FAIL, "it is a discount"),
+        ("data.train_batch_size=0", Level.FAIL, "data.train_batch_size is 0"),
+        ("data.max_response_length=-1", Level.FAIL, "data.max_response_length is -1"),
+        ("retool.max_tool_calls=-1", Level.FAIL, "it is a number of calls"),
+    ],
+)
+def test_a_value_that_is_not_meant(override, level, message, make_run, told):
+    texts = told(check_values(make_run("qwen2-32b_dapo", override)), level)
+    assert len(texts) == 1 and message in texts[0], texts
+
+
+def test_sft(make_run, told):
+    assert "optim.lr is 1, expected" in told(check_values(make_run("qwen2-32b_sft", "optim.lr=1")), Level.FAIL)[0]
+    assert "32.76 billion" in told(check_values(make_run("qwen2-32b_sft", "optim.lr=0.003")), Level.WARN)[0]
+    assert "divides by it" in told(check_values(make_run("qwen2-32b_sft", "trainer.save_freq=0")), Level.FAIL)[0]
+
+
+def test_what_is_unusual_and_meant(make_run, only_ok):
+    lora = "actor_rollout_ref.model.lora_rank=32"
+    only_ok(check_values(make_run("qwen2-32b_dapo", f"{ACTOR}.optim.lr=0.0003", lora)))
+    greedy = [f"{ROLLOUT}.val_kwargs.temperature=0", f"{ROLLOUT}.val_kwargs.n=1"]
+    only_ok(check_values(make_run("qwen2-32b_dapo", *greedy)))
+    alone = ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.filter_groups.enable=false", f"{ROLLOUT}.n=1"]
+    only_ok(check_values(make_run("qwen2-32b_dapo", *alone)))
+
+
+def test_a_reference_model_for_nothing(make_run, told):
+    for switch, coefficient in (
+        (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
+        ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"),
+    ):
+        run = make_run("qwen2-32b_dapo", f"{switch}=true", f"{coefficient}=0")
+        assert "a reference model would run for nothing" in told(check_values(run), Level.WARN)[0]

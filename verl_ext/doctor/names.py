@@ -1,0 +1,295 @@
+"""Names that a setting must be one of, and classes that a setting names.
+
+They are read from verl's sources and ours: from registrations, from lists, and from comparisons. Nothing is imported.
+"""
+
+import ast
+import difflib
+import functools
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from verl_ext.doctor.finding import Finding, Topic
+from verl_ext.doctor.run import Run
+from verl_ext.doctor.schema import ROOT, VERL, leaves, schema
+
+topic = Topic("names")
+OURS = ROOT / "verl_ext"
+ALGORITHMS = VERL / "trainer/ppo/core_algos.py"
+TRAINERS = VERL / "trainer/ppo/v1"
+ENGINES = VERL / "workers/engine"
+FSDP = ENGINES / "fsdp/transformer_impl.py"
+PACKAGES_OF_LOGGERS = ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio")  # named as what they import
+
+
+# What the sources say -----------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@functools.cache
+def registered(source: Path, function: str, keyword: str = "") -> dict[str, ast.AST | None]:
+    """Name -> what is decorated, of the calls of `function` in a file or in all files of a folder.
+
+    The name is the first argument (a text, a list of texts, or a member of an enum in that file), or `keyword`.
+    """
+    found: dict[str, ast.AST | None] = {}
+    last = function.rpartition(".")[2]
+    for path in [source] if source.is_file() else sorted(source.rglob("*.py")):
+        if function not in path.read_text(encoding="utf-8"):
+            continue
+        nodes = _nodes(path)
+        owners = {id(call): node for node in nodes for call in getattr(node, "decorator_list", ())}
+        for node in nodes:
+            if isinstance(node, ast.Call) and _last(node.func) == last and ast.unparse(node.func) == function:
+                arguments = [a.value for a in node.keywords if a.arg == keyword] if keyword else node.args[:1]
+                for name in (name for argument in arguments for name in _texts(argument, nodes)):
+                    found[name] = owners.get(id(node))
+    return found
+
+
+@functools.cache
+def compared(source: Path, name: str) -> set[str]:
+    """Texts that the variable or attribute `name` is compared with."""
+    found = set()
+    for node in _nodes(source):
+        if not isinstance(node, ast.Compare) or _last(node.left) != name.rpartition(".")[2]:
+            continue
+        if f".{ast.unparse(node.left)}".endswith(f".{name}"):
+            found.update(text for right in node.comparators for text in _texts(right, ()))
+    return found
+
+
+@functools.cache
+def listed(source: Path, name: str) -> set[str]:
+    """Texts of the list or tuple that is assigned to `name`."""
+    assigned = (node for node in _nodes(source) if isinstance(node, ast.Assign))
+    return {text for node in assigned if ast.unparse(node.targets[0]) == name for text in _texts(node.value, ())}
+
+
+def _last(node: ast.AST) -> str | None:
+    """`c` of the expression `a.b.c`."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
+
+
+def _texts(node: ast.AST, nodes: Iterable[ast.AST]) -> list[str]:
+    if isinstance(node, ast.Constant):
+        return [node.value] if isinstance(node.value, str) else []
+    if isinstance(node, ast.List | ast.Tuple | ast.Set):
+        return [text for item in node.elts for text in _texts(item, nodes)]
+    if isinstance(node, ast.Attribute):  # Enum.MEMBER
+        classes = [each for each in nodes if isinstance(each, ast.ClassDef) and each.name == ast.unparse(node.value)]
+        members = [item for each in classes for item in each.body if isinstance(item, ast.Assign)]
+        return [
+            text for item in members if ast.unparse(item.targets[0]) == node.attr for text in _texts(item.value, ())
+        ]
+    return []
+
+
+def estimators_of_groups() -> set[str]:
+    """Advantage estimators that compare the samples of a prompt: those whose function takes their `index`."""
+    functions = registered(ALGORITHMS, "register_adv_est")
+    return {name for name, node in functions.items() if "index" in {argument.arg for argument in node.args.args}}
+
+
+def agent_loops(run: Run) -> dict[str, str | None]:
+    """Agent loops that a sample may name -> the tool protocol; None for a loop of verl's, which has none of ours."""
+    loops: dict[str, str | None] = dict.fromkeys(registered(VERL / "experimental/agent_loop", "register"))
+    path = run.get("actor_rollout_ref.rollout.agent.agent_loop_config_path")
+    if path and (run.folder / path).is_file():
+        loops |= {loop.name: loop.get("protocol") or run.protocol for loop in OmegaConf.load(run.folder / path)}
+    return loops
+
+
+# Settings ------------------------------------------------------------------------------------------------------------
+
+
+def reward_managers(_: Run) -> set[str]:
+    folder = VERL / "experimental/reward_loop/reward_manager"
+    return {name for function in ("register", "register_manager") for name in registered(folder, function)}
+
+
+def _schedules(run: Run) -> set[str]:
+    section = "actor_rollout_ref.actor.optim" if run.is_rl else "optim"
+    ours = str(run.get(f"{section}._target_", "")).startswith("verl_ext.")
+    known = compared(FSDP, "lr_scheduler_type")
+    return known | compared(OURS / "trainer/lr_schedule.py", "lr_scheduler_type") if ours else known
+
+
+def _checkpoint_engines(run: Run) -> set[str]:
+    known = set(registered(VERL / "checkpoint_engine", "CheckpointEngineRegistry.register"))
+    module = run.get("actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module")
+    path = module_file(run, module) if module else None
+    return known | set(registered(path, "CheckpointEngineRegistry.register")) if path else known
+
+
+def _kl_penalties(_: Run) -> set[str]:
+    known = compared(ALGORITHMS, "kl_penalty")
+    return known | {f"{name}+" for name in known}  # with a straight-through gradient
+
+
+SETTINGS: dict[str, Callable[[Run], Iterable[str]]] = {
+    "algorithm.adv_estimator": lambda _: registered(ALGORITHMS, "register_adv_est"),
+    "algorithm.kl_penalty": _kl_penalties,
+    "algorithm.kl_ctrl.type": lambda _: compared(ALGORITHMS, "kl_ctrl.type"),
+    "actor_rollout_ref.actor.kl_loss_type": _kl_penalties,
+    "actor_rollout_ref.actor.loss_agg_mode": lambda _: listed(VERL / "workers/config/actor.py", "valid_loss_agg_modes"),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": lambda _: registered(ALGORITHMS, "register_policy_loss"),
+    "actor_rollout_ref.actor.strategy": lambda _: registered(ENGINES, "EngineRegistry.register", "backend"),
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": _schedules,
+    "actor_rollout_ref.actor.optim.lr_decay_type": lambda _: listed(OURS / "trainer/lr_schedule.py", "DECAY_TYPES"),
+    "actor_rollout_ref.rollout.name": lambda _: registered(
+        VERL / "workers/rollout/replica.py", "RolloutReplicaRegistry.register"
+    ),
+    "actor_rollout_ref.rollout.agent.default_agent_loop": agent_loops,
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": _checkpoint_engines,
+    "reward.reward_manager.source": lambda _: compared(VERL / "workers/config/reward.py", "source"),
+    "reward.reward_kwargs.overlong_counts": lambda _: compared(OURS / "reward/manager.py", "overlong_counts"),
+    "retool.protocol": lambda _: compared(OURS / "agent_loop/protocols.py", "name"),
+    "retool.traceback": lambda _: compared(OURS / "agent_loop/protocol.py", "traceback"),
+    "retool.checkpoints.best_mode": lambda _: compared(OURS / "checkpoints.py", "best_mode"),
+    "trainer.v1.trainer_mode": lambda _: registered(TRAINERS, "register_trainer"),
+    "trainer.v1.sampler.max_off_policy_strategy": lambda _: compared(
+        TRAINERS / "replay_buffer.py", "max_off_policy_strategy"
+    ),
+    "trainer.logger": lambda _: listed(VERL / "utils/tracking.py", "supported_backend"),
+    "trainer.device": lambda _: {"cpu", *registered(ENGINES, "EngineRegistry.register", "device")},
+    "trainer.resume_mode": lambda _: compared(VERL / "utils/checkpoint/checkpoint_handler.py", "resume_mode"),
+    # of SFT alone
+    "data.retool.protocol": lambda _: compared(OURS / "agent_loop/protocols.py", "name"),
+    "data.retool.bad_rows": lambda _: compared(OURS / "sft_dataset.py", "bad_rows"),
+    "engine.strategy": lambda _: registered(ENGINES, "EngineRegistry.register", "backend"),
+    "optim.lr_scheduler_type": _schedules,
+    "optim.lr_decay_type": lambda _: listed(OURS / "trainer/lr_schedule.py", "DECAY_TYPES"),
+}
+
+# (key of the module, key of the class in it)
+CLASSES = (
+    ("reward.reward_manager.module.path", "reward.reward_manager.name"),
+    ("trainer.v1.sampler.custom_sampler.path", "trainer.v1.sampler.custom_sampler.name"),
+    ("data.custom_cls.path", "data.custom_cls.name"),
+    ("actor_rollout_ref.actor.optim.optimizer_impl", "actor_rollout_ref.actor.optim.optimizer"),
+    ("optim.optimizer_impl", "optim.optimizer"),
+)
+DOTTED = (
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
+    "actor_rollout_ref.actor.optim._target_",
+    "optim._target_",
+)
+# (key of a YAML, key of its list or "" where it is one, key of the classes in it)
+FILES = (
+    ("actor_rollout_ref.rollout.agent.agent_loop_config_path", "", "_target_"),
+    ("actor_rollout_ref.rollout.multi_turn.tool_config_path", "tools", "class_name"),
+)
+
+
+def check_names(run: Run) -> Iterator[Finding]:
+    problems = [*_check_settings(run), *_check_loggers(run), *_check_classes(run)]
+    yield from problems
+    if not problems:
+        yield topic.ok("every name that a setting chooses by is registered, and every class that one names is there")
+
+
+def did_you_mean(word: str, known: Iterable[str], fallback: str = "") -> str:
+    """`Did you mean grpo?`, else `fallback`; of dotted keys the last part counts as much as the whole."""
+    word, names = word.lower(), sorted(known)
+    last = word.rpartition(".")[2]
+
+    def likeness(name: str) -> float:
+        whole = difflib.SequenceMatcher(None, name.lower(), word).ratio()
+        return (whole + difflib.SequenceMatcher(None, name.lower().rpartition(".")[2], last).ratio()) / 2
+
+    best = max(names, key=likeness, default="")
+    return f"Did you mean {best}?" if best and likeness(best) >= 0.65 else fallback
+
+
+def _check_settings(run: Run) -> Iterator[Finding]:
+    settings = dict(SETTINGS)
+    if run.get("reward.reward_manager.source") == "register":
+        settings["reward.reward_manager.name"] = reward_managers
+    defaults = leaves(schema(run.reference))
+    for key, names in settings.items():
+        value = run.get(key)
+        if value is None or value == defaults.get(key):  # verl's own default is known
+            continue
+        known = set(names(run))
+        for name in value if isinstance(value, list) else [value]:
+            if name not in known:
+                among = f"Take one of {', '.join(sorted(known))}."
+                yield topic.fail(
+                    f"{key} is {name!r}, expected a name that is registered",
+                    f"{did_you_mean(str(name), known)} {among}".strip(),
+                )
+
+
+def _check_loggers(run: Run) -> Iterator[Finding]:
+    loggers = run.get("trainer.logger", [])
+    for name in loggers if isinstance(loggers, list) else [loggers]:
+        if name in PACKAGES_OF_LOGGERS and importlib.util.find_spec(name) is None:
+            yield topic.fail(
+                f"trainer.logger names {name}, whose package is not installed", f"pip install {name}, or leave it out."
+            )
+
+
+def _check_classes(run: Run) -> Iterator[Finding]:
+    named = [(run.get(module), key, run.get(key)) for module, key in CLASSES]
+    named += [(value.rpartition(".")[0], key, value.rpartition(".")[2]) for key in DOTTED if (value := run.get(key))]
+    for key, section, class_key in FILES:
+        if not (path := run.get(key)):
+            continue
+        if not (run.folder / path).is_file():
+            yield topic.fail(f"{key} is {path}, expected a file, counted from {run.folder}", "Correct the path.")
+            continue
+        yaml = OmegaConf.to_container(OmegaConf.load(run.folder / path))
+        for entry in yaml[section] if section else yaml:
+            module, _, name = entry[class_key].rpartition(".")
+            named.append((module, f"{path}: {class_key}", name))
+    for module, key, name in named:
+        if not module or not name or (key, run.get("reward.reward_manager.source")) == (CLASSES[0][1], "register"):
+            continue
+        if (file := module_file(run, module)) is None:
+            yield topic.fail(f"{key} is {name} of {module}, expected a module that is there", "Correct the path.")
+        elif (known := _defined(file)) and name not in known:
+            public = {each for each in known if not each.startswith("_")}
+            yield topic.fail(
+                f"{key} is {name!r}, expected a name that {module} defines",
+                did_you_mean(name, public, f"Take one of {', '.join(sorted(public))}."),
+            )
+
+
+def module_file(run: Run, path: str) -> Path | None:
+    """The file of `pkg://a.b`, of `a.b`, or of a path, as verl's `load_extern_object` takes them; None without one."""
+    if path.endswith(".py"):
+        file = run.folder / path.removeprefix("file://")
+        return file if file.is_file() else None
+    package, *rest = path.removeprefix("pkg://").split(".")
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:
+        return None
+    for folder in spec.submodule_search_locations or [] if spec else []:
+        base = Path(folder).joinpath(*rest)
+        if file := next((each for each in (base.with_suffix(".py"), base / "__init__.py") if each.is_file()), None):
+            return file
+    return Path(spec.origin) if spec and spec.origin and not rest else None
+
+
+def _defined(file: Path) -> set[str]:
+    """Names that a module binds at its top; none where it may bind more than its text shows."""
+    names: set[str] = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.If | ast.Try):
+            return set()
+    return set() if names & {"*", "__getattr__"} else names

@@ -1,0 +1,156 @@
+"""Values that no run is meant to have, though verl takes them: temperature 0, a learning rate of 1."""
+
+from collections.abc import Iterator
+
+from verl_ext.doctor.finding import Finding, Level, Topic
+from verl_ext.doctor.names import estimators_of_groups
+from verl_ext.doctor.run import Run, count
+
+topic = Topic("values")
+FAIL, WARN = Level.FAIL, Level.WARN
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LARGE = 1e9  # parameters
+LARGE_LR = 1e-4  # a hundred times the recipes' learning rate of RL, ten times that of SFT
+RECIPES = "1e-6 for RL or 1e-5 for SFT, as the recipes have it; the tiny model has 3e-4 and 3e-3"
+
+# Whole numbers of at least 1.
+COUNTS = (
+    *(f"data.{key}" for key in ("train_batch_size", "max_prompt_length", "max_response_length", "max_length")),
+    *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps")),
+    *(f"{section}.ulysses_sequence_parallel_size" for section in ("engine", f"{ACTOR}.fsdp_config")),
+    *(f"{ACTOR}.{key}" for key in ("ppo_mini_batch_size", "ppo_epochs")),
+    *(f"{ROLLOUT}.{key}" for key in ("n", "tensor_model_parallel_size", "agent.num_workers", "val_kwargs.n")),
+    *(f"retool.{key}" for key in ("max_tool_response_tokens", "sandbox.max_concurrency", "sandbox.memory_limit_mb")),
+)
+
+# (keys, level, what they must lie in, why, what to set). Of a key the first row that does not hold is told.
+BOUNDS = (
+    ("optim.lr", FAIL, "(0, 0.1]", "Adam moves every weight by about so much in a step", RECIPES),
+    ("optim.lr", WARN, "(0, 0.01]", "Adam moves every weight by about so much in a step", RECIPES),
+    ("optim.clip_grad", FAIL, "(0, inf)", "every gradient would be scaled to nothing", "1"),
+    ("optim.lr_warmup_steps_ratio", FAIL, "[0, 1)", "it is a share of all steps", "0.1, or to 0 for none"),
+    ("optim.weight_decay", WARN, "[0, 1)", "AdamW takes lr times so much off every weight in a step", "0.01"),
+    (f"{ROLLOUT}.temperature", FAIL, "(0, inf)", "all samples of a prompt would be equal: no exploration", "1.0"),
+    (f"{ROLLOUT}.temperature", WARN, "[0.1, 1.5]", "samples of a prompt are equal below it, and noise above", "1.0"),
+    (f"{ROLLOUT}.val_kwargs.temperature", WARN, "[0, 1.5]", "noise would be measured", "1.0, or to 0 for greedy"),
+    (f"{ROLLOUT}.top_p", FAIL, "(0, 1]", "it is a share of the probability", "1.0 for all tokens"),
+    (f"{ROLLOUT}.val_kwargs.top_p", FAIL, "(0, 1]", "it is a share of the probability", "1.0 for all tokens"),
+    (f"{ROLLOUT}.gpu_memory_utilization", FAIL, "(0, 0.98]", "vLLM starts only where so large a share is free", "0.9"),
+    (f"{ROLLOUT}.gpu_memory_utilization", WARN, "[0.05, 0.95]", "the rest is for contexts and the actor", "0.9"),
+    (f"{ACTOR}.clip_ratio_low", FAIL, "(0, 1)", "new over old probability may fall to 1 minus this", "0.2"),
+    (f"{ACTOR}.clip_ratio_high", FAIL, "(0, inf)", "new over old probability may rise to 1 plus this", "0.28"),
+    (f"{ACTOR}.clip_ratio_high", WARN, "(0, 1)", "new over old probability may rise to 1 plus this", "0.28"),
+    (f"{ACTOR}.clip_ratio_c", FAIL, "(1, inf)", "verl refuses others as bound of the dual clip", "10"),
+    (f"{ACTOR}.entropy_coeff", WARN, "[0, 0.1]", "below it less entropy is rewarded, above nothing else is", "0"),
+    (f"{ACTOR}.kl_loss_coef", FAIL, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
+    ("algorithm.kl_ctrl.kl_coef", FAIL, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
+    ("algorithm.gamma", FAIL, "[0, 1]", "it is a discount", "1.0"),
+    ("algorithm.lam", FAIL, "[0, 1]", "it is a discount", "1.0"),
+    ("retool.max_tool_calls", FAIL, "[0, inf)", "it is a number of calls", "8"),
+    ("retool.max_malformed_calls", FAIL, "[0, inf)", "it is a number of calls", "3"),
+)
+
+
+def check_values(run: Run) -> Iterator[Finding]:
+    problems = [*_check_counts(run), *_check_bounds(run), *_check_optimizer(run)]
+    problems += _check_algorithm(run) if run.is_rl else []
+    yield from problems
+    if not problems:
+        yield topic.ok("learning rate, sampling, clipping and sizes are such as a run can mean")
+
+
+def _check_counts(run: Run) -> Iterator[Finding]:
+    for key in COUNTS:
+        value = run.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            yield topic.fail(f"{key} is {value!r}, expected a whole number of at least 1", "Correct it.")
+
+    for key in ("trainer.save_freq", "trainer.test_freq"):
+        if not run.is_rl and run.get(key) == 0:
+            yield topic.fail(f"{key} is 0, expected steps, or -1 for never: verl's SFT divides by it", "Set it to -1.")
+
+
+def _check_bounds(run: Run) -> Iterator[Finding]:
+    told: set[str] = set()
+    for key, level, interval, why, advice in BOUNDS:
+        key = f"{ACTOR}.{key}" if run.is_rl and key.startswith("optim.") else key
+        value = run.get(key)
+        if value is None or key in told:
+            continue
+        number = _number(run, key)
+        if number is None or not _is_in(number, interval):
+            told.add(key)
+            level = level if number is not None else FAIL
+            why = why if number is not None else "it is no number"
+            yield Finding(
+                level, topic.name, f"{key} is {value!r}, expected in {interval}: {why}", f"Set it to {advice}."
+            )
+
+
+def _is_in(number: float, interval: str) -> bool:
+    """Whether a number is in `(0, 1]`."""
+    low, high = map(float, interval[1:-1].split(","))
+    return low < number < high or (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
+
+
+def _check_optimizer(run: Run) -> Iterator[Finding]:
+    section, model = (f"{ACTOR}.optim", "actor_rollout_ref.model") if run.is_rl else ("optim", "model")
+    lr, warmup = _number(run, f"{section}.lr"), _number(run, f"{section}.lr_warmup_steps")
+    steps = _number(run, "trainer.total_training_steps")
+    try:
+        parameters = run.shape.parameters if run.shape else 0
+    except (ValueError, KeyError):  # told by the memory estimate
+        parameters = 0
+    is_whole = not (run.get(f"{model}.lora_rank") or run.get(f"{model}.lora_adapter_path"))
+    if parameters >= LARGE and is_whole and lr is not None and LARGE_LR < lr <= 0.01:
+        yield topic.warn(
+            f"{section}.lr is {lr:g}, expected at most {LARGE_LR:g} for {count(parameters)} parameters: such a model "
+            "would forget what it knows",
+            f"Set it to {RECIPES}.",
+        )
+    if steps and warmup and warmup >= steps:
+        yield topic.warn(
+            f"{section}.lr_warmup_steps is {warmup:g}, expected less than trainer.total_training_steps={steps:g}: the "
+            "learning rate would never be reached",
+            "Lower it.",
+        )
+
+
+def _check_algorithm(run: Run) -> Iterator[Finding]:
+    """What two settings say of each other."""
+    low, high = _number(run, f"{ACTOR}.clip_ratio_low"), _number(run, f"{ACTOR}.clip_ratio_high")
+    if low is not None and high is not None and low > high:
+        yield topic.warn(
+            f"{ACTOR}.clip_ratio_low is {low:g}, expected at most clip_ratio_high={high:g}: DAPO's clip-higher is the "
+            "other way round",
+            "Exchange them: 0.2 and 0.28.",
+        )
+    estimator = run.get("algorithm.adv_estimator")
+    compares = estimator in estimators_of_groups() or run.get("algorithm.filter_groups.enable")
+    if compares and run.get(f"{ROLLOUT}.n") == 1:
+        yield topic.fail(
+            f"{ROLLOUT}.n is 1, expected 2 or more: {estimator} or dynamic sampling compares the samples of a prompt, "
+            "and a group of one has its raw score as advantage",
+            "Set it to 8 or 16.",
+        )
+    samples = run.get(f"{ROLLOUT}.val_kwargs.n", 1)
+    if samples != 1 and run.get(f"{ROLLOUT}.val_kwargs.temperature") == 0:
+        yield topic.warn(
+            f"{ROLLOUT}.val_kwargs.temperature is 0, expected above 0 with val_kwargs.n={samples}: all responses to a "
+            "problem would be equal",
+            "Set val_kwargs.n=1, or the temperature to 1.0.",
+        )
+    for switch, key in (
+        (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
+        ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"),
+    ):
+        if run.get(switch) and run.get(key) == 0:
+            yield topic.warn(
+                f"{switch} is true, expected false with {key}=0: a reference model would run for nothing",
+                f"Switch it off, or set {key}=0.001.",
+            )
+
+
+def _number(run: Run, key: str) -> float | None:
+    value = run.get(key)
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
