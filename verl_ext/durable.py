@@ -4,6 +4,7 @@ A write, a rename or a new file is in memory only until `fsync`: of the file for
 What is here waits for the disk; what a checkpoint needs and in which order, `checkpoints.py` knows.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -42,7 +43,8 @@ def sync_tree(folder: Path, is_own: Callable[[str], bool] = lambda name: True) -
     """Wait for all below a folder: files whose names are this process's own, folders, the folder itself."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in filter(is_own, names):
-            sync_file(Path(parent, name))
+            with contextlib.suppress(FileNotFoundError):  # another rank's temporary file, gone by now
+                sync_file(Path(parent, name))
         sync_folder(Path(parent))
 
 

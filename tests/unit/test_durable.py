@@ -79,3 +79,11 @@ def test_a_file_is_replaced_and_added_to(tmp_path: Path):
     assert path.read_text() == "one\ntwo\n"
     durable.write_text(path, "three")
     assert path.read_text() == "three" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_goes_while_its_folder_is_synced_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "stays").touch()
+    monkeypatch.setattr(os, "walk", lambda *_, **__: [(str(tmp_path), [], ["gone", "stays"])])
+    durable.sync_tree(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        durable.sync_file(tmp_path / "gone")
