@@ -51,7 +51,9 @@ TESTS = {  # source -> its unit tests, the fastest first
     "verl_ext/checkpoint_patches.py": ["test_checkpoint_patches.py", "test_power_loss.py"],
     "verl_ext/sft_dataset.py": ["test_sft_dataset.py"],
 }
-PRELOADED = "torch tensordict transformers ray torchdata.stateful_dataloader datasets peft accelerate hydra pytest"
+PRELOADED = (
+    "torch tensordict transformers ray torchdata.stateful_dataloader datasets peft accelerate hydra pytest hypothesis"
+)
 LEAST_LIMIT_S = 60  # a mutant that takes this long, and four times what the tests take, hangs: killed
 
 
@@ -110,9 +112,12 @@ def copy_repository(target: Path) -> None:
 
 
 SERVER = """
-import importlib, os, sys
+import gc, importlib, importlib.metadata, os, sys
 for name in sys.argv[1].split():
     importlib.import_module(name)
+for plugin in importlib.metadata.entry_points(group="pytest11"):
+    plugin.load()
+gc.freeze()
 sys.path[:] = [os.getcwd(), *(path for path in sys.path if path)]
 print("ready", flush=True)
 for line in sys.stdin:
@@ -123,7 +128,7 @@ for line in sys.stdin:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
         os.dup2(1, 2)
         import pytest
-        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests])
+        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", *tests])
         import verl_ext
         assert verl_ext.__file__.startswith(os.getcwd()), verl_ext.__file__
         sys.stdout.flush()

@@ -42,7 +42,7 @@ def write_shards(checkpoint: Path, names: list[str] = SHARDS) -> None:
 
 def save(folder: Path, step: int) -> None:
     write_shards(path_of(begin(folder), step))
-    publish(folder, step)
+    assert publish(folder, step) == path_of(folder, step)
 
 
 @pytest.fixture
@@ -102,6 +102,8 @@ def test_a_tracker_that_was_set_back_is_followed(run: Path):
     (run / TRACKER).write_text("4\n")
     point, said = resumed(run)
     assert point == run / "global_step_4" and "names step 4, not the newest (10), and is followed" in said
+    (run / "global_step_10" / "data.pt").unlink()
+    assert "not the newest" not in resumed(run)[1], "the newest that is whole counts"
 
 
 def test_a_run_without_checkpoints_starts_from_scratch(tmp_path: Path):

@@ -66,3 +66,14 @@ def test_a_disk_that_cannot_be_read_is_a_problem_of_the_checkpoint(tmp_path: Pat
     assert "it cannot be read ([Errno 5] Input/output error" in manifest.problem(tmp_path)
     with pytest.raises(OSError, match="Input/output error"):
         manifest.vouch(tmp_path)
+
+
+def test_shards_of_another_number_of_ranks_are_refused(tmp_path: Path):
+    for rank in range(2):
+        (tmp_path / f"model_world_size_2_rank_{rank}.pt").touch()
+    manifest.require_ranks(tmp_path, 2)
+    with pytest.raises(ValueError, match="was saved by 2 ranks, but this run has 1. Resume with as many GPUs"):
+        manifest.require_ranks(tmp_path, 1)
+    (tmp_path / "model_world_size_1_rank_0.pt").touch()
+    with pytest.raises(ValueError, match="was saved by 2 ranks, but this run has 1"):
+        manifest.require_ranks(tmp_path, 1)
