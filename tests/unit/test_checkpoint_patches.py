@@ -148,6 +148,60 @@ def test_an_sft_run_that_is_complete_ends_without_another_step(rolling: Any, tmp
     assert ended.value.code == 0
 
 
+def a_rank(rank: int, run: Path, results: Any) -> None:
+    """One of two: saves steps 2 and 4, and resumes when a shard of step 4 has been lost to zeros."""
+    import torch.distributed as dist
+    from verl.utils.checkpoint import CheckpointHandler
+
+    class Sharded(Engine):
+        def save_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
+            Path(local_path).mkdir(parents=True, exist_ok=True)
+            (Path(local_path) / f"model_world_size_2_rank_{rank}.pt").write_bytes(b"weights")
+
+        def get_data_parallel_rank(self) -> int:
+            return rank
+
+        def get_data_parallel_size(self) -> int:
+            return 2
+
+    dist.init_process_group("gloo", init_method=f"file://{run.parent}/store", rank=rank, world_size=2)
+    sft = CheckpointHandler(Sharded(run), loader(), default_local_dir=str(run))
+    for step in (2, 4):
+        sft.save_checkpoint(step)
+    if rank == 0:
+        (run / "global_step_4" / "model_world_size_2_rank_1.pt").write_bytes(bytes(7))
+    dist.barrier()
+    resumed = sft.load_checkpoint(), sft.engine.loaded
+    sft.resume_mode, sft.resume_from_path = "resume_path", str(run / "global_step_4")
+    try:
+        sft.load_checkpoint()
+    except checkpoints.NotWhole as error:
+        results.put((rank, *resumed, str(error)))
+    dist.barrier()
+
+
+def test_ranks_agree_on_where_they_resume_and_on_what_is_wrong(rolling: Any, tmp_path: Path):
+    import multiprocessing
+
+    import verl.utils.checkpoint  # noqa: F401  once, before the ranks are forked
+
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [context.Process(target=a_rank, args=(rank, tmp_path / "run", results), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = sorted(results.get(timeout=50) for _ in ranks)
+    for process in ranks:
+        process.join(10)
+    for rank, (number, step, loaded, error) in enumerate(found):
+        assert (number, step, loaded) == (rank, 2, str(tmp_path / "run" / "global_step_2"))
+        assert "global_step_4 is not a whole checkpoint: model_world_size_2_rank_1.pt has its 7 bytes, but not" in error
+    assert sorted(path.name for path in (tmp_path / "run" / "global_step_4").glob("data_*")) == [
+        "data_0.pt",
+        "data_1.pt",
+    ]
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
