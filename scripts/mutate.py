@@ -36,8 +36,12 @@ REPO = Path(__file__).resolve().parents[1]
 AGENT, UNIT = "verl_ext/agent_loop", "tests/unit"
 TESTS = {  # source -> its unit tests, the fastest first
     f"{AGENT}/tool_loop.py": ["agent_loop/test_tool_loop.py", "agent_loop/test_hermes.py"],
-    f"{AGENT}/protocol.py": ["agent_loop/test_protocol.py", "agent_loop/test_tool_loop.py"],
-    f"{AGENT}/code_protocol.py": ["agent_loop/test_protocol.py", "agent_loop/test_tool_loop.py"],
+    f"{AGENT}/protocol.py": [
+        "agent_loop/test_protocol_turns.py",
+        "agent_loop/test_protocol.py",
+        "agent_loop/test_tool_loop.py",
+    ],
+    f"{AGENT}/code_protocol.py": ["agent_loop/test_protocol_turns.py", "agent_loop/test_protocol.py"],
     f"{AGENT}/hermes_protocol.py": ["agent_loop/test_hermes.py"],
     "verl_ext/reward/manager.py": ["reward/test_manager.py"],
     "verl_ext/replay_buffer.py": ["test_replay_buffer.py"],
