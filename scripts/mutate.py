@@ -241,7 +241,8 @@ def run_all(pending: list[tuple[Mutant, str, str]], jobs: int, journal: Journal)
                 if status in (4, 5):
                     raise SystemExit(f"pytest found no tests for {mutant.file}: {tests_of(mutant.file)}")
                 journal.add(key=key, result=result, status=status, seconds=round(seconds, 1), mutant=mutant.name)
-                print(f"{result:8} {seconds:5.1f} s  {mutant}", flush=True)
+                hangs = " (hangs)" if status is None else ""
+                print(f"{result:8} {seconds:5.1f} s  {mutant}{hangs}", flush=True)
 
             with ThreadPoolExecutor(jobs) as pool:
                 list(pool.map(run, pending))

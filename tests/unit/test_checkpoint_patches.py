@@ -1,5 +1,6 @@
 """verl's own save and load code, patched, with fakes for what is slow: the engine and the worker group."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -166,8 +167,27 @@ def a_rank(rank: int, run: Path, results: Any) -> None:
 
     dist.init_process_group("gloo", init_method=f"file://{run.parent}/store", rank=rank, world_size=2)
     sft = CheckpointHandler(Sharded(run), loader(), default_local_dir=str(run))
+    begin, sync_own, publish = checkpoints.begin, manifest.sync_own, checkpoints.publish
+    synced = run.parent / "rank_1_is_on_the_disk"
+
+    def slow_sync(checkpoint: Path, of: int) -> None:
+        sync_own(checkpoint, of)
+        if rank == 1:
+            time.sleep(0.3)
+            synced.touch()
+
+    def slow_publish(folder: Path, step: int) -> Path:
+        assert synced.exists(), "rank 0 vouches for what rank 1 has not brought to the disk"
+        time.sleep(0.3)
+        return publish(folder, step)
+
+    manifest.sync_own, checkpoints.publish = slow_sync, slow_publish
+    checkpoints.begin = lambda folder: (time.sleep(0.3), begin(folder))[1]
     for step in (2, 4):
         sft.save_checkpoint(step)
+        assert checkpoints.tracked_step(run) == step, "it goes on before the checkpoint is named"
+        synced.unlink(missing_ok=True)
+        dist.barrier()
     if rank == 0:
         (run / "global_step_4" / "model_world_size_2_rank_1.pt").write_bytes(bytes(7))
     dist.barrier()
@@ -180,7 +200,8 @@ def a_rank(rank: int, run: Path, results: Any) -> None:
     dist.barrier()
 
 
-def test_ranks_agree_on_where_they_resume_and_on_what_is_wrong(rolling: Any, tmp_path: Path):
+@pytest.mark.timeout(120)  # two processes more
+def test_ranks_wait_for_each_other_and_agree_on_where_they_resume_and_on_what_is_wrong(rolling: Any, tmp_path: Path):
     import multiprocessing
 
     import verl.utils.checkpoint  # noqa: F401  once, before the ranks are forked
@@ -190,7 +211,7 @@ def test_ranks_agree_on_where_they_resume_and_on_what_is_wrong(rolling: Any, tmp
     ranks = [context.Process(target=a_rank, args=(rank, tmp_path / "run", results), daemon=True) for rank in range(2)]
     for process in ranks:
         process.start()
-    found = sorted(results.get(timeout=50) for _ in ranks)
+    found = sorted(results.get(timeout=30) for _ in ranks)
     for process in ranks:
         process.join(10)
     for rank, (number, step, loaded, error) in enumerate(found):
