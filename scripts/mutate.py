@@ -1,6 +1,6 @@
 """How many small faults in the science's code the unit tests notice: mutation testing. By hand, not in CI.
 
-    python scripts/mutate.py                             # 300 mutants over all modules below; an hour and more
+    python scripts/mutate.py                             # 300 mutants over all modules below
     python scripts/mutate.py checkpoints estimators      # those of them that are in these modules
     python scripts/mutate.py --list --show survived      # what is known so far; nothing is run
 
