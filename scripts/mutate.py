@@ -42,7 +42,7 @@ TESTS = {  # source -> its unit tests, the fastest first
         "agent_loop/test_tool_loop.py",
     ],
     f"{AGENT}/code_protocol.py": ["agent_loop/test_protocol_turns.py", "agent_loop/test_protocol.py"],
-    f"{AGENT}/hermes_protocol.py": ["agent_loop/test_hermes.py"],
+    f"{AGENT}/hermes_protocol.py": ["agent_loop/test_hermes.py", "agent_loop/test_protocol_turns.py"],
     "verl_ext/reward/manager.py": ["reward/test_manager.py"],
     "verl_ext/replay_buffer.py": ["test_replay_buffer.py"],
     "verl_ext/estimators.py": ["test_estimators.py"],

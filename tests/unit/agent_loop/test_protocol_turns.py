@@ -1,17 +1,24 @@
 """What a turn of the model comes to in the <code> protocol, what is said back, and how a long output is cut."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+from verl_ext.agent_loop import protocol as protocol_module
 from verl_ext.agent_loop.code_protocol import CodeProtocol
+from verl_ext.agent_loop.hermes_protocol import _has_type
 from verl_ext.agent_loop.protocol import (
     CODE_SCHEMA,
     CODE_TOOL,
+    MALFORMED_KINDS,
     Call,
     ChatReply,
     SegmentEncoder,
     cut_output,
     strip_fence,
 )
+from verl_ext.agent_loop.protocols import make_protocol
 
 TOOLS = {CODE_TOOL: CODE_SCHEMA}
 
@@ -25,6 +32,7 @@ def protocol(tokenizer) -> CodeProtocol:
     ("text", "ended", "kinds", "why"),
     [
         ("It is \\boxed{7}.", True, [], "an answer"),
+        ("I give up.", True, [], "no answer, but no call either"),
         ("<code>print(1)", False, [], "cut off by the length: nothing to say to it"),
         ("<code>print(1)", True, ["unclosed_tag"], "it ended its turn without running the code"),
         ("<code>x\nIt is \\boxed{7}.", True, [], "an answer behind the tag"),
@@ -42,6 +50,7 @@ def test_a_turn_without_a_call_that_runs(protocol, text, ended, kinds, why):
 def test_a_call_says_where_it_begins_and_needs_the_tool(protocol):
     text = "So: <code>print(1)</code>"
     assert protocol.parse(text, TOOLS, ended=False) == [Call(CODE_TOOL, {"code": "print(1)"}, 4)]
+    assert protocol.parse(text, TOOLS, ended=False)[0].repaired is False
     assert [call.kind for call in protocol.parse(text, {}, ended=False)] == ["unknown_tool"]
     assert protocol.schemas(TOOLS) is None and protocol.stop == "</code>" and protocol.call_ends_turn is False
 
@@ -119,3 +128,26 @@ def test_a_long_output_keeps_head_and_tail(tokenizer, encode, length, limit):
 def test_a_text_shorter_than_its_note_stays_whole(tokenizer, encode):
     text = "1" * 45
     assert cut_output(tokenizer, text, 40, encode) == text
+
+
+def test_the_interpreters_schema_is_whole():
+    function = CODE_SCHEMA["function"]
+    assert CODE_SCHEMA["type"] == "function" and function.keys() == {"name", "description", "parameters"}
+    assert function["parameters"].keys() == {"type", "properties", "required"}
+    assert function["parameters"]["properties"].keys() == {"code"} == set(function["parameters"]["required"])
+
+
+def test_a_hermes_trace_keeps_text_beyond_ascii(qwen_tokenizer):
+    hermes = make_protocol("hermes", qwen_tokenizer, {}, max_parallel_calls=1)
+    assert '"code": "print(\'é\')"' in hermes.write("", [Call(CODE_TOOL, {"code": "print('é')"}, 0)])
+
+
+def test_a_type_that_a_schema_need_not_name_in_json_schemas_words_is_not_checked():
+    assert _has_type(None, "null") and _has_type(3, ["integer", "null"]) and not _has_type("3", ["integer", "null"])
+
+
+def test_the_kinds_of_malformed_calls_are_those_that_are_counted():
+    """Metrics are made of the list; a kind that is not in it would be lost."""
+    sources = Path(protocol_module.__file__).parent.glob("*.py")
+    raised = {kind for source in sources for kind in re.findall(r'MalformedCall\(\s*"(\w+)"', source.read_text())}
+    assert raised == set(MALFORMED_KINDS)
