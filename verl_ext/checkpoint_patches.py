@@ -4,14 +4,13 @@ verl 0.9.1 offers a callback after a save of RL, but nothing before one, nothing
 """
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import wrapt
 
-from verl_ext import checkpoints
+from verl_ext import checkpoints, manifest
 from verl_ext.versions import VERL, require_versions
 
 logger = logging.getLogger(__name__)
@@ -31,6 +30,7 @@ def install(verl: ModuleType) -> None:
     require_versions(VERL, "verl_ext/checkpoint_patches.py")
     wrapt.register_post_import_hook(_guard_sft, "verl.utils.checkpoint.checkpoint_handler")
     wrapt.register_post_import_hook(_guard_rl, "verl.trainer.ppo.v1.trainer_base")
+    wrapt.register_post_import_hook(_sync_shards, "verl.utils.checkpoint.fsdp_checkpoint_manager")
     wrapt.register_post_import_hook(_watch_metrics, "verl.utils.tracking")
 
 
@@ -40,6 +40,23 @@ def _publish(folder: Path, step: int) -> Path:
     if _rolling is not None:
         _rolling.after_save(step)
     return checkpoint
+
+
+def _sync_shards(module: ModuleType) -> None:
+    """verl/utils/checkpoint/fsdp_checkpoint_manager.py (0.9.1): `FSDPCheckpointManager`, of SFT and of RL's workers.
+
+    - :272 `save_checkpoint` returns when the shards are in the memory of their machine. Here it waits for the disk, on
+      every rank, so that a checkpoint which rank 0 then names outlives a power loss of any node.
+    """
+    manager = module.FSDPCheckpointManager
+    save = manager.save_checkpoint
+
+    def save_checkpoint(self: Any, local_path: str | None, *args: Any, **kwargs: Any) -> None:
+        save(self, local_path, *args, **kwargs)
+        if local_path is not None:
+            manifest.sync_own(Path(local_path), self.rank)
+
+    manager.save_checkpoint = save_checkpoint
 
 
 def _guard_sft(module: ModuleType) -> None:
@@ -67,21 +84,32 @@ def _guard_sft(module: ModuleType) -> None:
         barrier(self)
         self.default_local_dir = str(folder / checkpoints.SAVING)
         try:
-            save(self, step)  # ends with a barrier: all ranks have written
+            save(self, step)
+            manifest.sync_own(checkpoints.path_of(folder / checkpoints.SAVING, step), self.rank)  # `data_<rank>.pt`
         finally:
             self.default_local_dir = str(folder)
+        barrier(self)  # all ranks' parts are on the disk
         if self.rank == 0:
             _publish(folder, step)
         barrier(self)
 
     def _determine_resume_path(self: Any) -> str | None:
-        say = logger.info if self.rank == 0 else _say_nothing
         mode = "resume_path" if self.resume_mode == "auto" and self.resume_from_path else self.resume_mode
-        chosen = _chosen(mode, self.resume_from_path, Path(self.default_local_dir), say)
+        decided: list[Any] = [None]  # by rank 0: it may have to put a checkpoint in its place, and reads GBs
+        if self.rank == 0:
+            try:
+                decided = [_chosen(mode, self.resume_from_path, Path(self.default_local_dir))]
+            except (ValueError, OSError, checkpoints.NotWhole) as error:
+                decided = [error]
+        if self.mode == module.OrchestrationMode.SPMD:
+            module.torch.distributed.broadcast_object_list(decided, src=0)
+        (chosen,) = decided
+        if isinstance(chosen, Exception):
+            raise chosen
         if chosen is None:
             return None
         if self.mode == module.OrchestrationMode.SPMD:
-            checkpoints.require_ranks(chosen, module.torch.distributed.get_world_size())
+            manifest.require_ranks(chosen, module.torch.distributed.get_world_size())
         return str(chosen)
 
     def _load_dataloader_state(self: Any, checkpoint_path: str) -> None:
@@ -150,9 +178,9 @@ def _guard_rl(module: ModuleType) -> None:
     def _load_checkpoint(self: Any) -> None:
         settings = self.config.trainer
         given = settings.resume_mode, settings.resume_from_path
-        chosen = _chosen(*given, Path(settings.default_local_dir), logger.info)
+        chosen = _chosen(*given, Path(settings.default_local_dir))
         if chosen is not None:
-            checkpoints.require_ranks(chosen / "actor", self.actor_rollout_wg.world_size)
+            manifest.require_ranks(chosen / "actor", self.actor_rollout_wg.world_size)
         settings.resume_mode = "disable" if chosen is None else "resume_path"
         settings.resume_from_path = None if chosen is None else str(chosen.absolute())
         try:
@@ -190,22 +218,22 @@ def _watch_metrics(module: ModuleType) -> None:
     tracking.log = log_and_record
 
 
-def _chosen(mode: str, path: str | None, folder: Path, say: Callable[[str], None]) -> Path | None:
-    """What `trainer.resume_mode` comes to.
+def _chosen(mode: str, path: str | None, folder: Path) -> Path | None:
+    """What `trainer.resume_mode` comes to; a copy that a kill left in `.saving/` is put in its place before.
 
     Raises:
-        ValueError: the mode is none of verl's.
+        ValueError: the mode is none of verl's, or the path names no checkpoint.
+        NotWhole: something of the checkpoint is missing.
     """
     if mode == "disable":
         return None
     if mode == "auto":
-        return checkpoints.resume_point(folder, say)
+        checkpoints.restore(folder)
+        return checkpoints.resume_point(folder)
     if mode == "resume_path":
+        if (step := checkpoints.step_of(path)) is not None:
+            checkpoints.restore(Path(path).parent, step)
         chosen = checkpoints.require_whole(path)
-        say(f"Resume: from {chosen}, as trainer.resume_from_path says.")
+        logger.info("Resume: from %s, as trainer.resume_from_path says.", chosen)
         return chosen
     raise ValueError(f"trainer.resume_mode={mode!r}; expected auto, resume_path or disable.")
-
-
-def _say_nothing(line: str) -> None:
-    pass

@@ -1,8 +1,9 @@
 """Checkpoints on disk, of SFT and RL: each is whole or not there; which one a run resumes from; which ones are kept.
 
-A checkpoint is written below `.saving/` and becomes `global_step_<n>` by one rename when every rank has written its
-part; `checkpoint.json` in it lists its files and their sizes, and verl's tracker names it last. So a run that is killed
-at any moment leaves the checkpoints it had. `checkpoint_patches.py` makes verl do so; this file knows folders only.
+A checkpoint is written below `.saving/`. When every rank's part is on the disk, `checkpoint.json` lists its files with
+sizes and checksums (`manifest.py`), one rename makes it `global_step_<n>`, verl's tracker names it, and only then older
+ones are deleted, each step fsynced before the next (`durable.py`). So a kill or a power loss at any moment leaves the
+checkpoints there were. `checkpoint_patches.py` makes verl do so; this file knows folders only.
 
     python -m verl_ext.checkpoints outputs/qwen2-32b_dapo               # what is there, and where a run would resume
     python -m verl_ext.checkpoints outputs/old_run --accept 300         # vouch for one that was saved without this file
@@ -16,30 +17,27 @@ import os
 import re
 import shutil
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from verl_ext import durable
+from verl_ext.manifest import MANIFEST, NotWhole, problem, vouch
+
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-MANIFEST = "checkpoint.json"
 TRACKER = "latest_checkpointed_iteration.txt"  # verl's; the merge and the quickstart read it
 SAVING = ".saving"  # what is being written, and what is being deleted
+REPLACED = "replaced"  # in it: the checkpoint whose step is saved again, until the new one is in its place
 VALIDATION = "validation.json"  # in the run's folder: step -> value of the metric that decides on the best
 VERL_KEYS = ("max_ckpt_to_keep", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep", "remove_previous_ckpt_in_save")
 
 _STEP = re.compile(r"global_step_(\d+)")
-_SHARD = re.compile(r"(\w+)_world_size_(\d+)_rank_(\d+)\.pt")
 
 Say = Callable[[str], None]
-
-
-class NotWhole(RuntimeError):
-    """A checkpoint lacks something, or none of those that are there is whole."""
 
 
 # What is there -------------------------------------------------------------------------------------------------------
@@ -47,8 +45,14 @@ class NotWhole(RuntimeError):
 
 def steps(folder: Path) -> list[int]:
     """Steps of the folders `global_step_<n>`, ascending, whole or not."""
-    found = (_STEP.fullmatch(path.name) for path in folder.glob("global_step_*") if path.is_dir())
-    return sorted(int(match[1]) for match in found if match)
+    found = (step_of(path) for path in folder.glob("global_step_*") if path.is_dir())
+    return sorted(step for step in found if step is not None)
+
+
+def step_of(path: str | os.PathLike | None) -> int | None:
+    """The step that the name of a checkpoint's folder says."""
+    match = _STEP.fullmatch(Path(path or "").name)
+    return int(match[1]) if match else None
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -63,43 +67,8 @@ def tracked_step(folder: Path) -> int | None:
         return None
 
 
-def problem(checkpoint: Path, is_needed: Callable[[str], bool] = lambda name: True) -> str | None:
-    """What keeps a checkpoint from being whole, of the files that are needed; None if nothing does."""
-    if not checkpoint.is_dir():
-        return "there is no such folder"
-    try:
-        sizes = json.loads((checkpoint / MANIFEST).read_text())["files"]
-    except FileNotFoundError:
-        return f"it has no {MANIFEST}, which is written when all the rest is there"
-    except (ValueError, KeyError) as error:
-        return f"its {MANIFEST} cannot be read ({error!r})"
-    for name, expected in sizes.items():
-        if not is_needed(name):
-            continue
-        try:
-            found = (checkpoint / name).stat().st_size
-        except FileNotFoundError:
-            return f"{name} is missing"
-        if found != expected:
-            return f"{name} has {found} of {expected} bytes"
-    return None
-
-
 def whole_steps(folder: Path) -> list[int]:
     return [step for step in steps(folder) if problem(path_of(folder, step)) is None]
-
-
-def missing_shards(checkpoint: Path) -> list[str]:
-    """Shards of ranks that others, by their names, say exist: `model_world_size_8_rank_3.pt`, ..."""
-    ranks = defaultdict(set)
-    for path in checkpoint.rglob("*.pt"):
-        if match := _SHARD.fullmatch(path.name):
-            ranks[path.parent, match[1], int(match[2])].add(int(match[3]))
-    return [
-        str((parent / f"{kind}_world_size_{size}_rank_{rank}.pt").relative_to(checkpoint))
-        for (parent, kind, size), there in sorted(ranks.items())
-        for rank in sorted(set(range(size)) - there)
-    ]
 
 
 # Where a run resumes -------------------------------------------------------------------------------------------------
@@ -108,19 +77,31 @@ def missing_shards(checkpoint: Path) -> list[str]:
 def resume_point(folder: Path, say: Say = logger.info) -> Path | None:
     """Where `resume_mode=auto` goes on: the step that the tracker names, or else the newest that is whole.
 
-    The tracker comes first because a user may set it back to an earlier step. None: there is no checkpoint yet.
+    The tracker comes first because a user may set it back to an earlier step. None: there is no checkpoint yet. Nothing
+    is changed: the path may be below `.saving/`, from where `restore` puts it in its place.
 
     Raises:
         NotWhole: there are checkpoints, but none is whole; a run that started over would overwrite them in time.
     """
-    problems = {step: problem(path_of(folder, step)) for step in steps(folder)}
-    whole = [step for step, seen in problems.items() if seen is None]
-    broken = [f"{path_of(folder, step)} is not whole: {seen}." for step, seen in problems.items() if seen]
+    copies, tracked = recoverable(folder), tracked_step(folder)
+    places = {step: path_of(folder, step) for step in steps(folder)} | copies
+    problems = {step: problem(path, contents=False) for step, path in places.items()}
+    chosen = None
+    for step in sorted(places, key=lambda step: (step == tracked, step), reverse=True):
+        if problems[step] is None:
+            problems[step] = problem(places[step])  # of the others, which may be large, only the sizes are compared
+            if problems[step] is None:
+                chosen = step
+                break
+    broken = [f"{places[step]} is not whole: {problems[step]}." for step in sorted(places) if problems[step]]
     for line in broken:
         say(f"Resume: {line} It is left alone.")
-    if (folder / SAVING).exists():
+    if chosen in copies:
+        say(f"Resume: {places[chosen]} is whole; a kill came before it was in its place, where it is put now.")
+    elif (folder / SAVING).exists():
         say(f"Resume: {folder / SAVING} holds what a run was saving when it was killed. It is not used.")
-    if not whole:
+    if chosen is None:
+        broken += [f"{path} is not whole: {problem(path)}." for path in _vouched(folder)]
         if broken:
             raise NotWhole(
                 f"{' '.join(broken)} A run that starts over would write beside and over that. Move it away; or, if you "
@@ -128,15 +109,14 @@ def resume_point(folder: Path, say: Say = logger.info) -> Path | None:
             )
         say(f"Resume: no checkpoint in {folder}; training starts from scratch.")
         return None
-    tracked = tracked_step(folder)
-    step = tracked if tracked in whole else whole[-1]
-    if step != tracked:
+    newest = max(step for step in places if problems[step] is None)
+    if chosen != tracked:
         named = "names no step" if tracked is None else f"names step {tracked}, which is not there or not whole"
-        say(f"Resume: {folder / TRACKER} {named}; {step} is the newest whole step.")
-    elif step < whole[-1]:
-        say(f"Resume: {folder / TRACKER} names step {step}, not the newest ({whole[-1]}), and is followed.")
-    say(f"Resume: from {path_of(folder, step)}, step {step}.")
-    return path_of(folder, step)
+        say(f"Resume: {folder / TRACKER} {named}; {chosen} is the newest whole step.")
+    elif chosen < newest:
+        say(f"Resume: {folder / TRACKER} names step {chosen}, not the newest ({newest}), and is followed.")
+    say(f"Resume: from {places[chosen]}, step {chosen}.")
+    return places[chosen]
 
 
 def require_whole(path: str | os.PathLike | None) -> Path:
@@ -147,7 +127,7 @@ def require_whole(path: str | os.PathLike | None) -> Path:
         NotWhole: something of it is missing; says what.
     """
     checkpoint = Path(path or "")
-    if not _STEP.fullmatch(checkpoint.name):
+    if step_of(path) is None:
         raise ValueError(
             f"trainer.resume_from_path is {path!r}. Expected the folder of a checkpoint, such as "
             "outputs/qwen2-32b_dapo/global_step_300."
@@ -157,70 +137,85 @@ def require_whole(path: str | os.PathLike | None) -> Path:
         raise NotWhole(
             f"trainer.resume_from_path={checkpoint} is not a whole checkpoint: {seen}. Whole ones there: "
             f"{', '.join(others) or 'none'}. resume_mode=auto picks one; if you know that this one is complete: "
-            f"python -m verl_ext.checkpoints {checkpoint.parent} --accept {checkpoint.name.rpartition('_')[2]}"
+            f"python -m verl_ext.checkpoints {checkpoint.parent} --accept {step_of(path)}"
         )
     return checkpoint
-
-
-def require_ranks(checkpoint: Path, ranks: int) -> None:
-    """Raise ValueError if the shards of a model are those of another number of ranks: verl loads rank by rank."""
-    there = {int(match[2]) for path in checkpoint.glob("*.pt") if (match := _SHARD.fullmatch(path.name))}
-    if there - {ranks}:
-        raise ValueError(
-            f"{checkpoint} was saved by {max(there)} ranks, but this run has {ranks}. Resume with as many GPUs, or "
-            "merge it (python -m verl.model_merger) and start a run from the merged model."
-        )
 
 
 # Saving --------------------------------------------------------------------------------------------------------------
 
 
 def begin(folder: Path) -> Path:
-    """An empty `.saving/`, into which a checkpoint is written; what a killed run left there is deleted."""
+    """An empty `.saving/`, into which a checkpoint is written.
+
+    What a killed run left there is deleted, but only what no resume could need: `restore` comes first.
+    """
+    restore(folder)
     saving = folder / SAVING
     if saving.exists():
         shutil.rmtree(saving)
-    saving.mkdir(parents=True)
+    durable.make_folder(saving)
     return saving
 
 
 def publish(folder: Path, step: int) -> Path:
     """Make `.saving/global_step_<n>`, which all ranks have written, the checkpoint of that step, and name it last.
 
+    When this returns, the checkpoint outlives a power loss. One that it replaces is in `.saving/replaced/` meanwhile.
+
     Raises:
         NotWhole: shards of some ranks are not there.
+        OSError: the disk does not take it; what there was is still there.
     """
     saving = folder / SAVING
     vouch(path_of(saving, step))
-    target = path_of(folder, step)
-    if target.exists():  # of a run that was set back to an earlier step, or broken
-        target.rename(saving / f"replaced_{step}")
-    path_of(saving, step).rename(target)
-    _write(folder / TRACKER, str(step))
+    for parent in (saving, folder, folder.parent):  # `restore` finds it from now on
+        durable.sync_folder(parent)
+    target = _put_in_place(path_of(saving, step), folder, aside=REPLACED)
+    durable.write_text(folder / TRACKER, str(step))
     shutil.rmtree(saving)
     return target
 
 
-def vouch(checkpoint: Path) -> None:
-    """Write the list of files that makes a checkpoint whole.
+def recoverable(folder: Path, wanted: int | None = None) -> dict[int, Path]:
+    """Whole copies in `.saving/` that a resume needs, by step; a kill came while one was put in its place.
 
-    Raises:
-        NotWhole: shards of some ranks are not there.
+    Those of the step that is wanted or that the tracker names, if that is not there or not whole; all, if nothing else
+    is whole. Others are of a save that never returned, and the run has an older checkpoint.
     """
-    if missing := missing_shards(checkpoint):
-        raise NotWhole(
-            f"{checkpoint} lacks {len(missing)} of its shards, first {missing[0]}. On several nodes, "
-            "trainer.default_local_dir must be a folder that all of them see."
-        )
-    files = sorted(path for path in checkpoint.rglob("*") if path.is_file() and path != checkpoint / MANIFEST)
-    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in files}
-    _write(checkpoint / MANIFEST, json.dumps({"files": sizes}, indent=1))
+    if not (copies := [path for path in _vouched(folder) if problem(path) is None]):
+        return {}
+    there, named = whole_steps(folder), (tracked_step(folder), wanted)
+    by_step = {step_of(path): path for path in copies}
+    return {step: path for step, path in by_step.items() if step not in there and (not there or step in named)}
 
 
-def _write(path: Path, text: str) -> None:
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
+def restore(folder: Path, wanted: int | None = None, say: Say = logger.info) -> None:
+    """Put what is `recoverable` in its place, before a run resumes or saves."""
+    for copy in recoverable(folder, wanted).values():
+        say(f"{copy} is whole; a kill came before it was in its place, where it is put now.")
+        _put_in_place(copy, folder, aside="broken")
+
+
+def _vouched(folder: Path) -> list[Path]:
+    """Copies in `.saving/` with a list of files, of one step the newer last."""
+    copies = (path for parent in (REPLACED, ".") for path in (folder / SAVING / parent).glob("global_step_*"))
+    return [path for path in copies if step_of(path) is not None and (path / MANIFEST).is_file()]
+
+
+def _put_in_place(copy: Path, folder: Path, *, aside: str) -> Path:
+    """Rename a whole copy to `global_step_<n>`; what is there goes to `.saving/<aside>/` first."""
+    target = folder / copy.name
+    if target.exists():  # of a run that was set back to an earlier step, or broken
+        old = folder / SAVING / aside / target.name
+        durable.make_folder(old.parent)
+        target.rename(old)
+        durable.sync_folder(old.parent)
+        durable.sync_folder(folder)
+    copy.rename(target)
+    durable.sync_folder(folder)
+    durable.sync_folder(copy.parent)
+    return target
 
 
 # Which ones are kept -------------------------------------------------------------------------------------------------
@@ -256,6 +251,7 @@ class Rolling:
     saved: int | None = None  # newest step that this process has saved
     values: dict[int, float] = field(default_factory=dict)
     recorded: set[int] = field(default_factory=set)  # steps that this process has validated
+    sound: set[int] = field(default_factory=set)  # steps whose bytes this process has written or compared
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Rolling":
@@ -303,11 +299,19 @@ class Rolling:
         path = self.folder / VALIDATION
         if not path.exists():
             return
-        there = json.loads(path.read_text())
-        if (there["metric"], there["mode"]) != (self.best_metric, self.best_mode):
-            logger.warning("%s is about %s, not %s, and starts anew.", path, there["metric"], self.best_metric)
+        try:
+            there = json.loads(path.read_text())
+            about = there["metric"], there["mode"]
+            values = {int(step): float(value) for step, value in there["values"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} cannot be read ({error!r}); expected the steps' values of {self.best_metric}, without which "
+                "the best checkpoint is not known. Restore it, or delete it: then a later validation decides."
+            ) from error
+        if about != (self.best_metric, self.best_mode):
+            logger.warning("%s is about %s, not %s, and starts anew.", path, about[0], self.best_metric)
             return
-        self.values = {int(step): value for step, value in there["values"].items()}
+        self.values = values
 
     def record(self, data: Mapping[str, Any], step: int) -> None:
         """Take the metric out of what is logged at a step, if it is there.
@@ -331,8 +335,8 @@ class Rolling:
             return
         self.values[step] = value
         self.recorded.add(step)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _write(
+        durable.make_folder(self.folder)
+        durable.write_text(
             self.folder / VALIDATION,
             json.dumps({"metric": self.best_metric, "mode": self.best_mode, "values": self.values}, indent=1),
         )
@@ -347,6 +351,7 @@ class Rolling:
     def after_save(self, step: int) -> None:
         """SFT has validated the step before, RL will after; an older value is of a run that was set back since."""
         self.saved = step
+        self.sound.add(step)
         self.values = {s: value for s, value in self.values.items() if s < step or s in self.recorded}
         self.delete_others()
 
@@ -354,18 +359,27 @@ class Rolling:
         """Nothing before this process has saved: a validation alone deletes no checkpoint."""
         if self.saved is None or self.keep_last is None:
             return
-        whole = [step for step in whole_steps(self.folder) if step <= self.saved]
+        whole = [step for step in steps(self.folder) if step <= self.saved and self._is_whole(step)]
         best = self.best(whole)
         kept = kept_steps(whole, keep_last=self.keep_last, best=best, tracked=tracked_step(self.folder))
         others = [step for step in whole if step not in kept]
-        for step in others:
-            bin_ = self.folder / SAVING / f"deleted_{step}"  # out of sight at once, however long deleting takes
-            bin_.parent.mkdir(exist_ok=True)
-            path_of(self.folder, step).rename(bin_)
-        if others:
-            shutil.rmtree(self.folder / SAVING)
-            named = "" if best is None else f" (best: {best}, {self.best_metric} {self.values[best]:.4g})"
-            logger.info("Checkpoints: kept %s%s, deleted %s.", sorted(kept), named, others)
+        if not others:
+            return
+        durable.make_folder(self.folder / SAVING)
+        for step in others:  # out of sight at once, however long deleting takes
+            path_of(self.folder, step).rename(self.folder / SAVING / f"deleted_{step}")
+        durable.sync_folder(self.folder)
+        durable.sync_folder(self.folder / SAVING)
+        shutil.rmtree(self.folder / SAVING)
+        named = "" if best is None else f" (best: {best}, {self.best_metric} {self.values[best]:.4g})"
+        logger.info("Checkpoints: kept %s%s, deleted %s.", sorted(kept), named, others)
+
+    def _is_whole(self, step: int) -> bool:
+        """One that is kept in the place of others is compared first, once: it may be of the right size only."""
+        is_whole = problem(path_of(self.folder, step), contents=step not in self.sound) is None
+        if is_whole:
+            self.sound.add(step)
+        return is_whole
 
 
 def main() -> None:

@@ -1,12 +1,13 @@
 """verl's own save and load code, patched, with fakes for what is slow: the engine and the worker group."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from verl_ext import checkpoints
+from verl_ext import checkpoints, durable, manifest
 
 EPOCH = 4  # batches of 2
 
@@ -94,11 +95,11 @@ def test_a_save_that_fails_leaves_what_there_was(rolling: Any, tmp_path: Path):
     assert checkpoints.steps(tmp_path) == [2] and checkpoints.tracked_step(tmp_path) == 2
 
 
-@pytest.mark.parametrize("step", [EPOCH - 1, EPOCH, EPOCH + 1])
+@pytest.mark.parametrize("step", [EPOCH - 1, EPOCH, EPOCH + 1, 2 * EPOCH - 1, 2 * EPOCH, 2 * EPOCH + 1, 3 * EPOCH])
 def test_sft_resumed_around_an_epochs_end_trains_what_was_left(rolling: Any, tmp_path: Path, step: int):
-    whole = [batch for epoch in epochs(loader(), 0, 3) for batch in epoch]
+    whole = [batch for epoch in epochs(loader(), 0, 4) for batch in epoch]
     data, done = loader(), []
-    for epoch in range(3):
+    for epoch in range(4):
         data.sampler.set_epoch(epoch)
         for batch in data:
             done.append(batch.tolist())
@@ -110,7 +111,7 @@ def test_sft_resumed_around_an_epochs_end_trains_what_was_left(rolling: Any, tmp
 
     data = loader()
     assert handler(tmp_path, data).load_checkpoint() == step
-    left = [batch for epoch in epochs(data, step // EPOCH, 3) for batch in epoch]
+    left = [batch for epoch in epochs(data, step // EPOCH, 4) for batch in epoch]
     assert done + left == whole
 
 
@@ -120,7 +121,7 @@ def test_data_loader_states_of_other_ranks_are_refused(rolling: Any, tmp_path: P
     checkpoint.mkdir()
     for name in there:
         (checkpoint / name).touch()
-    checkpoints.vouch(checkpoint)
+    manifest.vouch(checkpoint)
     with pytest.raises(ValueError, match=f"states of {len(there)} data-parallel ranks, but this run has 1"):
         handler(tmp_path, loader()).load_checkpoint()
 
@@ -146,6 +147,80 @@ def test_an_sft_run_that_is_complete_ends_without_another_step(rolling: Any, tmp
     with pytest.raises(SystemExit) as ended:
         sft.load_checkpoint()
     assert ended.value.code == 0
+
+
+def a_rank(rank: int, run: Path, results: Any) -> None:
+    """One of two: saves steps 2 and 4, and resumes when a shard of step 4 has been lost to zeros."""
+    import torch.distributed as dist
+    from verl.utils.checkpoint import CheckpointHandler
+
+    class Sharded(Engine):
+        def save_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
+            Path(local_path).mkdir(parents=True, exist_ok=True)
+            (Path(local_path) / f"model_world_size_2_rank_{rank}.pt").write_bytes(b"weights")
+
+        def get_data_parallel_rank(self) -> int:
+            return rank
+
+        def get_data_parallel_size(self) -> int:
+            return 2
+
+    dist.init_process_group("gloo", init_method=f"file://{run.parent}/store", rank=rank, world_size=2)
+    sft = CheckpointHandler(Sharded(run), loader(), default_local_dir=str(run))
+    begin, sync_own, publish = checkpoints.begin, manifest.sync_own, checkpoints.publish
+    synced = run.parent / "rank_1_is_on_the_disk"
+
+    def slow_sync(checkpoint: Path, of: int) -> None:
+        sync_own(checkpoint, of)
+        if rank == 1:
+            time.sleep(0.3)
+            synced.touch()
+
+    def slow_publish(folder: Path, step: int) -> Path:
+        assert synced.exists(), "rank 0 vouches for what rank 1 has not brought to the disk"
+        time.sleep(0.3)
+        return publish(folder, step)
+
+    manifest.sync_own, checkpoints.publish = slow_sync, slow_publish
+    checkpoints.begin = lambda folder: (time.sleep(0.3), begin(folder))[1]
+    for step in (2, 4):
+        sft.save_checkpoint(step)
+        assert checkpoints.tracked_step(run) == step, "it goes on before the checkpoint is named"
+        synced.unlink(missing_ok=True)
+        dist.barrier()
+    if rank == 0:
+        (run / "global_step_4" / "model_world_size_2_rank_1.pt").write_bytes(bytes(7))
+    dist.barrier()
+    resumed = sft.load_checkpoint(), sft.engine.loaded
+    sft.resume_mode, sft.resume_from_path = "resume_path", str(run / "global_step_4")
+    try:
+        sft.load_checkpoint()
+    except checkpoints.NotWhole as error:
+        results.put((rank, *resumed, str(error)))
+    dist.barrier()
+
+
+@pytest.mark.timeout(120)  # two processes more
+def test_ranks_wait_for_each_other_and_agree_on_where_they_resume_and_on_what_is_wrong(rolling: Any, tmp_path: Path):
+    import multiprocessing
+
+    import verl.utils.checkpoint  # noqa: F401  once, before the ranks are forked
+
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    ranks = [context.Process(target=a_rank, args=(rank, tmp_path / "run", results), daemon=True) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    found = sorted(results.get(timeout=30) for _ in ranks)
+    for process in ranks:
+        process.join(10)
+    for rank, (number, step, loaded, error) in enumerate(found):
+        assert (number, step, loaded) == (rank, 2, str(tmp_path / "run" / "global_step_2"))
+        assert "global_step_4 is not a whole checkpoint: model_world_size_2_rank_1.pt has its 7 bytes, but not" in error
+    assert sorted(path.name for path in (tmp_path / "run" / "global_step_4").glob("data_*")) == [
+        "data_0.pt",
+        "data_1.pt",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -221,6 +296,92 @@ def test_rl_saves_out_of_sight_and_resumes_from_what_is_whole(rolling: Any, tmp_
         PPOTrainer._load_checkpoint(trainer)
 
 
+def prompts(shuffle: bool = True) -> Any:
+    """As verl's RL trainer makes its loader, with the refill of single prompts: 4 rows."""
+    from omegaconf import OmegaConf
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from verl.trainer.ppo.utils import create_rl_sampler
+
+    rows = [{"raw_prompt": str(row)} for row in range(EPOCH)]
+    sampler = create_rl_sampler(OmegaConf.create({"shuffle": shuffle, "seed": 1}), rows)
+    return StatefulDataLoader(rows, batch_size=1, sampler=sampler, drop_last=True, collate_fn=collate)
+
+
+def collate(rows: list[dict[str, str]]) -> dict[str, Any]:
+    import numpy as np
+
+    return {"raw_prompt": np.array([row["raw_prompt"] for row in rows], dtype=object)}
+
+
+def drawn(trainer: Any, number: int) -> list[str]:
+    """The next prompts, by verl's own `_fetch_one_gen_batch`."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    return [PPOTrainer._fetch_one_gen_batch(trainer)["raw_prompt"][0] for _ in range(number)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("step", [EPOCH - 1, EPOCH, EPOCH + 1, 2 * EPOCH, 2 * EPOCH + 1, 3 * EPOCH])
+def test_rl_resumed_around_an_epochs_end_draws_what_was_left(rolling: Any, tmp_path: Path, step: int, shuffle: bool):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    def trainer() -> Any:
+        made = rl_trainer(tmp_path, Engine(tmp_path))
+        made.train_dataloader, made.train_dataloader_it = prompts(shuffle), None
+        PPOTrainer._load_checkpoint(made)
+        return made
+
+    whole = drawn(trainer(), 4 * EPOCH)
+    assert all(sorted(whole[i : i + EPOCH]) == list("0123") for i in range(0, 4 * EPOCH, EPOCH))
+    first = trainer()
+    done = drawn(first, step)
+    first.global_steps = step
+    PPOTrainer._save_checkpoint(first)
+    second = trainer()
+    assert second.global_steps == step
+    assert done + drawn(second, 4 * EPOCH - step) == whole
+
+
+def test_a_rank_waits_for_its_own_shards(rolling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rank 1 of 2, on any machine, before rank 0 may say that the checkpoint is whole."""
+    from verl.utils.checkpoint import fsdp_checkpoint_manager
+
+    class Manager:
+        rank = 1
+
+        def save_checkpoint(self, local_path: str | None, hdfs_path: Any = None, global_step: int = 0) -> None:
+            if local_path is not None:
+                (Path(local_path) / "model_world_size_2_rank_1.pt").write_bytes(str(global_step).encode())
+
+    synced: list[str] = []
+    monkeypatch.setattr(durable, "sync_file", lambda path: synced.append(path.name))
+    rolling._sync_shards(module := SimpleNamespace(FSDPCheckpointManager=Manager))
+    (tmp_path / "model_world_size_2_rank_0.pt").touch()
+    module.FSDPCheckpointManager().save_checkpoint(str(tmp_path), None, global_step=7)
+    assert synced == ["model_world_size_2_rank_1.pt"]
+    assert (tmp_path / synced[0]).read_bytes() == b"7"
+    module.FSDPCheckpointManager().save_checkpoint(None)
+    real = fsdp_checkpoint_manager.FSDPCheckpointManager.save_checkpoint
+    assert real.__module__ == "verl_ext.checkpoint_patches", "verl's own is the patched one"
+
+
+def test_a_copy_that_a_kill_left_out_of_place_is_put_there_at_a_resume(rolling: Any, tmp_path: Path):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    trainer = rl_trainer(tmp_path, Engine(tmp_path))
+    trainer.global_steps = 2
+    PPOTrainer._save_checkpoint(trainer)
+    step, copy = tmp_path / "global_step_2", checkpoints.begin(tmp_path) / "global_step_2"
+    for settings in ({}, {"resume_mode": "resume_path", "resume_from_path": str(step)}):
+        step.rename(copy)
+        trainer = rl_trainer(tmp_path, engine := Engine(tmp_path), **settings)
+        PPOTrainer._load_checkpoint(trainer)
+        assert trainer.global_steps == 2 and engine.loaded == str(step / "actor")
+        assert step.is_dir() and not copy.exists()
+    step.rename(copy)
+    assert handler(tmp_path, loader())._determine_resume_path() == str(step)
+
+
 def test_another_number_of_gpus_is_refused(rolling: Any, tmp_path: Path, one_process: None):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.utils.checkpoint import CheckpointHandler
@@ -229,7 +390,7 @@ def test_another_number_of_gpus_is_refused(rolling: Any, tmp_path: Path, one_pro
         folder.mkdir()
         for rank in range(2):
             (folder / f"model_world_size_2_rank_{rank}.pt").touch()
-    checkpoints.vouch(tmp_path / "global_step_2")
+    manifest.vouch(tmp_path / "global_step_2")
     with pytest.raises(ValueError, match="global_step_2 was saved by 2 ranks, but this run has 1"):
         CheckpointHandler(Engine(tmp_path), loader(), default_local_dir=str(tmp_path)).load_checkpoint()
     with pytest.raises(ValueError, match="actor was saved by 2 ranks, but this run has 1"):

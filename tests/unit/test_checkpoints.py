@@ -1,34 +1,35 @@
 """Which checkpoints are whole, which one a run resumes from and which ones stay, on made-up folders."""
 
-import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from verl_ext import manifest
 from verl_ext.checkpoints import (
-    MANIFEST,
     SAVING,
     TRACKER,
     NotWhole,
     Rolling,
     begin,
     kept_steps,
-    missing_shards,
     path_of,
     problem,
     publish,
+    recoverable,
     require_whole,
+    restore,
     resume_point,
     steps,
     tracked_step,
+    vouch,
     whole_steps,
 )
+from verl_ext.manifest import MANIFEST, checksum, missing_shards
 
 SHARDS = [f"{kind}_world_size_2_rank_{rank}.pt" for kind in ("model", "optim", "extra_state") for rank in (0, 1)]
 
@@ -42,7 +43,7 @@ def write_shards(checkpoint: Path, names: list[str] = SHARDS) -> None:
 
 def save(folder: Path, step: int) -> None:
     write_shards(path_of(begin(folder), step))
-    publish(folder, step)
+    assert publish(folder, step) == path_of(folder, step)
 
 
 @pytest.fixture
@@ -74,6 +75,9 @@ def test_a_published_checkpoint_is_whole_and_named(run: Path):
         (MANIFEST, None, f"it has no {MANIFEST}"),
         (MANIFEST, b"{", f"its {MANIFEST} cannot be read"),
         (MANIFEST, b"{}", f"its {MANIFEST} cannot be read"),
+        (MANIFEST, b"[]", f"its {MANIFEST} cannot be read"),
+        (MANIFEST, bytes(900), f"its {MANIFEST} cannot be read"),
+        (MANIFEST, b'{"files": {"data.pt": 7}, "crc32": {"block": 1, "blocks": 2, "files": {}}}', f"its {MANIFEST}"),
     ],
 )
 def test_a_checkpoint_that_lacks_something_is_not_taken(run: Path, name: str, content: bytes | None, seen: str):
@@ -99,6 +103,8 @@ def test_a_tracker_that_was_set_back_is_followed(run: Path):
     (run / TRACKER).write_text("4\n")
     point, said = resumed(run)
     assert point == run / "global_step_4" and "names step 4, not the newest (10), and is followed" in said
+    (run / "global_step_10" / "data.pt").unlink()
+    assert "not the newest" not in resumed(run)[1], "the newest that is whole counts"
 
 
 def test_a_run_without_checkpoints_starts_from_scratch(tmp_path: Path):
@@ -153,49 +159,119 @@ def test_a_step_that_is_saved_again_is_replaced_as_a_whole(run: Path):
     assert tracked_step(run) == 4 and steps(run) == [2, 4, 10] and not (run / SAVING).exists()
 
 
-class Killed(BaseException):
-    """Stands for SIGKILL: no `except` of the code catches it."""
+def test_a_kill_between_the_two_renames_of_saving_the_only_step_again(tmp_path: Path):
+    """One rename has moved the old one away, the next would have put the new one in its place."""
+    save(tmp_path, 2)
+    write_shards(path_of(begin(tmp_path), 2))
+    vouch(path_of(tmp_path / SAVING, 2))
+    old, new = path_of(tmp_path / SAVING / "replaced", 2), path_of(tmp_path / SAVING, 2)
+    old.parent.mkdir()
+    path_of(tmp_path, 2).rename(old)
+    before = sorted(tmp_path.rglob("*"))
+    point, said = resumed(tmp_path)
+    assert point == new and f"{new} is whole; a kill came before it was in its place" in said
+    assert sorted(tmp_path.rglob("*")) == before, "asking changes nothing: the doctor asks too"
+    (new / "data.pt").unlink()
+    assert resumed(tmp_path)[0] == old
+    restore(tmp_path)
+    assert steps(tmp_path) == whole_steps(tmp_path) == [2] and resumed(tmp_path)[0] == path_of(tmp_path, 2)
+    begin(tmp_path)
+    assert whole_steps(tmp_path) == [2]
 
 
-@pytest.mark.parametrize("there", [(2, 4), (2, 4, 6)], ids=["a new step", "a step that is there"])
-def test_a_kill_at_any_operation_leaves_a_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: tuple[int, ...]
-):
-    """Step 6 is saved and 2 and 4 are deleted; at the n-th operation on the disk, for each n, that is the end."""
-    left = 0  # operations until the kill; below 0: no kill
+def test_the_next_save_does_not_delete_the_only_whole_copy(tmp_path: Path):
+    write_shards(path_of(begin(tmp_path), 2))
+    vouch(path_of(tmp_path / SAVING, 2))  # and a kill
+    begin(tmp_path)
+    assert whole_steps(tmp_path) == [2]
 
-    def counted(operation: Callable) -> Callable:
-        def operate(*args: object, **kwargs: object) -> object:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise Killed
-            return operation(*args, **kwargs)
 
-        return operate
+def test_a_broken_checkpoint_gives_way_to_its_whole_copy(tmp_path: Path):
+    save(tmp_path, 2)
+    write_shards(path_of(begin(tmp_path), 2))
+    vouch(path_of(tmp_path / SAVING, 2))
+    path_of(tmp_path / SAVING, 2).rename(tmp_path / SAVING / "kept")
+    (tmp_path / SAVING / "replaced").mkdir()
+    (tmp_path / SAVING / "kept").rename(path_of(tmp_path / SAVING / "replaced", 2))
+    (path_of(tmp_path, 2) / "data.pt").write_bytes(b"")
+    restore(tmp_path)
+    assert whole_steps(tmp_path) == [2]
 
-    for owner, name in ((Path, "rename"), (Path, "replace"), (Path, "write_text"), (os, "unlink"), (os, "rmdir")):
-        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
 
-    for number in itertools.count(1):
-        run, killed = tmp_path / str(number), False
-        for step in there:
-            save(run, step)
-        left = number
-        try:
-            save(run, 6)
-            Rolling(run, keep_last=1).after_save(6)
-        except Killed:
-            killed = True
-        left = -1
-        assert resumed(run)[0] in (path_of(run, 4), path_of(run, 6)) and whole_steps(run) == steps(run)
-        assert tracked_step(run) in whole_steps(run) or 6 in there  # which is gone between two renames
-        save(run, 8)
-        Rolling(run, keep_last=1).after_save(8)
-        assert steps(run) == [8] and not (run / SAVING).exists()
-        if not killed:
-            break
-    assert number > 20
+def test_a_copy_whose_save_never_returned_is_used_only_where_it_is_needed(run: Path):
+    write_shards(path_of(begin(run), 12))
+    vouch(path_of(run / SAVING, 12))
+    assert recoverable(run) == {} and resumed(run)[0] == path_of(run, 10)
+    assert recoverable(run, wanted=12) == {12: path_of(run / SAVING, 12)}, "resume_from_path names it"
+    assert recoverable(run, wanted=10) == {}
+    (run / TRACKER).write_text("12")
+    assert resumed(run)[0] == path_of(run / SAVING, 12)
+    (run / TRACKER).write_text("10")
+    begin(run)
+    assert steps(run) == [2, 4, 10] and list((run / SAVING).iterdir()) == []
+
+
+def test_copies_that_are_damaged_are_no_reason_to_start_over(tmp_path: Path):
+    write_shards(path_of(begin(tmp_path), 2))
+    vouch(path_of(tmp_path / SAVING, 2))
+    (path_of(tmp_path / SAVING, 2) / "data.pt").write_bytes(bytes(7))
+    with pytest.raises(NotWhole, match=r"\.saving/global_step_2 is not whole: data.pt has its 7 bytes, but not those"):
+        resumed(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["data.pt", "actor/optim_world_size_2_rank_1.pt"])
+def test_a_file_of_zeros_is_seen_and_the_next_older_checkpoint_taken(run: Path, name: str):
+    path = run / "global_step_10" / name
+    path.write_bytes(bytes(path.stat().st_size))
+    point, said = resumed(run)
+    assert point == run / "global_step_4"
+    assert f"{name} has its {path.stat().st_size} bytes, but not those that were saved: its checksum differs" in said
+    assert problem(run / "global_step_10", contents=False) is None
+    assert problem(run / "global_step_10", lambda needed: needed != name) is None
+
+
+def test_only_the_bytes_of_the_chosen_checkpoint_are_read(run: Path, monkeypatch: pytest.MonkeyPatch):
+    """They may be hundreds of GB each."""
+    read = []
+    monkeypatch.setattr(manifest, "checksum", lambda path, *_: read.append(path) or checksum(path))
+    assert resumed(run)[0] == path_of(run, 10)
+    assert len(read) == 7 and {path.relative_to(run).parts[0] for path in read} == {"global_step_10"}
+
+
+def test_a_checkpoint_of_a_release_without_checksums_resumes(run: Path):
+    path = run / "global_step_10" / MANIFEST
+    path.write_text(json.dumps({"files": json.loads(path.read_text())["files"]}))
+    assert resumed(run)[0] == run / "global_step_10"
+
+
+def test_a_good_checkpoint_is_not_deleted_for_a_newer_one_that_is_damaged(run: Path):
+    """Step 10, of an earlier start, has its size but zeros; 4 would be deleted for it."""
+    path = run / "global_step_10" / "data.pt"
+    path.write_bytes(bytes(7))
+    save(run, 12)
+    Rolling(run, keep_last=2).after_save(12)
+    assert steps(run) == [4, 10, 12] and whole_steps(run) == [4, 12]
+
+
+def test_a_checkpoint_of_this_process_is_compared_once(run: Path, monkeypatch: pytest.MonkeyPatch):
+    read = []
+    monkeypatch.setattr(manifest, "checksum", lambda path, *_: read.append(path.parts[-2:]) or checksum(path))
+    rolling = Rolling(run, keep_last=3)
+    rolling.after_save(10)
+    assert {name for name, _ in read} >= {"global_step_2", "global_step_4"} and rolling.sound == {2, 4, 10}
+    read.clear()
+    rolling.delete_others()
+    assert read == []
+
+
+@pytest.mark.parametrize(
+    "content", ['{"metric": "val/lo', "", "[]", '{"metric": "a", "mode": "max", "values": {"2": null}}']
+)
+def test_values_that_cannot_be_read_are_not_forgotten_in_silence(tmp_path: Path, content: str):
+    """Without them, the best checkpoint would be deleted."""
+    (tmp_path / "validation.json").write_text(content)
+    with pytest.raises(ValueError, match=r"validation.json cannot be read.*Restore it, or delete it"):
+        Rolling.from_config(config(tmp_path, **ACCURACY))
 
 
 def test_what_is_kept():

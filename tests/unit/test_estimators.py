@@ -26,13 +26,14 @@ from verl_ext.estimators import (
         (4, 1, 4, 1.0),  # all four drawn
         (4, 3, 2, 1.0),  # one wrong: no two draws are both wrong
         (4, 0, 4, 0.0),
+        (4, 4, 1, 1.0),  # all right: C(0,1) = 0
     ],
 )
 def test_pass_at_k_by_hand(n, c, k, expected):
     assert pass_at_k(n, c, k) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(2, 3, 1), (2, 1, 3), (2, 1, 0)])
+@pytest.mark.parametrize(("n", "c", "k"), [(2, 3, 1), (2, -1, 1), (2, 1, 3), (2, 1, 0)])
 def test_pass_at_k_refuses_impossible_counts(n, c, k):
     with pytest.raises(ValueError, match=f"n={n}, c={c}, k={k}"):
         pass_at_k(n, c, k)

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl_ext import checkpoints
+from verl_ext import checkpoints, manifest
 from verl_ext.doctor.finding import Finding, Topic
 from verl_ext.doctor.memory import estimate
 from verl_ext.doctor.run import Run, size
@@ -153,7 +153,7 @@ def check_resume(run: Run) -> Iterator[Finding]:
         else:  # told by names.py
             return
         if chosen:
-            checkpoints.require_ranks(chosen / "actor" if run.is_rl else chosen, run.gpus)
+            manifest.require_ranks(chosen / "actor" if run.is_rl else chosen, run.gpus)
             states = len(list(chosen.glob("data_*.pt")))
             if not run.is_rl and states != run.data_parallel:  # verl_ext/checkpoint_patches.py refuses it, too
                 yield topic.fail(

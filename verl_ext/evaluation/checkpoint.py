@@ -38,10 +38,10 @@ def find_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint that a path means: a run's folder (its newest whole step), `global_step_N`, or its `actor`; of the
     quickstart's folder its RL run, or else its SFT run.
 
-    A step is whole if all ranks' shards are there, with the sizes that its `checkpoint.json` lists (checkpoints.py; an
-    optimizer's may be gone). A step of verl without verl_ext has no such list: then the run must have noted it, or a
-    later one, in `latest_checkpointed_iteration.txt`, which verl does last. One that was copied elsewhere, without that
-    note beside it, counts by its shards.
+    A step is whole if all ranks' shards are there, as its `checkpoint.json` lists them (manifest.py; an optimizer's may
+    be gone). A step of verl without verl_ext has no such list: then the run must have noted it, or a later one, in
+    `latest_checkpointed_iteration.txt`, which verl does last. One that was copied elsewhere, without that note beside
+    it, counts by its shards.
 
     Raises:
         CheckpointError: no such folder, no whole step, or the named step is not whole.

@@ -1,9 +1,10 @@
 """What a run learned at its steps, in a file beside the checkpoints that outlives a kill and follows a resume."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
+
+from verl_ext import durable
 
 
 class StepJournal:
@@ -37,12 +38,10 @@ class StepJournal:
                         f"{self.path}, line {number}: expected a JSON object with `step`, got {line[:80]!r}. Restore "
                         "the file, or delete it to begin without what the run had learned."
                     ) from error
-        part = self.path.with_name(f"{self.path.name}.part")
-        part.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-        os.replace(part, self.path)
+        durable.write_text(self.path, "".join(f"{json.dumps(record)}\n" for record in records))
         return records
 
     def append(self, step: int, **values: Any) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a") as file:
-            file.write(json.dumps({"step": step} | values) + "\n")
+        """Note a step's values; when this returns, they outlive a power loss, as the step's checkpoint does."""
+        durable.make_folder(self.path.parent)
+        durable.append_line(self.path, json.dumps({"step": step} | values))

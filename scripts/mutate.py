@@ -1,0 +1,301 @@
+"""How many small faults in the science's code the unit tests notice: mutation testing. By hand, not in CI.
+
+    python scripts/mutate.py                             # 300 mutants over all modules below
+    python scripts/mutate.py checkpoints estimators      # those of them that are in these modules
+    python scripts/mutate.py --list --show survived      # what is known so far; nothing is run
+
+Each mutant is one change (`<` for `<=`, a condition for True, a statement left out) in a copy of the repository, never
+in the working tree; the unit tests of its module run, and the first failure kills it. The draw goes by a hash of what
+is changed (file, function, operator, text, the how-manieth), so that an edit leaves most of it as it was. Results go to
+`outputs/mutation.jsonl`, keyed by the mutated file and the tests: a second call runs only what is new. While you write
+tests against survivors, `--keep-killed` leaves out what was killed before, though file or tests have changed since.
+docs/mutation.md explains the survivors. What a mutant is, stands in `mutants.py`.
+"""
+
+import argparse
+import contextlib
+import difflib
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from queue import Queue
+
+sys.path.insert(0, str(Path(__file__).parent))
+from mutants import Mutant, find_mutants
+
+REPO = Path(__file__).resolve().parents[1]
+AGENT, UNIT = "verl_ext/agent_loop", "tests/unit"
+TESTS = {  # source -> its unit tests, the fastest first
+    f"{AGENT}/tool_loop.py": ["agent_loop/test_tool_loop.py", "agent_loop/test_hermes.py"],
+    f"{AGENT}/protocol.py": [
+        "agent_loop/test_protocol_turns.py",
+        "agent_loop/test_protocol.py",
+        "agent_loop/test_tool_loop.py",
+    ],
+    f"{AGENT}/code_protocol.py": ["agent_loop/test_protocol_turns.py", "agent_loop/test_protocol.py"],
+    f"{AGENT}/hermes_protocol.py": ["agent_loop/test_hermes.py", "agent_loop/test_protocol_turns.py"],
+    "verl_ext/reward/manager.py": ["reward/test_manager.py"],
+    "verl_ext/replay_buffer.py": ["test_replay_buffer.py"],
+    "verl_ext/estimators.py": ["test_estimators.py"],
+    "verl_ext/trainer/validation.py": ["trainer/test_validation.py", "trainer/test_run_trainer.py"],
+    "verl_ext/trainer/early_stop.py": ["trainer/test_early_stop.py"],
+    "verl_ext/trainer/journal.py": ["trainer/test_journal.py", "test_power_loss.py"],
+    "verl_ext/checkpoints.py": ["test_checkpoints.py", "test_durable.py", "test_power_loss.py"],
+    "verl_ext/manifest.py": ["test_manifest.py", "test_checkpoints.py", "test_power_loss.py"],
+    "verl_ext/durable.py": ["test_durable.py", "test_manifest.py", "test_power_loss.py"],
+    "verl_ext/checkpoint_patches.py": ["test_checkpoint_patches.py", "test_power_loss.py"],
+    "verl_ext/sft_dataset.py": ["test_sft_dataset.py"],
+}
+PRELOADED = (
+    "torch tensordict transformers ray torchdata.stateful_dataloader datasets peft accelerate hydra pytest hypothesis"
+)
+LEAST_LIMIT_S = 60  # a mutant that takes this long, and four times what the tests take, hangs: killed
+
+
+def digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def draw(number: int, seed: int) -> list[Mutant]:
+    """The mutants with the least hashes, sorted by file and line."""
+    sources = {file: (REPO / file).read_text() for file in TESTS}
+    everyone = [mutant for file, source in sources.items() for mutant in find_mutants(file, source)]
+    everyone.sort(key=lambda mutant: digest(str(seed), *mutant.name))
+    drawn = itertools.islice((mutant for mutant in everyone if mutant.is_python(sources[mutant.file])), number)
+    return sorted(drawn, key=lambda mutant: (mutant.file, mutant.start, mutant.name))
+
+
+def tests_of(file: str) -> list[str]:
+    return [f"{UNIT}/{name}" for name in TESTS[file]]
+
+
+def key_of(file: str, source: str) -> str:
+    return digest(source, *((REPO / test).read_text() for test in [*tests_of(file), f"{UNIT}/conftest.py"]))
+
+
+class Journal:
+    """Result by key, in a file of JSON lines; a line that a kill cut short is not read."""
+
+    def __init__(self, path: Path):
+        self.path, self.results, self.killed = path, {}, set()
+        for line in path.read_text().splitlines() if path.exists() else []:
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                self.results[record["key"]] = record["result"]
+                if record["result"] == "killed":
+                    self.killed.add(tuple(record["mutant"]))
+
+    def add(self, **record: object) -> None:
+        self.results[record["key"]] = record["result"]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def copy_repository(target: Path) -> None:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPO,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    for name in filter(None, listed.split("\0")):
+        if (REPO / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPO / name, target / name)
+
+
+SERVER = """
+import gc, importlib, importlib.metadata, os, sys
+for name in sys.argv[1].split():
+    importlib.import_module(name)
+for plugin in importlib.metadata.entry_points(group="pytest11"):
+    plugin.load()
+gc.freeze()
+sys.path[:] = [os.getcwd(), *(path for path in sys.path if path)]
+print("ready", flush=True)
+for line in sys.stdin:
+    log, *tests = line.split()
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        os.dup2(1, 2)
+        import pytest
+        status = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:unraisableexception", *tests])
+        import verl_ext
+        assert verl_ext.__file__.startswith(os.getcwd()), verl_ext.__file__
+        sys.stdout.flush()
+        os._exit(status)
+    print(pid, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+"""
+
+
+class Worker:
+    """A copy of the repository, and a process that has the heavy packages loaded and forks for each mutant."""
+
+    def __init__(self, folder: Path):
+        self.tree, self.scratch = folder / "tree", Path(tempfile.mkdtemp(prefix="mutate-", dir=memory_folder()))
+        copy_repository(self.tree)
+        environment = os.environ | {
+            "PYTHONPATH": str(self.tree),  # before the editable install, for what the tests start
+            "PYTHONDONTWRITEBYTECODE": "1",  # a mutant may be as long and as old as the one before
+            "VERL_USE_EXTERNAL_MODULES": "verl_ext",
+            "TMPDIR": str(self.scratch),
+            "OMP_NUM_THREADS": "1",
+        }
+        self.server = subprocess.Popen(
+            [sys.executable, "-c", SERVER, PRELOADED],
+            **{"cwd": self.tree, "env": environment, "text": True, "stdin": subprocess.PIPE, "stdout": subprocess.PIPE},
+            stderr=subprocess.DEVNULL,
+        )
+        if self.server.stdout.readline() != "ready\n":
+            raise SystemExit("The test process did not start. Is this the repository's .venv/bin/python?")
+
+    def run(self, file: str, source: str | None, limit_s: float) -> tuple[int | None, float]:
+        """(pytest's exit status, None for a hang; seconds). No source: the file as it is."""
+        import psutil
+
+        original = (self.tree / file).read_text()
+        (self.tree / file).write_text(original if source is None else source)
+        began = time.monotonic()
+        self.server.stdin.write(f"{self.log} {' '.join(tests_of(file))}\n")
+        self.server.stdin.flush()
+        child = psutil.Process(int(self.server.stdout.readline()))
+        with ThreadPoolExecutor(1) as reader:
+            status = reader.submit(self.server.stdout.readline)
+            while not status.done() and time.monotonic() - began < limit_s:
+                time.sleep(0.05)
+            hangs = not status.done()
+            if hangs:
+                for process in [*child.children(recursive=True), child]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        process.kill()
+        with contextlib.suppress(ProcessLookupError):  # what the tests left in their session
+            os.killpg(child.pid, signal.SIGKILL)
+        (self.tree / file).write_text(original)  # the copy's: the working tree may have been edited since
+        shutil.rmtree(self.scratch)
+        self.scratch.mkdir()
+        return None if hangs else int(status.result()), time.monotonic() - began
+
+    @property
+    def log(self) -> Path:
+        return self.tree.parent / "pytest.log"
+
+    def close(self) -> None:
+        self.server.stdin.close()
+        self.server.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def memory_folder() -> str | None:
+    """Where an fsync costs nothing; None: the default place."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+
+
+def limits(worker: Worker, files: list[str]) -> dict[str, float]:
+    """Seconds for each file's mutants, from its tests without a mutant.
+
+    Raises:
+        SystemExit: they fail without one; every mutant would seem to be killed.
+    """
+    found = {}
+    for file in files:
+        status, seconds = worker.run(file, None, 600)
+        if status != 0:
+            tail = "\n".join(worker.log.read_text(errors="replace").splitlines()[-15:])
+            raise SystemExit(f"The tests of {file} do not pass as it is (status {status}):\n{tail}")
+        found[file] = max(LEAST_LIMIT_S, 4 * seconds)
+        print(f"{file}: its tests pass, {seconds:.0f} s", flush=True)
+    return found
+
+
+def run_all(pending: list[tuple[Mutant, str, str]], jobs: int, journal: Journal) -> None:
+    with tempfile.TemporaryDirectory(prefix="mutate-") as folder:
+        workers: Queue[Worker] = Queue()
+        started = [Worker(Path(folder, str(number))) for number in range(jobs)]
+        try:
+            limit_s = limits(started[0], sorted({mutant.file for mutant, _, _ in pending}))
+            for worker in started:
+                workers.put(worker)
+
+            def run(case: tuple[Mutant, str, str]) -> None:
+                mutant, source, key = case
+                worker = workers.get()
+                try:
+                    status, seconds = worker.run(mutant.file, source, limit_s[mutant.file])
+                finally:
+                    workers.put(worker)
+                result = "survived" if status == 0 else "killed"
+                if status in (4, 5):
+                    raise SystemExit(f"pytest found no tests for {mutant.file}: {tests_of(mutant.file)}")
+                journal.add(key=key, result=result, status=status, seconds=round(seconds, 1), mutant=mutant.name)
+                hangs = " (hangs)" if status is None else ""
+                print(f"{result:8} {seconds:5.1f} s  {mutant}{hangs}", flush=True)
+
+            with ThreadPoolExecutor(jobs) as pool:
+                list(pool.map(run, pending))
+        finally:
+            for worker in started:
+                worker.close()
+
+
+def report(cases: list[tuple[Mutant, str, str]], journal: Journal, show: str) -> None:
+    """The rate of each module, and a diff of each mutant with the result that is asked for."""
+    by_file: dict[str, list[str]] = {}
+    for mutant, source, key in cases:
+        result = journal.results.get(key, "not run")
+        by_file.setdefault(mutant.file, []).append(result)
+        if result == show:
+            old = (REPO / mutant.file).read_text().splitlines()
+            lines = difflib.unified_diff(old, source.splitlines(), n=0, lineterm="")
+            print(f"\n{mutant}")
+            print("\n".join(line for line in lines if line[:1] in "-+" and line[:3] not in ("---", "+++")))
+    print(f"\n{'module':40} mutants  killed    rate")
+    for name, results in [*by_file.items(), ("all", [result for group in by_file.values() for result in group])]:
+        run = [result for result in results if result != "not run"]
+        rate = f"{run.count('killed') / len(run):7.1%}" if run else "      -"
+        print(f"{name:40} {len(run):3}/{len(results):3} {run.count('killed'):7} {rate}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", help="names of files, such as checkpoints; all of them if none is given")
+    parser.add_argument("--number", type=int, default=300, help="mutants drawn over all modules (default 300)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
+    parser.add_argument("--jobs", type=int, default=1, choices=(1, 2), help="mutants tested at a time (default 1)")
+    parser.add_argument("--keep-killed", action="store_true", help="leave out what was ever killed")
+    parser.add_argument("--list", action="store_true", help="run nothing")
+    parser.add_argument("--show", default="survived", help="survived | killed | not run: which ones to print")
+    parser.add_argument("--journal", type=Path, default=REPO / "outputs" / "mutation.jsonl")
+    args = parser.parse_args()
+    if unknown := set(args.modules) - {Path(file).stem for file in TESTS}:
+        parser.error(f"{', '.join(sorted(unknown))}: expected {', '.join(Path(file).stem for file in TESTS)}")
+    cases = []
+    for mutant in draw(args.number, args.seed):
+        if not args.modules or Path(mutant.file).stem in args.modules:
+            source = mutant.apply((REPO / mutant.file).read_text())
+            cases.append((mutant, source, key_of(mutant.file, source)))
+    journal = Journal(args.journal)
+    if args.keep_killed:
+        journal.results |= {key: "killed" for mutant, _, key in cases if mutant.name in journal.killed}
+    pending = [case for case in cases if case[2] not in journal.results]
+    if pending and not args.list:
+        os.nice(10)
+        run_all(pending, args.jobs, journal)
+    report(cases, journal, args.show)
+
+
+if __name__ == "__main__":
+    main()
