@@ -197,10 +197,8 @@ class Worker:
                 break
             if program.control and program.control.fileno() in ready:
                 message = program.receive()
-                if (
-                    not program.token and message and len(message) == TOKEN_BYTES
-                ):  # sent before the program's first line
-                    program.token.extend(message)
+                if not program.token and message and len(message) == TOKEN_BYTES:
+                    program.token.extend(message)  # sent before the first line of the submitted code
                     continue
                 return_code = program.return_code(message)
                 break
