@@ -27,6 +27,7 @@ import httpx
 import psutil
 
 from verl_ext.sandbox import SandboxClient, running_server
+from verl_ext.sandbox.pool import PRELOAD
 
 # (name, program, target): ours / baseline at most
 PROGRAMS = [
@@ -42,9 +43,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=100, help="to the sandbox, for each program")
     parser.add_argument("--baseline-requests", type=int, default=20, help="by python -c, for each program")
     parser.add_argument("--isolation", default="auto", help="as the server's")
+    parser.add_argument("--preload", default=",".join(PRELOAD), help="as the server's (default: %(default)s)")
     args = parser.parse_args()
     missed = False
-    with running_server(workers=1, options=("--isolation", args.isolation)) as url:
+    with running_server(workers=1, options=("--isolation", args.isolation, "--preload", args.preload)) as url:
         connection = http.client.HTTPConnection(urlsplit(url).netloc)
         print(f"layers: {', '.join(get_layers(connection))}")
         print(f"{'CPU-ms per request':<20}{'python -c':>12}{'sandbox':>12}{'ratio':>10}{'target':>10}")

@@ -1,9 +1,11 @@
 """The routes of the sandbox server: what a request may be, who may send it, and what the answers look like."""
 
+import asyncio
 import binascii
 import hmac
 import json
 import logging
+import os
 from pathlib import PurePosixPath
 from typing import Annotated, Any, Literal
 
@@ -20,11 +22,15 @@ logger = logging.getLogger(__name__)
 
 SERVER_NAME = "verl-retool-sandbox"  # in the header `Server`; by it a client knows what goes beyond the contract
 PROGRAM_NAME = "main.py"  # folders.SCRIPT
+STDIN_NAME = ".stdin"  # program.read_call's
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # NAME_MAX of Linux; PATH_MAX less what is above the request's folder
+MAX_INPUT_INODES = 2048  # files and folders that `files` makes; namespaces.HOME_INODES has room for as many more
 MAX_BODY_BYTES = 64 << 20
 MAX_TIMEOUT_S = 86400.0
 # verl's call_sandbox_api gives up after compile_timeout + run_timeout + 10 s and retries only on 504, so a request may
 # wait compile_timeout (python compiles nothing) and half of the 10 s.
 QUEUE_GRACE_S = 5.0
+PING_QUEUE_S = 10.0  # a queue that lets no program through for this long is not healthy
 RETRY_AFTER_S = 1
 
 
@@ -36,17 +42,36 @@ def _text(value: Any) -> str:
 
 
 def _path_inside(path: str) -> str:
-    """A relative path that stays below the request's folder."""
+    """A relative path that stays below the request's folder, and that a file there can have."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or ".." in parts or "\0" in path:
-        raise ValueError("expected a relative path below the request's folder, without '..'")
+        raise ValueError("expected a relative path below the request's folder, without '..' and NUL")
+    try:
+        lengths = [len(os.fsencode(part)) for part in parts]
+    except UnicodeEncodeError:
+        raise ValueError("expected a path without lone surrogates") from None
+    if max(lengths) > MAX_NAME_BYTES or len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ValueError(
+            f"expected names of at most {MAX_NAME_BYTES} bytes and a path of at most {MAX_PATH_BYTES} bytes, "
+            f"got a name of {max(lengths)} in a path of {len(os.fsencode(path))}"
+        )
     return path
 
 
-def _not_the_program(path: str) -> str:
-    if str(PurePosixPath(path)) == PROGRAM_NAME:
-        raise ValueError(f"{PROGRAM_NAME!r} is the submitted program itself: choose another name")
-    return path
+def _can_be_made_together(files: dict[str, bytes | None]) -> dict[str, bytes | None]:
+    """Paths by their one spelling; none is another's folder, the program's name, or there twice."""
+    named = {PurePosixPath(path): content for path, content in files.items()}
+    if len(named) < len(files):
+        raise ValueError("two of the paths are the same file")
+    folders = {folder for path in named for folder in path.parents}
+    for path in named:
+        if path.parts[0] in (PROGRAM_NAME, STDIN_NAME):
+            raise ValueError(f"{path.parts[0]!r} is the sandbox's own: choose another name than {str(path)!r}")
+        if path in folders:
+            raise ValueError(f"{str(path)!r} cannot be a file and a folder of other files")
+    if len(named | dict.fromkeys(folders)) > MAX_INPUT_INODES:
+        raise ValueError(f"expected at most {MAX_INPUT_INODES} files and folders, got {len(named) + len(folders)}")
+    return {str(path): content for path, content in named.items()}
 
 
 def _from_base64(content: Any) -> bytes:
@@ -61,7 +86,10 @@ def _from_base64(content: Any) -> bytes:
 
 Text = Annotated[str, PlainValidator(_text)]
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
-InputPath = Annotated[str, AfterValidator(_path_inside), AfterValidator(_not_the_program)]
+Path = Annotated[str, AfterValidator(_path_inside)]
+Files = Annotated[
+    dict[Path, Annotated[bytes, PlainValidator(_from_base64)] | None], AfterValidator(_can_be_made_together)
+]
 
 
 class RunCodeRequest(BaseModel):
@@ -74,8 +102,8 @@ class RunCodeRequest(BaseModel):
     # Of address space, on top of what the preloaded packages take. With --allow-subprocess also of all processes.
     memory_limit_MB: Annotated[int, Field(le=1 << 30)] = 1024  # <= 0: no limit
     stdin: Text | None = None
-    files: dict[InputPath, Annotated[bytes, PlainValidator(_from_base64)] | None] = {}  # path: base64; null: no file
-    fetch_files: list[Annotated[str, AfterValidator(_path_inside)]] = []
+    files: Files = {}  # path: base64; null: no file
+    fetch_files: list[Path] = []
     queue_timeout: Timeout | None = None  # s; default compile_timeout + 5
     session_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     echo_last_expression: bool = False  # print what a last bare expression gives, as a Python prompt does
@@ -88,6 +116,7 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
         token: what every request must carry as `Authorization: Bearer ...`; None: nothing.
     """
     metrics = Metrics(pool, sessions)
+    health: asyncio.Task | None = None  # of all who ask meanwhile
 
     async def run_code(http_request: web.Request) -> web.Response:
         outcome = "hung_up"  # unless it comes to an answer
@@ -142,7 +171,10 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
         return reply({"ended": ended}, status=200 if ended else 404)
 
     async def ping(_: web.Request) -> web.Response:
-        why = await check_health(pool)
+        nonlocal health
+        if health is None or health.done():
+            health = asyncio.create_task(check_health(pool))
+        why = await asyncio.shield(health)
         body = {"status": "error" if why else "ok", "message": why or "", "layers": pool.layers}
         return reply(body, status=503 if why else 200)
 
@@ -177,10 +209,12 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
 
 
 async def check_health(pool: Pool) -> str | None:
-    """Execute a small program past the queue; None when it answers as it should, else what it did instead."""
+    """Send a small program through the queue; None when it answers as it should, else what it did instead."""
     program = RunCodeRequest(code="print(6 * 7)", language="python", run_timeout=5, memory_limit_MB=-1)
     try:
-        result = await pool.execute(vars(program))
+        result, _ = await pool.run(vars(program), queue_timeout_s=PING_QUEUE_S)
+    except QueueTimeoutError as exc:
+        return f"overloaded: {exc}; {pool.running} requests run and {pool.waiting} wait"
     except SandboxError as exc:
         return str(exc)
     return None if result["stdout"] == "42\n" else f"print(6 * 7) gave {result}"

@@ -23,6 +23,8 @@ SERVER_NAME = "verl-retool-sandbox"  # as api.SERVER_NAME: what goes beyond Sand
 ANSWER_GRACE_S = 8.0
 MAX_BACKOFF_S = 10.0
 END_TIMEOUT_S = 5.0
+CONTROL_TIMEOUT_S = 5.0  # for a server to show, by a control program, that it works
+MIN_LOSSES = 2  # of a program, after which a server that works is not to blame
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,8 @@ class RunResult:
 
     `ok`: it ended with exit code 0. `code_error`: it ended with another. `timeout`: it was killed at its time limit;
     stdout and stderr hold what it had printed. `sandbox_failure`: the sandbox failed, the code is not to blame; the
-    output is empty and `message` says what happened.
+    output is empty and `message` says what happened. A program that every attempt lost, at least two, while its server
+    runs a control program well, is a `code_error` (-9): what a program does to itself must not excuse it.
     """
 
     status: Literal["ok", "code_error", "timeout", "sandbox_failure"]
@@ -157,7 +160,7 @@ class SandboxClient:
         timeout_s = body["run_timeout"]
         failure = _WorldError("no attempt was made")
         failed_servers: set[int] = set()  # by this call; tried again only when every other has failed, too
-        attempts = 0
+        attempts = losses = 0
         while attempts < self._max_attempts:
             if attempts:
                 pause_s = min(self._backoff_s * 2 ** (attempts - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1.5)
@@ -188,6 +191,7 @@ class SandboxClient:
                 break
             except _WorldError as exc:
                 failure = exc
+                losses += exc.may_have_run
                 failed_servers.add(server)
                 if session and exc.may_have_run:
                     break
@@ -195,7 +199,19 @@ class SandboxClient:
                     session.server = None
             finally:
                 self._slots.release()
+        if not session and MIN_LOSSES <= losses == attempts and await self._is_healthy(server, deadline):
+            stderr = f"Killed: {losses} attempts to run this program lost it, and the sandbox is well"
+            return RunResult("code_error", "", stderr, -signal.SIGKILL, 0.0, 0.0, attempts, "")
         return _failure(f"sandbox failed after {attempts} attempt(s): {failure}", attempts)
+
+    async def _is_healthy(self, server: int, deadline: float) -> bool:
+        """Whether a server of ours runs a control program; another's ping says nothing about that."""
+        timeout = aiohttp.ClientTimeout(total=min(max(deadline - time.monotonic(), 0.01), CONTROL_TIMEOUT_S))
+        try:
+            async with self._open_http().get(f"{self._urls[server]}/v1/ping", timeout=timeout) as response:
+                return response.status == 200 and response.headers.get("Server") == SERVER_NAME
+        except (aiohttp.ClientError, OSError):
+            return False
 
     async def end_session(self, session_id: str, *, timeout_s: float = END_TIMEOUT_S) -> None:
         """Have the server end a session, which it would do after a while by itself; quiet if that fails."""

@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from . import landlock, namespaces, seccomp
 from .folders import make_folder, remove_folder
+from .visible import readable_paths
 
 # In the order of /v1/ping. `namespaces`: users, processes, network, IPC, host name. `root`: of the machine's files only
 # libraries, read-only, and a folder in memory. `proc`: a /proc of its own (else it is empty). `uid`: for a server that
@@ -106,9 +107,15 @@ class Isolation:
         namespaces.unmount_home()
 
     def _try_landlock(self) -> None:
-        ruleset = landlock.make_ruleset(readable=[], writable=[], devices=[], execute=False)
+        """With all rules, so that one which cannot be added turns the layer off, and with a look at what it does."""
+        self._ruleset = self._make_ruleset(self.root)
         set_no_new_privs()
-        landlock.restrict_self(ruleset)
+        landlock.restrict_self(self._ruleset)
+        try:
+            os.listdir("/")
+        except PermissionError:
+            return
+        raise OSError("a folder without a rule can be read")
 
     def _try_seccomp(self) -> None:
         set_no_new_privs()
@@ -176,8 +183,8 @@ class Isolation:
         return pid
 
     def _make_ruleset(self, writable: str) -> int:
-        readable = namespaces.readable_paths()
-        if "root" in self.layers:
+        readable = readable_paths()
+        if self._outside >= 0:  # in the root of our own
             readable += namespaces.FILES
         if "proc" in self.layers:
             readable.append("/proc")

@@ -30,13 +30,15 @@ def version() -> int:
 
 
 def make_ruleset(*, readable: Iterable[str], writable: Iterable[str], devices: Iterable[str], execute: bool) -> int:
-    """File descriptor of a ruleset that denies all but what it names; raises OSError.
+    """File descriptor of a ruleset that denies all but what it names.
 
     Args:
-        readable: files and folders, with all below; those that do not exist are left out.
+        readable: files and folders, with all below.
         writable: folders in which also to write, make and remove files (but no devices).
         devices: files to read and write.
         execute: programs may be executed from `readable` and `writable`.
+    Raises:
+        OSError: there is no Landlock, or a rule could not be added; the message names its path.
     """
     abi = version()
     handled = ALL_BY_VERSION[max(v for v in ALL_BY_VERSION if v <= abi)]
@@ -49,9 +51,13 @@ def make_ruleset(*, readable: Iterable[str], writable: Iterable[str], devices: I
     ruleset = _call(CREATE_RULESET, packed, len(packed), 0)
     read = READ_FILE | READ_DIR | (EXECUTE if execute else 0)
     write = (ALL_BY_VERSION[3] if execute else ALL_BY_VERSION[3] & ~EXECUTE) & ~(MAKE_CHAR | MAKE_BLOCK)
-    for paths, access in ((readable, read), (writable, write), (devices, READ_FILE | WRITE_FILE | TRUNCATE)):
-        for path in paths:
-            _allow(ruleset, path, access & handled)
+    try:
+        for paths, access in ((readable, read), (writable, write), (devices, READ_FILE | WRITE_FILE | TRUNCATE)):
+            for path in paths:
+                _allow(ruleset, path, access & handled)
+    except OSError:
+        os.close(ruleset)
+        raise
     return ruleset
 
 
@@ -61,16 +67,17 @@ def restrict_self(ruleset: int) -> None:
 
 
 def _allow(ruleset: int, path: str, access: int) -> None:
+    """Add a rule; raises OSError, also for a path that does not exist: a missing rule must not go unnoticed."""
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        if not os.path.isdir(path):
-            access &= ON_FILES
-        _call(ADD_RULE, ruleset, RULE_PATH_BENEATH, struct.pack("=Qi", access, fd), 0)
-    finally:
-        os.close(fd)
+        try:
+            if not os.path.isdir(path):
+                access &= ON_FILES
+            _call(ADD_RULE, ruleset, RULE_PATH_BENEATH, struct.pack("=Qi", access, fd), 0)
+        finally:
+            os.close(fd)
+    except OSError as exc:
+        raise OSError(exc.errno, f"no Landlock rule for {path}: {os.strerror(exc.errno)}") from exc
 
 
 def _call(number: int, *arguments: int | bytes | None) -> int:

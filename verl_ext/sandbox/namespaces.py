@@ -7,7 +7,8 @@ import contextlib
 import ctypes
 import os
 import struct
-import sys
+
+from .visible import readable_paths
 
 # linux/sched.h, linux/mount.h, linux/fcntl.h
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
@@ -25,10 +26,9 @@ USER = 1000  # the id that a program sees as its own
 HOME = "/run/sandbox"
 HOME_BYTES = 128 << 20  # all files of a program; they are in memory, and beside its own limit
 HOME_INODES = 4096
-# What programs may read of the machine: code and fonts, no configuration but what libc needs, no home, no /var, /run.
-SYSTEM = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"]
-SYSTEM += [f"/etc/{name}" for name in ("ld.so.cache", "localtime", "alternatives", "mime.types", "fonts")]
-DEVICES = [f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")]
+DEVICES = [
+    path for path in (f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")) if os.path.exists(path)
+]
 LINKS = {
     **{"/tmp": HOME, "/dev/shm": HOME, "/dev/fd": "/proc/self/fd"},
     **{f"/dev/{name}": f"/proc/self/fd/{fd}" for fd, name in enumerate(("stdin", "stdout", "stderr"))},
@@ -40,16 +40,6 @@ FILES = {
 }
 
 libc = ctypes.CDLL(None, use_errno=True)
-
-
-def readable_paths() -> list[str]:
-    """Files and folders of the machine that a program may read: the system's libraries and this interpreter's."""
-    prefixes = {os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)}
-    prefixes |= {sys.prefix, sys.base_prefix}  # sys.path has them as they are written
-    # Not the whole prefix: a pip.conf there may hold the token of a package index.
-    parts = ("bin", "lib", "lib64", "pyvenv.cfg")
-    python = [f"{prefix}/{part}" for prefix in sorted(prefixes) if prefix != "/usr" for part in parts]
-    return [path for path in SYSTEM + python if os.path.exists(path)]
 
 
 def enter_root(root: str) -> None:

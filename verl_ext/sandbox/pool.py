@@ -1,39 +1,42 @@
 """The server's side of execution: a zygote process, its workers, and the queue for them.
 
-Nothing here knows of HTTP; what runs the code is in `zygote.py`, and what goes over a worker's socket in `worker.py`.
+Nothing here knows of HTTP; what runs the code is in `zygote.py`, and what goes over a worker's socket in
+`connection.py` and `worker.py`.
 """
 
 import asyncio
-import base64
-import codecs
+import hashlib
 import itertools
 import json
 import logging
 import marshal
-import os
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from verl_ext.sandbox.connection import LENGTH as LENGTH
+from verl_ext.sandbox.connection import LostProgramError, SandboxError, Worker, send_fd, with_blobs
+
 logger = logging.getLogger(__name__)
 
 ZYGOTE = Path(__file__).with_name("zygote.py")
-LENGTH = struct.Struct("<I")  # as worker.LENGTH
-ANSWER_GRACE_S = 5.0  # a worker that says nothing for this long after the program's time limit is lost
+ANSWER_GRACE_S = 3.5  # a worker that says nothing for this long after the program's time limit is lost
+CONTROL_S = 1.5  # for a control program, which shows whether it is the sandbox that fails
+ZYGOTE_END_S = 0.3  # for the end of a zygote to be seen, which takes its workers with it
+MAX_REMEMBERED = 1024  # programs that were lost once
 START_GRACE_S = 60.0  # a zygote first imports packages: 2 s, but more on a cold disk; after that it forks in 10 ms
 STOP_GRACE_S = 5.0
-FOR_WORKER = ("run_timeout", "memory_limit_MB", "fetch_files", "session")  # the keys of a request
-FOR_PROGRAM = ("code", "stdin", "files", "echo_last_expression")
-PRELOAD = ("numpy", "sympy", "scipy")
+# Not scipy, with which the fork of every program costs more, also of one that does not use it (docs/sandbox.md).
+PRELOAD = ("numpy", "sympy")
 # All that a program sees. One BLAS thread and two malloc arenas: both reserve address space per thread and per core,
 # so that on a large machine `import numpy` alone would be over a limit of 1024 MB.
 ENVIRONMENT = {
@@ -48,88 +51,6 @@ ENVIRONMENT = {
 
 class QueueTimeoutError(Exception):
     """No worker became free within the request's queue budget; nothing ran."""
-
-
-class SandboxError(Exception):
-    """The sandbox, not the code, failed: the same request may succeed when sent again."""
-
-
-class Worker:
-    """The server's end of one worker process."""
-
-    def __init__(self, connection: socket.socket, folder: Path) -> None:
-        self.connection, self.folder = connection, folder
-        self.pid: int | None = None
-        self._pidfd = -1  # a process id alone may be another's by the time that it is killed
-        self.layers: list[str] = []  # what isolates its programs
-        self.off: dict[str, str] = {}  # what does not, and why
-        self._received = bytearray()
-        connection.setblocking(False)
-
-    async def start(self) -> None:
-        """Wait until it is set up. Raises OSError, EOFError, or SandboxError with its own words."""
-        hello, _ = await self._receive_header()
-        if "error" in hello:
-            raise SandboxError(hello["error"])
-        self.pid, self.layers, self.off = hello["pid"], hello["layers"], hello["off"]
-        self._pidfd = os.pidfd_open(self.pid)
-
-    async def call(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        """Send a request; returns the answer's header and the bytes after it. Raises OSError or EOFError."""
-        header = marshal.dumps({key: request[key] for key in FOR_WORKER})
-        body = os.memfd_create("request")  # not through the socket: the program is to read it, not the worker
-        try:
-            with open(body, "wb", closefd=False) as file:
-                file.write(marshal.dumps({key: request[key] for key in FOR_PROGRAM}))
-            socket.send_fds(self.connection, [LENGTH.pack(len(header))], [body])
-        finally:
-            os.close(body)
-        await asyncio.get_running_loop().sock_sendall(self.connection, header)
-        header, start = await self._receive_header()
-        if "error" not in header:
-            sizes = header["stdout"][0] + header["stderr"][0] + sum(header["files"].values())
-            await self._receive_up_to(start + sizes)
-        return header, bytes(self._received[start:])
-
-    async def _receive_header(self) -> tuple[dict[str, Any], int]:
-        """LENGTH and JSON of a new message; returns it with the number of bytes it took."""
-        self._received.clear()
-        await self._receive_up_to(LENGTH.size)
-        start = LENGTH.size + LENGTH.unpack_from(self._received)[0]
-        await self._receive_up_to(start)
-        return json.loads(self._received[LENGTH.size : start]), start
-
-    async def _receive_up_to(self, size: int) -> None:
-        while len(self._received) < size:
-            chunk = await asyncio.get_running_loop().sock_recv(self.connection, 1 << 18)
-            if not chunk:
-                raise EOFError("its socket closed")
-            self._received += chunk
-
-    def is_alive(self) -> bool:
-        """An idle worker says nothing, so that anything to read is the end of its socket."""
-        try:
-            self.connection.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
-        return False
-
-    def close(self) -> None:
-        """The worker sees it, kills the program that may be running, removes its folder and ends."""
-        self.connection.close()
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
-
-    async def destroy(self) -> None:
-        """End a worker that hangs or is dead already, and remove what it can no longer remove."""
-        try:
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)  # its program dies with it
-        except ProcessLookupError:
-            pass
-        await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
 
 class Pool:
@@ -166,10 +87,12 @@ class Pool:
         }
         self.layers: list[str] = []  # as the newest worker told
         self.off: dict[str, str] = {}
+        self._lost: OrderedDict[bytes, None] = OrderedDict()  # programs that were lost once, by hash, oldest first
+        self._removals: set[asyncio.Task] = set()  # of what dead workers left
         self._names = itertools.count()
         self._idle: list[Worker] = []
         self._zygote: subprocess.Popen | None = None
-        self._control: socket.socket | None = None
+        self._control_socket: socket.socket | None = None
 
     async def run(self, request: dict[str, Any], *, queue_timeout_s: float) -> tuple[dict[str, Any], float]:
         """Wait for a free slot, then execute.
@@ -181,7 +104,7 @@ class Pool:
             SandboxError: see `execute`.
         """
         async with self.slot(queue_timeout_s) as queue_time:
-            return await self.execute(request), queue_time
+            return await self.execute(request, spare_s=queue_timeout_s - queue_time), queue_time
 
     @asynccontextmanager
     async def slot(self, queue_timeout_s: float) -> AsyncIterator[float]:
@@ -202,23 +125,53 @@ class Pool:
             self.running -= 1
             self._slots.release()
 
-    async def execute(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def execute(self, request: dict[str, Any], *, spare_s: float = 0.0) -> dict[str, Any]:
         """Run a request at once, past the queue.
+
+        A program whose worker died is run again. When that worker dies, too, while a control program runs well, then
+        the program is to blame: it counts as killed (return code -9).
 
         Args:
             request: code, stdin (str or None), run_timeout (s), memory_limit_MB (<= 0: none),
                 files {path: bytes}, fetch_files [path], echo_last_expression.
+            spare_s: what the answer may take beyond run_timeout. A program that was lost later than this is not run
+                again here; it is remembered, so that the client's next attempt counts as the second.
         Returns:
             status ("Finished" or "TimeLimitExceeded"), return_code, execution_time (s), stdout, stderr,
             files {path: base64}, not_fetched {path: why}.
         Raises:
             SandboxError: the zygote or the worker died or did not answer, or the program could not be set up.
         """
+        started = time.monotonic()
+        try:
+            return await self._execute(request)
+        except LostProgramError as first:
+            failure = first
+        program = hashlib.sha256(marshal.dumps([request["code"], request["stdin"]])).digest()
+        if program not in self._lost:
+            self._lost[program] = None
+            if len(self._lost) > MAX_REMEMBERED:
+                self._lost.popitem(last=False)
+            # Without isolation any program may kill what it likes, so that the loss of one says nothing about it.
+            if time.monotonic() - started > spare_s or self._options["isolation"] == "none":
+                raise failure
+            try:
+                return await self._execute(request)
+            except LostProgramError as second:
+                failure = second
+        if self._options["isolation"] == "none":
+            raise failure
+        if why := await self._control():
+            raise SandboxError(f"{failure}; a control program failed, too: {why}") from failure
+        stderr = "Killed: the process that ran this program died with it, twice\n"
+        return _blamed(request, "Finished", -signal.SIGKILL, stderr, time.monotonic() - started)
+
+    async def _execute(self, request: dict[str, Any]) -> dict[str, Any]:
         worker = await self.take_worker()
         healthy = False
         try:
             result = await self.call(worker, request | {"session": False})
-            healthy = True
+            healthy = not result.pop("spent")
         finally:  # also when the client hangs up and this is cancelled
             if healthy and len(self._idle) < self._max_idle:
                 self._idle.append(worker)
@@ -226,30 +179,72 @@ class Pool:
                 worker.close()
         return result
 
+    async def _control(self) -> str | None:
+        """Run a program that harms nothing; None when it ran as it should, else what it did instead."""
+        program = {"code": "print(6 * 7)", "stdin": None, "run_timeout": CONTROL_S, "memory_limit_MB": -1}
+        try:
+            async with asyncio.timeout(CONTROL_S):
+                result = await self._execute(program | {"files": {}, "fetch_files": [], "echo_last_expression": False})
+        except (SandboxError, TimeoutError) as exc:
+            return str(exc) or f"it did not end within {CONTROL_S:g} s"
+        return None if result["stdout"] == "42\n" else f"print(6 * 7) gave {result}"
+
     async def take_worker(self) -> Worker:
         """A worker that nobody else uses; the caller closes it. Raises SandboxError."""
         return self._idle_worker() or await self._start_worker()
 
     async def call(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
-        """`execute` in a given worker; with `session`, its program stays for the next call if the result is `alive`."""
+        """`execute` in a given worker; with `session`, its program stays for the next call if the result is `alive`.
+
+        `spent` says that the worker can take no further request. A program that ran, and whose worker does not answer
+        after the time limit, while a control program runs well, was stopped at that limit as far as anyone can tell.
+        """
         try:
             async with asyncio.timeout(request["run_timeout"] + ANSWER_GRACE_S):
                 header, blobs = await worker.call(request)
         except (OSError, EOFError) as exc:  # TimeoutError is an OSError
             self.restarts["worker"] += 1
-            await worker.destroy()
-            why = "did not answer" if isinstance(exc, TimeoutError) else f"died ({exc})"
-            raise SandboxError(f"the worker that ran the program {why}") from exc
+            worker.kill()
+            if isinstance(exc, TimeoutError):
+                self._remove(worker)  # not awaited: what hangs may be the disk
+                failure = SandboxError("the worker that ran the program did not answer")
+                if not worker.started:
+                    raise failure from exc
+                if why := await self._control():
+                    raise SandboxError(f"{failure}; a control program failed, too: {why}") from exc
+                stderr = "Killed: it did not end at its time limit\n"
+                return _blamed(request, "TimeLimitExceeded", None, stderr, request["run_timeout"]) | {"spent": True}
+            await self._remove(worker)
+            message = f"the worker that ran the program died ({exc})"
+            if not worker.started or await self._zygote_has_ended():
+                raise SandboxError(message) from exc
+            raise LostProgramError(message) from exc
         if "error" in header:
             raise SandboxError(header["error"])
-        return _with_blobs(header, blobs)
+        if header["spent"]:
+            self.restarts["worker"] += 1
+            worker.kill()
+            self._remove(worker)
+        return with_blobs(header, blobs)
+
+    def _remove(self, worker: Worker) -> asyncio.Task:
+        """Remove the files that a dead worker can no longer remove."""
+        removal = asyncio.create_task(asyncio.to_thread(shutil.rmtree, worker.folder, ignore_errors=True))
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+        return removal
+
+    async def _zygote_has_ended(self) -> bool:
+        """Whether what killed a worker killed all, which is no program's doing; a process takes a while to end."""
+        await asyncio.sleep(ZYGOTE_END_S)
+        return self._zygote.poll() is not None
 
     async def close(self) -> None:
         """Stop the zygote, which first waits until every program is dead, and remove all files."""
         for worker in self._idle:
             worker.close()
-        if self._control:
-            self._control.close()
+        if self._control_socket:
+            self._control_socket.close()
         if self._zygote:
             try:
                 await asyncio.to_thread(self._zygote.wait, STOP_GRACE_S)
@@ -279,7 +274,8 @@ class Pool:
         worker = Worker(ours, self._root / name)
         try:
             with theirs:
-                socket.send_fds(self._control, [name.encode()], [theirs.fileno()])
+                async with asyncio.timeout(START_GRACE_S):
+                    await send_fd(self._control_socket, name.encode(), theirs.fileno())
             async with asyncio.timeout(START_GRACE_S):
                 await worker.start()
             self.layers, self.off = worker.layers, worker.off
@@ -293,10 +289,12 @@ class Pool:
         return worker
 
     def _start_zygote(self) -> None:
-        if self._control:
-            self._control.close()
-        self._control, zygote_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        self._control.setblocking(False)  # a full buffer means that the zygote hangs; it must not hang the server
+        if self._control_socket:
+            self._control_socket.close()
+        self._control_socket, zygote_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._control_socket.setblocking(
+            False
+        )  # a full buffer means that the zygote hangs; it must not hang the server
         with zygote_end:
             fd = zygote_end.fileno()
             self._zygote = subprocess.Popen(
@@ -315,24 +313,17 @@ class Pool:
         self._zygote.wait()
 
 
-def _with_blobs(header: dict[str, Any], blobs: bytes) -> dict[str, Any]:
-    """Replace the byte counts of an answer's header by what they count."""
-    result = header.copy()
-    start = 0
-    for stream in ("stdout", "stderr"):
-        kept, total = header[stream]
-        result[stream] = _decode(blobs[start : start + kept], total)
-        start += kept
-    result["files"] = {}
-    for path, size in header["files"].items():
-        result["files"][path] = base64.b64encode(blobs[start : start + size]).decode()
-        start += size
-    return result
-
-
-def _decode(kept: bytes, total: int) -> str:
-    """Output as text, invalid UTF-8 as U+FFFD, with a last line that says how much was cut."""
-    cut = total - len(kept)
-    # final=False drops the first bytes of a character that the cut split.
-    text = codecs.getincrementaldecoder("utf-8")("replace").decode(kept, final=not cut)
-    return f"{text}\n[output cut: {cut} of {total} bytes]\n" if cut else text
+def _blamed(
+    request: dict[str, Any], status: str, return_code: int | None, stderr: str, execution_time: float
+) -> dict[str, Any]:
+    """The result of a program of which nothing is left but that it was lost by its own doing."""
+    return {
+        "status": status,
+        "return_code": return_code,
+        "execution_time": execution_time,
+        "stdout": "",
+        "stderr": stderr,
+        "alive": False,
+        "files": {},
+        "not_fetched": dict.fromkeys(request["fetch_files"], "the program was lost"),
+    }

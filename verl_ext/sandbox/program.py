@@ -24,7 +24,8 @@ from .isolation import limit
 SCRIPT = folders.SCRIPT
 CONTROL_FD = 3  # in a session: here it says that a call is done, and gets the next one
 CHUNK = 1 << 16  # bytes, as large as a pipe
-RETURN_CODE = struct.Struct("<i")  # what it says there after a call
+RETURN_CODE = struct.Struct("<i")  # what it says there after a call, after its token
+TOKEN_BYTES = 16
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -47,13 +48,7 @@ def become_program(
         os.closerange(CONTROL_FD + 1 if control else CONTROL_FD, CHUNK)
         if request["memory_limit_MB"] > 0:
             limit(resource.RLIMIT_AS, worker.address_space + (request["memory_limit_MB"] << 20))
-        pid, calls = os.getpid(), 1
-        code = run(call, SCRIPT)
-        while control and os.getpid() == pid:  # what it forked itself, and did not leave, ends as any program does
-            calls += 1
-            script = f"main{calls}.py"  # of its own, so that tracebacks through earlier calls show their lines
-            call = next_call(code, worker.folder, script)
-            code = run(call, script)
+        code = run_session(call, worker.folder) if control else run(call, SCRIPT)
         if not shut_down() and code == 0:
             code = 120  # CPython's code for a standard stream that could not be flushed
         if code == -signal.SIGINT:
@@ -61,6 +56,48 @@ def become_program(
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         os._exit(code & 0xFF)
+
+
+def run_session(call: dict[str, Any], folder: str) -> int:
+    """Run the calls of a session, of which the first is here; returns the exit code of one that forked, in the fork.
+
+    A return code counts only behind a token, which the worker gets before any submitted code runs: what that code
+    writes to CONTROL_FD by itself is no return code.
+    """
+    box: list[Any] = [os.urandom(TOKEN_BYTES)]
+    os.write(CONTROL_FD, box[0])
+    pid, calls, script = os.getpid(), 1, SCRIPT
+    while True:
+        code = run_without_token(call, script, box)
+        if os.getpid() != pid:  # what it forked itself, and did not leave, ends as any program does
+            return code
+        calls += 1
+        script = f"main{calls}.py"  # of its own, so that tracebacks through earlier calls show their lines
+        call = next_call(code, box, folder, script)
+
+
+def run_without_token(call: dict[str, Any], script: str, box: list[Any]) -> int:
+    """`run`, while the token is in no frame and no object that Python shows.
+
+    CPython empties a list while it sorts it: the items are then in C variables alone. So the code runs as a sort key.
+    Who searches the memory itself can still find it.
+    """
+    runner = Runner(call, script)
+    box.append(runner)
+    box.sort(key=hash)
+    box.remove(runner)
+    return runner.code
+
+
+class Runner:
+    """Runs its call when it is hashed."""
+
+    def __init__(self, call: dict[str, Any], script: str) -> None:
+        self.call, self.script, self.code = call, script, 1
+
+    def __hash__(self) -> int:
+        self.code = run(self.call, self.script)
+        return 0
 
 
 def enter(worker: Any, run_timeout: float, body: int, stdout: int, stderr: int, bounded: bool) -> dict[str, Any]:
@@ -99,7 +136,7 @@ def read_call(body: int, folder: str, script: str) -> dict[str, Any]:
     return call
 
 
-def next_call(return_code: int, folder: str, script: str) -> dict[str, Any]:
+def next_call(return_code: int, box: list[Any], folder: str, script: str) -> dict[str, Any]:
     """Tell the worker that a call of the session is done; returns the next one. Exits when there is none.
 
     A program that has made it impossible (no space or file descriptors left, a timer that raises) ends with exit code 1
@@ -108,7 +145,7 @@ def next_call(return_code: int, folder: str, script: str) -> dict[str, Any]:
     try:
         flush(sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
         control = socket.socket(fileno=CONTROL_FD)
-        control.send(RETURN_CODE.pack(return_code))
+        control.send(box[0] + RETURN_CODE.pack(return_code))
         message, fds, _, _ = socket.recv_fds(control, 1, 1)
         control.detach()
         if not message:

@@ -1,8 +1,9 @@
 """System calls that a program may not make: a deny list, assembled here into a filter for the kernel (x86_64 only).
 
 A denied call fails with EPERM, so that Python raises PermissionError; one that libc is known to replace when it is
-missing, or that is newer than this list, fails with ENOSYS. Everything else is allowed: the kernel answers those calls
-from a bitmap, without running the filter.
+missing, or that is newer than this list, fails with ENOSYS. A call that is advice, or that waits for a disk that the
+program's files are not on, succeeds and does nothing. Everything else is allowed: the kernel answers those calls from a
+bitmap, without running the filter.
 """
 
 import ctypes
@@ -28,16 +29,27 @@ DENIED = {
     **{"userfaultfd": 323, "keyctl": 250, "add_key": 248, "request_key": 249, "init_module": 175},
     **{"finit_module": 313, "delete_module": 176, "kexec_load": 246, "kexec_file_load": 320, "iopl": 172},
     **{"ioperm": 173, "modify_ldt": 154, "personality": 135, "lookup_dcookie": 212, "uselib": 134, "nfsservctl": 180},
-    # the whole machine: its clock, log, name, and writing all of its dirty pages
+    # the whole machine: its clock, log, name, and writing all of its dirty pages, which no signal interrupts
     **{"reboot": 169, "syslog": 103, "acct": 163, "settimeofday": 164, "clock_settime": 227, "adjtimex": 159},
     **{"clock_adjtime": 305, "sethostname": 170, "setdomainname": 171, "vhangup": 153, "sync": 162},
+    **{"syncfs": 306},
+    # what one program does to a file of the machine, which it may only read, and another one sees: locks, events, which
+    # pages are in memory (fcntl() and preadv2() are among the conditions below)
+    **{"flock": 73, "inotify_init": 253, "inotify_init1": 294, "inotify_add_watch": 254, "mincore": 27},
+    **{"cachestat": 451},
+    # File descriptors in flight count for the user, not for the program: 500 of them would end all other programs'
+    # requests. Python's send() is sendto().
+    **{"sendmsg": 46, "sendmmsg": 307},
     # network, and sockets of services on this machine; a socketpair has its peer already
     **{"socket": 41, "connect": 42, "bind": 49, "listen": 50, "accept": 43, "accept4": 288},
     # memory that no limit counts or that outlives the program
     **{"memfd_create": 319, "memfd_secret": 447, "shmget": 29, "shmat": 30, "shmctl": 31, "shmdt": 67, "semget": 64},
     **{"semop": 65, "semctl": 66, "semtimedop": 220, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71},
     **{"mq_open": 240, "mq_unlink": 241, "io_setup": 206},
+    **{"landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446, "seccomp": 317},
 }
+# fsync() of a file in memory does nothing anyway. Of a file of the machine it may wait for a slow disk, beyond SIGKILL.
+PRETENDED = {"fsync": 74, "fdatasync": 75, "sync_file_range": 277, "msync": 26, "fadvise64": 221, "readahead": 187}
 DENIED_WITHOUT_SUBPROCESS = {"fork": 57, "vfork": 58, "execve": 59, "execveat": 322}
 CLONE3 = 435  # its flags are in memory, which a filter cannot read; libc falls back to clone()
 NEWEST = 466  # removexattrat (Linux 6.13): what comes after it has not been looked at; the x32 calls are above, too
@@ -45,7 +57,11 @@ NEWEST = 466  # removexattrat (Linux 6.13): what comes after it has not been loo
 CLONE_THREAD = 0x00010000
 CLONE_NEW = 0x7E020000  # user, pid, net, ipc, uts, cgroup, mount (linux/sched.h)
 SOCK_TYPE_MASK, AF_UNIX, SOCK_STREAM = 0xF, 1, 1
-F_SETOWN, F_SETSIG, F_SETOWN_EX = 8, 10, 15  # have the kernel signal another process
+SIGNALS_OF_FILES = (8, 10, 15)  # fcntl() F_SETOWN, F_SETSIG, F_SETOWN_EX: have the kernel signal another process
+# F_GETLK, F_SETLK, F_SETLKW, the same of OFD locks, F_SETLEASE, F_GETLEASE, F_NOTIFY, F_GET_RW_HINT to
+# F_SET_FILE_RW_HINT, F_GETDELEG, F_SETDELEG: others see them, and no limit counts their memory
+LOCKS_OF_FILES = (5, 6, 7, 36, 37, 38, 1024, 1025, 1026, 1035, 1036, 1037, 1038, 1039, 1040)
+PR_SET_DUMPABLE = 4  # off, it hides from its worker what it has open (disk.py)
 FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX = 0x8901, 0x8902, 0x5412, 0x541C  # the same; type into a terminal
 ALL_BITS = 0xFFFFFFFF
 
@@ -95,7 +111,7 @@ def assemble(*, allow_subprocess: bool, only_pid: int | None = None) -> bytes:
     if platform.machine() != "x86_64":
         raise OSError(errno.ENOSYS, f"the seccomp filter is written for x86_64, not for {platform.machine()}")
     denied = set(DENIED.values()) | (set() if allow_subprocess else set(DENIED_WITHOUT_SUBPROCESS.values()))
-    deny, missing = ERRNO | errno.EPERM, ERRNO | errno.ENOSYS
+    deny, missing, pretend = ERRNO | errno.EPERM, ERRNO | errno.ENOSYS, ERRNO | 0
     code = [
         (LOAD, 0, 0, OFFSET_ARCH),
         (JUMP_EQUAL, 1, 0, AUDIT_ARCH_X86_64),
@@ -109,9 +125,10 @@ def assemble(*, allow_subprocess: bool, only_pid: int | None = None) -> bytes:
     for number, tests in _conditions(allow_subprocess, only_pid).items():
         block = [instruction for test in tests for instruction in _test(test, deny)] + [(RETURN, 0, 0, ALLOW)]
         code += [(JUMP_EQUAL, 0, len(block), number), *block]
-    numbers = sorted(denied)
-    code += [(JUMP_EQUAL, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
-    code += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, deny)]
+    to_deny = len(denied) + len(PRETENDED)  # instructions between the first of these jumps and the second last return
+    code += [(JUMP_EQUAL, to_deny - i, 0, number) for i, number in enumerate(sorted(denied))]
+    code += [(JUMP_EQUAL, len(PRETENDED) + 1 - i, 0, number) for i, number in enumerate(PRETENDED.values())]
+    code += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, deny), (RETURN, 0, 0, pretend)]
     return b"".join(INSTRUCTION.pack(*instruction) for instruction in code)
 
 
@@ -126,7 +143,9 @@ def _conditions(allow_subprocess: bool, only_pid: int | None) -> dict[int, list[
         302: itself,  # prlimit64
         141: [*itself, Test(1, (0,))],  # setpriority: a process (not a user's all), itself
         **dict.fromkeys((203, 144, 142, 314), itself),  # sched_setaffinity, _setscheduler, _setparam, _setattr
-        72: [Test(1, (F_SETOWN, F_SETSIG, F_SETOWN_EX), wanted=False)],  # fcntl
+        72: [Test(1, SIGNALS_OF_FILES + LOCKS_OF_FILES, wanted=False)],  # fcntl
+        157: [Test(0, (PR_SET_DUMPABLE, PR_SET_SECCOMP), wanted=False)],  # prctl
+        327: [Test(5, (0,))],  # preadv2: RWF_NOWAIT tells what is in memory
         16: [Test(1, (FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX), wanted=False)],  # ioctl
     }
     if only_pid is not None:

@@ -18,17 +18,22 @@ import os
 import signal
 import socket
 import sys
+import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 from aiohttp import web
 
 from verl_ext.sandbox.api import check_health, make_app
+from verl_ext.sandbox.launch import PACKAGE_ROOT
 from verl_ext.sandbox.pool import PRELOAD, Pool
 from verl_ext.sandbox.sessions import Sessions
+from verl_ext.sandbox.visible import find_exposed
 
 logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "SANDBOX_TOKEN"
+DATA_VARIABLE = "DATA_DIR"  # of the launchers: data sets, with the answers
 
 
 def main() -> None:
@@ -119,6 +124,7 @@ async def serve(args: argparse.Namespace) -> None:
     try:
         if why := await check_health(pool):
             raise StartError(f"the first program did not run: {why}")
+        refuse_exposed_folders(pool.layers)
         await runner.setup()
         await web.SockSite(runner, listener).start()
         port = listener.getsockname()[1]
@@ -135,6 +141,12 @@ async def serve(args: argparse.Namespace) -> None:
             logger.warning("listening on %s: %s can run code on this machine", args.host, who)
         if args.isolation != "none" and pool.off:
             logger.warning("isolation without %s", "; ".join(f"{layer} ({why})" for layer, why in pool.off.items()))
+        if args.isolation != "none" and "root" not in pool.layers:
+            if "landlock" in pool.layers:
+                limit = "their own limit of disk space and files is checked while they run, not enforced by the kernel"
+            else:
+                limit = "they can read, and write without a limit, what their user can, such as all of /tmp"
+            logger.warning("programs have no file system of their own: %s", limit)
         print(f"sandbox ready on http://{args.host}:{port}\nsandbox layers: {', '.join(pool.layers)}", flush=True)
         await stop.wait()
     finally:
@@ -146,6 +158,24 @@ async def serve(args: argparse.Namespace) -> None:
             args.port_file.unlink(missing_ok=True)
         if parent is not None:
             os.close(parent)
+
+
+def refuse_exposed_folders(layers: Sequence[str]) -> None:
+    """Raises StartError when programs could read the ground truths: this package's checkout, or $DATA_DIR."""
+    if not {"root", "landlock"}.intersection(layers):
+        return  # they can read all that their user can; the server warns of it
+    installed = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
+    # Of a package that is installed, not checked out, there is only code.
+    hidden = {} if str(PACKAGE_ROOT) in installed else {str(PACKAGE_ROOT): "this package's checkout"}
+    if os.environ.get(DATA_VARIABLE):
+        hidden[os.environ[DATA_VARIABLE]] = f"the data folder, ${DATA_VARIABLE}"
+    if exposed := find_exposed(hidden):
+        folder, through = exposed
+        raise StartError(
+            f"programs could read {folder} ({hidden[folder]}, with its answers), since they may read {through}. "
+            "Move the folder to where programs read nothing, such as /srv or a home, or start the server from another "
+            "Python environment"
+        )
 
 
 def read_token(file: Path | None) -> str | None:

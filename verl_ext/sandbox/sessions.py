@@ -104,6 +104,7 @@ class Sessions:
             session.worker = session.worker or await self.pool.take_worker()
             session.calls += 1
             result = await self.pool.call(session.worker, request | {"session": True})
+            result.pop("spent")  # then it is not alive, either
             alive = result["alive"]
             return result | {"call": session.calls}
         finally:

@@ -17,18 +17,18 @@ import socket
 import struct
 import sys
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import folders
+from .disk import DiskWatch, tree_of
 from .isolation import limit
-from .program import CHUNK, RETURN_CODE, become_program, make_main_module
+from .processes import Program, kill_all, memory_of_others
+from .program import CHUNK, TOKEN_BYTES, become_program, make_main_module
 
 MAX_FILE_BYTES = 64 << 20  # RLIMIT_FSIZE of a program; writing beyond it raises OSError(EFBIG)
 MAX_OPEN_FILES = 256
 MEMORY_CHECK_S = 0.1  # between two sums over the processes of a request; one takes 0.1 ms a process
-STOP_S = 1.0  # for the program of a session to stop after a call, or else it is killed
 WATCH_S, STOPPED_CPU_S = 1, 0.05  # how often a stopped program is looked at, and the CPU time that it may have used
-CPUCLOCK_SCHED = 2  # linux/posix-timers.h: the clock of all threads of a process
 LENGTH = struct.Struct("<I")  # goes before every message between server and worker
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -57,15 +57,17 @@ class Worker:
     """Serves requests from one socket, one at a time, until it closes or something goes wrong.
 
     Request: LENGTH, marshal of {run_timeout, memory_limit_MB, fetch_files, session}; with the first byte comes a memory
-    file that holds marshal of {code, stdin, files, echo_last_expression}, for the program. Answer: LENGTH, JSON of
-    `run`'s result or of {"error": why}, then the bytes whose counts the JSON gives: stdout, stderr, fetched files in
-    order.
+    file that holds marshal of {code, stdin, files, echo_last_expression}, for the program. First answer, once there is
+    a program to blame: LENGTH, JSON of {"started": true}. Second: LENGTH, JSON of `run`'s result or of {"error": why},
+    then the bytes whose counts the JSON gives: stdout, stderr, fetched files in order. After one with `spent` it ends.
     """
 
     def __init__(self, connection: socket.socket, layers: Any, max_output_bytes: int, address_space: int) -> None:
         self.connection, self.layers, self.folder = connection, layers, layers.folder
         self.address_space = address_space  # bytes that a program has before its first line
         self.buffers = [Buffer(max_output_bytes), Buffer(max_output_bytes)]  # stdout, stderr
+        # Where the files are not in a file system of their own, which has limits, they are counted.
+        self.disk = None if "root" in layers.layers or not layers.layers else DiskWatch(self.folder)
         self.program: Program | None = None  # what runs, and between the calls of a session what waits
         self.setup_r, self.setup_w = os.pipe()
         os.set_blocking(self.setup_r, False)
@@ -88,7 +90,7 @@ class Worker:
             self.answer_requests()
         finally:
             if self.program:
-                kill_all(self.program.pid)
+                kill_all(self.program)
                 self.layers.remove_folder()
 
     def answer_requests(self) -> None:
@@ -110,16 +112,25 @@ class Worker:
                     self.layers.make_folder()
                 try:
                     answer = self.run(request, fds[0])
-                    files, answer["not_fetched"] = folders.open_files(self.folder, request["fetch_files"])
-                finally:
+                    wanted = [] if answer["spent"] else request["fetch_files"]
+                    files, answer["not_fetched"] = folders.open_files(self.folder, wanted)
+                except Exception:
                     if self.program is None:
                         self.layers.remove_folder()
+                    raise
+                if self.program is None and not answer["spent"]:
+                    try:
+                        self.layers.remove_folder()
+                    except OSError:  # what the program left is no reason to lose its answer
+                        answer["spent"] = True
             except Exception as exc:
                 send(self.connection, {"error": f"{type(exc).__name__}: {exc}"})
                 return
             answer["files"] = {path: os.fstat(fd).st_size for path, fd in files.items()}
             self.send(answer, [buffer.kept() for buffer in self.buffers], files)
             os.close(fds[0])
+            if answer["spent"]:
+                return
 
     def watch(self, program: "Program") -> None:
         """Wait for the next call; kill a program that goes on meanwhile, which a SIGCONT of its own timers can do."""
@@ -137,7 +148,8 @@ class Worker:
 
         Returns:
             status ("Finished" or "TimeLimitExceeded"), return_code (None after a timeout, -N after signal N),
-            execution_time (s), stdout and stderr (number of bytes kept, of bytes written), alive (the session goes on).
+            execution_time (s), stdout and stderr (number of bytes kept, of bytes written), alive (the session goes on),
+            spent (a process is stuck in the kernel, where no signal reaches it: this worker can take no other request).
         Raises:
             RuntimeError: the program could not be set up; none of the submitted code ran.
         """
@@ -148,6 +160,7 @@ class Worker:
         else:
             self.program.call(body)
         program = self.program
+        send(self.connection, {"started": True})
         poller = select.poll()
         poller.register(program.pidfd, select.POLLIN)
         poller.register(self.connection, 0)  # POLLHUP alone: the server closed its end, nobody waits for the answer
@@ -163,6 +176,7 @@ class Worker:
         memory_limit = request["memory_limit_MB"] << 20
         counts_memory = memory_limit > 0 and self.layers.allow_subprocess and "proc" in self.layers.layers
         next_check = started + MEMORY_CHECK_S if counts_memory else math.inf
+        excess = ""  # of the program's files, in words for the model
         while True:
             now = time.monotonic()
             if now >= deadline:
@@ -172,25 +186,39 @@ class Worker:
                 if memory_of_others() > memory_limit:
                     break
                 next_check = time.monotonic() + MEMORY_CHECK_S
-            ready = [fd for fd, _ in poller.poll(math.ceil((min(deadline, next_check) - now) * 1000))]
+            if self.disk and now >= self.disk.next_check and (excess := self.disk.excess(tree_of(program.pid))):
+                break
+            wake = min(deadline, next_check, self.disk.next_check if self.disk else math.inf)
+            ready = [fd for fd, _ in poller.poll(max(math.ceil((wake - time.monotonic()) * 1000), 0))]
             for fd in ready:
                 if fd in streams and not streams[fd].read_from(fd):
                     poller.unregister(fd)
             if program.pidfd in ready or self.connection.fileno() in ready:
                 break
             if program.control and program.control.fileno() in ready:
-                return_code = program.receive_return_code()
+                message = program.receive()
+                if not program.token and message and len(message) == TOKEN_BYTES:
+                    program.token.extend(message)  # sent before the first line of the submitted code
+                    continue
+                return_code = program.return_code(message)
                 break
         execution_time = time.monotonic() - started
         alive = return_code is not None and program.stop()
+        if self.disk and not excess and status == "Finished":  # what it wrote since the last check
+            excess = self.disk.excess(tree_of(program.pid) if alive else ())
+            alive = alive and not excess
+        gone = True
         if not alive:
-            return_code = os.waitstatus_to_exitcode(kill_all(program.pid))
+            wait_status, gone = kill_all(program)
+            return_code = -signal.SIGKILL if wait_status is None or excess else os.waitstatus_to_exitcode(wait_status)
         for fd, buffer in streams.items():  # what the dead left in the pipes
             try:
                 while buffer.read_from(fd):
                     pass
             except BlockingIOError:  # a process that is not ours to kill holds the other end; in a session, its program
                 pass
+        if excess:
+            self.buffers[1].append(f"\nKilled: {excess}\n".encode())
         if not alive:
             program.close()
             self.program = None
@@ -207,6 +235,7 @@ class Worker:
             "stdout": [len(self.buffers[0].kept()), self.buffers[0].total],
             "stderr": [len(self.buffers[1].kept()), self.buffers[1].total],
             "alive": alive,
+            "spent": not gone,
         }
 
     def start_program(self, request: dict[str, Any], body: int) -> "Program":
@@ -225,7 +254,7 @@ class Worker:
             theirs.close()
         for fd in (out_r, err_r):
             os.set_blocking(fd, False)
-        return Program(pid, os.pidfd_open(pid), (out_r, err_r), ours)
+        return Program(pid, os.pidfd_open(pid), (out_r, err_r), ours, bytearray())
 
     def send(self, answer: dict[str, Any], blobs: list[memoryview], files: dict[str, int]) -> None:
         """Send one answer; raises OSError when the server has gone, which ends the worker."""
@@ -235,72 +264,9 @@ class Worker:
         for path, fd in files.items():
             size = answer["files"][path]
             with open(fd, "rb") as file:
-                if size and self.connection.sendfile(file, count=size) != size:
-                    raise OSError("a fetched file shrank: a process of the session was not stopped")
-
-
-class Program(NamedTuple):
-    """The worker's view of the program that it forked."""
-
-    pid: int
-    pidfd: int
-    pipes: tuple[int, int]  # stdout, stderr
-    control: socket.socket | None  # of a session
-
-    def call(self, body: int) -> None:
-        """Have the program of a session go on with the next request; that it is dead is seen by who waits for it."""
-        self.signal(signal.SIGCONT)
-        try:
-            socket.send_fds(self.control, [b"\0"], [body])
-        except OSError:
-            pass
-
-    def receive_return_code(self) -> int | None:
-        """None when the program sent something else than a return code: it is not to be trusted to go on."""
-        try:
-            message = self.control.recv(CHUNK)
-        except OSError:  # closed with a message unread
-            return None
-        return RETURN_CODE.unpack(message)[0] if len(message) == RETURN_CODE.size else None
-
-    def stop(self) -> bool:
-        """Neither CPU time nor output until the next call; False when it did not stop, which it can do on purpose."""
-        self.signal(signal.SIGSTOP)
-        deadline = time.monotonic() + STOP_S
-        while not os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG):  # a write that has begun is ended first
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.0001)
-        return True
-
-    def cpu_s(self) -> float:
-        """CPU time that its processes have used, as far as they can be seen."""
-        pids = {self.pid}
-        if os.getpid() == 1:
-            pids.update(int(name) for name in os.listdir("/proc") if name.isdecimal() and name != "1")
-        total = 0.0
-        for pid in pids:
-            try:
-                total += time.clock_gettime(~pid << 3 | CPUCLOCK_SCHED)
-            except OSError:  # it has ended
-                pass
-        return total
-
-    def signal(self, number: int) -> None:
-        """To all of the program's processes; without a process namespace, to those that have not left its session."""
-        try:
-            if os.getpid() == 1:
-                os.kill(-1, number)
-            else:
-                os.killpg(self.pid, number)
-        except ProcessLookupError:
-            pass
-
-    def close(self) -> None:
-        for fd in (self.pidfd, *self.pipes):
-            os.close(fd)
-        if self.control:
-            self.control.close()
+                sent = self.connection.sendfile(file, count=size) if size else 0
+                if sent < size:  # a process of the session was not stopped, and cut the file
+                    self.connection.sendall(bytes(size - sent))
 
 
 class Buffer:
@@ -322,45 +288,12 @@ class Buffer:
         self.total += count
         return count
 
+    def append(self, text: bytes) -> None:
+        """Add a line of the worker's own, over the last bytes that are kept where there is no room."""
+        start = min(self.total, self.max_bytes - len(text))
+        if start >= 0:
+            self.memory[start : start + len(text)] = text
+            self.total += len(text)
+
     def kept(self) -> memoryview:
         return self.memory[: min(self.total, self.max_bytes)]
-
-
-def memory_of_others() -> int:
-    """Bytes that all other processes of this process namespace have, what they share counted once."""
-    total = 0
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and name != "1":
-            try:
-                with open(f"/proc/{name}/smaps_rollup") as file:
-                    total += sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
-            except OSError:  # it has ended
-                pass
-    return total << 10
-
-
-def kill_all(pid: int) -> int:
-    """Kill the program's session and every process that descends from it; returns the program's wait status."""
-    if os.getpid() == 1:  # of a process namespace, where all others are the program's; all at once, so that none forks
-        try:
-            os.kill(-1, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    for kill in (os.killpg, os.kill):  # the group does not exist yet when the time was over before setsid()
-        try:
-            kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    _, status = os.waitpid(pid, 0)
-    while True:  # what left the session is now our child, or becomes it when its parent is killed
-        try:
-            reaped, _ = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return status
-        if not reaped and os.getpid() == 1:
-            os.waitpid(-1, 0)
-        elif not reaped:
-            with open(f"/proc/self/task/{os.getpid()}/children") as file:
-                for child in file.read().split():
-                    os.kill(int(child), signal.SIGKILL)
-            os.waitpid(-1, 0)

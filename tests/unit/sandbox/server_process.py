@@ -8,7 +8,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -19,11 +19,18 @@ SECRET = "sk-not-for-programs"  # in the server's environment
 IS_BELOW_TMP = any(prefix.startswith("/tmp/") for prefix in (sys.prefix, sys.base_prefix))
 
 
-class Server:
-    """A server process; `run` posts to /run_code."""
+LAUNCHER = (sys.executable, "-m", "verl_ext.sandbox.server", "--port", "0")
 
-    def __init__(self, *options: str, workers: int = 2) -> None:
-        command = [sys.executable, "-m", "verl_ext.sandbox.server", "--port", "0", "--workers", str(workers), *options]
+
+class Server:
+    """A server process; `run` posts to /run_code.
+
+    Args:
+        launcher: command that ends as the server, on a free port; takes the server's options.
+    """
+
+    def __init__(self, *options: str, workers: int = 2, launcher: Sequence[str] = LAUNCHER) -> None:
+        command = [*launcher, "--workers", str(workers), *options]
         self.process = subprocess.Popen(
             command,
             cwd=REPOSITORY,

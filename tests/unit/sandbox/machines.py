@@ -1,0 +1,37 @@
+"""Machines on which the sandbox has other layers, as launchers of `server_process.Server`; and who may play them."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from tests.unit.sandbox.server_process import LAUNCHER
+from tests.unit.sandbox.test_isolation import OPEN_INTERPRETER, REFUSE, SECCOMP, UNSHARE
+
+NOBODY = 'isolation.set_uid(65534)\nos.environ["HOME"] = "/"\n'
+AS_NOBODY = (
+    NOBODY + 'os.execv(sys.executable, [sys.executable, "-m", "verl_ext.sandbox.server", "--port", "0", *sys.argv[1:]])'
+)
+
+# What plain `docker run` refuses is played by a refusal of unshare(), without which there are no mounts either.
+MACHINES = {
+    "all layers": LAUNCHER,
+    "plain Docker": (sys.executable, "-c", OPEN_INTERPRETER + REFUSE, json.dumps([UNSHARE])),
+    "ordinary user": (sys.executable, "-c", OPEN_INTERPRETER + AS_NOBODY),
+    "ordinary user in plain Docker": (sys.executable, "-c", OPEN_INTERPRETER + NOBODY + REFUSE, json.dumps([UNSHARE])),
+    "no seccomp": (sys.executable, "-c", REFUSE, json.dumps([SECCOMP])),
+}
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can play the machine, or the user")
+needs_x86_64 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the numbers here are those of x86_64")
+
+
+def machines(*names: str, slow: Sequence[str] = ()) -> list:
+    """Parameters of a test or fixture, with what a machine needs; those of `slow` carry that mark."""
+    marks = {"all layers": []}
+    return [
+        pytest.param(name, marks=marks.get(name, [needs_root, needs_x86_64]) + [pytest.mark.slow] * (name in slow))
+        for name in (*names, *slow)
+    ]

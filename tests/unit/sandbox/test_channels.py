@@ -1,0 +1,170 @@
+"""What one program does to a file of the machine, which it may only read, and what another one must not see of it."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.sandbox.machines import MACHINES, machines
+from tests.unit.sandbox.server_process import Server
+from tests.unit.sandbox.test_isolation import ALLOWED, EPERM, evaluate, needs_x86_64
+from verl_ext.sandbox import seccomp
+
+PRETENDED = 0x00050000
+
+PRELUDE = """
+import ctypes, errno, fcntl, mmap, os, struct, sys
+libc = ctypes.CDLL(None, use_errno=True)
+host = os.open('/usr/bin/env', os.O_RDONLY)
+def call(number, *args):
+    result = libc.syscall(ctypes.c_long(number), *[ctypes.c_long(a) if isinstance(a, int) else a for a in args])
+    print(errno.errorcode[ctypes.get_errno()] if result == -1 else result)
+def attempt(function, *args):
+    try:
+        print('DONE', function(*args))
+    except OSError as exc:
+        print(errno.errorcode[exc.errno])
+lock = struct.pack('hhqqi4x', {type}, 0, 0, 1, 0)
+"""
+READ_LOCK, WRITE_LOCK = 0, 1
+
+
+@pytest.fixture(
+    scope="module",
+    params=machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user")),
+)
+def server(request) -> Iterator[Server]:
+    server = Server("--preload", "", launcher=MACHINES[request.param])
+    if "seccomp" not in server.ping()["layers"]:
+        server.stop()
+        pytest.skip("no seccomp on this machine")
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "attempt(fcntl.flock, host, fcntl.LOCK_SH)",
+        "attempt(fcntl.flock, host, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "attempt(fcntl.lockf, host, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        "attempt(fcntl.fcntl, host, 5, lock)",  # F_GETLK
+        "attempt(fcntl.fcntl, host, 6, lock)",  # F_SETLK
+        "attempt(fcntl.fcntl, host, 7, lock)",  # F_SETLKW
+        "attempt(fcntl.fcntl, host, 36, lock)",  # F_OFD_GETLK
+        "attempt(fcntl.fcntl, host, 37, lock)",  # F_OFD_SETLK
+        "attempt(fcntl.fcntl, host, 38, lock)",  # F_OFD_SETLKW
+        "attempt(fcntl.fcntl, host, 1024, 0)",  # F_SETLEASE
+        "attempt(fcntl.fcntl, host, 1025)",  # F_GETLEASE
+        "attempt(fcntl.fcntl, os.open('/usr/bin', 0), 1026, 1)",  # F_NOTIFY
+        "attempt(fcntl.fcntl, host, 1036, bytes(8))",  # F_SET_RW_HINT
+        "attempt(fcntl.fcntl, host, 1035, bytes(8))",  # F_GET_RW_HINT
+        "call(253)",  # inotify_init
+        "call(294, 0)",  # inotify_init1
+        "call(300, 0, 0)",  # fanotify_init
+        "call(27, 0, 4096, 0)",  # mincore
+        "call(451, host, 0, 0, 0)",  # cachestat
+        "call(327, host, 0, 0, 0, 0, 8)",  # preadv2, RWF_NOWAIT
+        "call(306, host)",  # syncfs
+        "call(162)",  # sync
+        "call(46, 0, 0, 0)",  # sendmsg
+        "call(307, 0, 0, 0, 0)",  # sendmmsg
+        "call(444, 0, 0, 1)",  # landlock_create_ruleset: rules take memory that no limit counts
+        "call(317, 1, 0, 0)",  # seccomp
+        "call(157, 22, 2, 0, 0, 0)",  # prctl(PR_SET_SECCOMP)
+        "call(157, 4, 0, 0, 0, 0)",  # prctl(PR_SET_DUMPABLE)
+    ],
+)
+def test_call_is_denied(server, attempt):
+    result = server.result(PRELUDE.format(type=READ_LOCK) + attempt)
+    assert result["stdout"] == "EPERM\n", result
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "os.fsync({fd})",
+        "os.fdatasync({fd})",
+        "os.posix_fadvise({fd}, 0, 0, os.POSIX_FADV_DONTNEED)",
+        "libc.sync_file_range({fd}, 0, 0, 7)",
+        "mmap.mmap({fd}, 4096, mmap.MAP_SHARED, mmap.PROT_READ).flush()",
+    ],
+)
+def test_call_that_a_disk_could_block_succeeds_on_any_file_and_does_nothing(server, call):
+    prelude = (
+        PRELUDE.format(type=READ_LOCK) + "own = os.open('own', os.O_RDWR | os.O_CREAT)\nos.write(own, bytes(5000))\n"
+    )
+    for fd in ("own", "host"):
+        result = server.result(f"{prelude}print({call.format(fd=fd)})")
+        assert result["stdout"] in ("None\n", "0\n"), result
+
+
+@pytest.mark.parametrize(
+    "lock", ["fcntl.flock(fd, 6)", "fcntl.lockf(fd, 5)", "fcntl.fcntl(fd, 37, struct.pack('hhqqi4x', 0, 0, 0, 0, 0))"]
+)
+def test_two_programs_at_once_see_no_lock_of_each_other(server, lock):
+    code = f"""
+import fcntl, os, struct, time
+fd = os.open('/usr/bin/env', 0)
+try:
+    {lock}
+    print('LOCKED')
+except OSError as exc:
+    print(exc.errno)
+time.sleep(0.5)
+"""
+    results: list[dict] = []
+    threads = [threading.Thread(target=lambda: results.append(server.result(code))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert [result["stdout"] for result in results] == ["1\n", "1\n"]
+
+
+def test_ordinary_calls_beside_the_denied_ones_work(server):
+    code = """
+import asyncio, fcntl, os, socket, tempfile
+a, b = socket.socketpair()
+a.sendall(b'x'); print(b.recv(1), fcntl.fcntl(a, fcntl.F_GETFL) >= 0, fcntl.fcntl(a, fcntl.F_GETFD))
+print(asyncio.run(asyncio.to_thread(abs, -1)))
+with tempfile.TemporaryFile() as file:
+    file.write(b'x'); file.flush(); os.fsync(file.fileno())
+fd = os.open('/usr/bin/env', 0)
+print(os.preadv(fd, [bytearray(4)], 0), len(os.sched_getaffinity(0)) > 0)
+"""
+    result = server.result(code)
+    assert result["stdout"] == "b'x' True 1\n1\n4 True\n", result
+
+
+@needs_x86_64
+def test_filter_pretends_only_what_it_lists():
+    program = seccomp.assemble(allow_subprocess=False)
+    for name, number in seccomp.PRETENDED.items():
+        assert evaluate(program, number, 3) == PRETENDED, name
+    for number in set(range(466)) - set(seccomp.PRETENDED.values()):
+        assert evaluate(program, number) != PRETENDED, number
+
+
+@needs_x86_64
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        ((72, 3, 1), ALLOWED),  # F_GETFD
+        ((72, 3, 4, 0o4000), ALLOWED),  # F_SETFL
+        ((72, 3, 6), EPERM),
+        ((72, 3, 1024), EPERM),
+        ((157, 15), ALLOWED),  # PR_SET_NAME
+        ((157, 22), EPERM),
+        ((157, 4), EPERM),
+        ((327, 3, 0, 0, 0, 0, 0), ALLOWED),
+        ((327, 3, 0, 0, 0, 0, 8), EPERM),
+        ((47, 3), ALLOWED),  # recvmsg: a session's program gets its next call by it
+        ((44, 3), ALLOWED),  # sendto
+    ],
+)
+def test_filter_tells_arguments_apart(call, expected):
+    for allow_subprocess in (False, True):
+        assert evaluate(seccomp.assemble(allow_subprocess=allow_subprocess), *call) == expected

@@ -1,0 +1,161 @@
+"""The limit of a program's files where it has no file system of its own: counted, and then killed."""
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.sandbox.machines import MACHINES, machines
+from tests.unit.sandbox.server_process import REPOSITORY, Server
+from verl_ext.sandbox import disk
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def watch(tmp_path, monkeypatch) -> disk.DiskWatch:
+    """With limits that a test reaches quickly."""
+    monkeypatch.setattr(disk, "HOME_BYTES", 4 * MIB)
+    monkeypatch.setattr(disk, "HOME_INODES", 50)
+    return disk.DiskWatch(str(tmp_path))
+
+
+def test_bytes_that_are_on_the_disk_count_and_holes_do_not(watch, tmp_path):
+    (tmp_path / "a").mkdir()
+    with open(tmp_path / "a/sparse", "wb") as file:
+        file.truncate(1 << 30)
+    (tmp_path / "a/b").write_bytes(b"x" * 3 * MIB)
+    os.link(tmp_path / "a/b", tmp_path / "again")  # the same file
+    assert watch.excess([]) == ""
+    (tmp_path / "c").write_bytes(b"x" * 2 * MIB)
+    assert watch.excess([]) == "disk limit: its files take more than 4 MiB"
+
+
+def test_files_folders_and_links_count(watch, tmp_path):
+    for i in range(25):
+        (tmp_path / f"d{i}").mkdir()
+    assert watch.excess([]) == ""
+    for i in range(26):
+        (tmp_path / f"d1/l{i}").symlink_to("nowhere")
+    assert watch.excess([]) == "disk limit: it has more than 50 files and folders"
+
+
+@pytest.mark.parametrize("how", ["open", "mapped"])
+def test_file_without_a_name_counts(watch, tmp_path, how):
+    fd = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
+    os.write(fd, b"x" * 5 * MIB)
+    os.unlink(tmp_path / "a")
+    memory = mmap.mmap(fd, 5 * MIB)
+    if how == "mapped":
+        os.close(fd)
+    assert watch.excess([os.getpid()]) == "disk limit: its files take more than 4 MiB"
+    memory.close()
+    if how == "open":
+        os.close(fd)
+    watch._next_maps = 0
+    assert watch.excess([os.getpid()]) == ""
+
+
+def test_locked_folder_counts_and_stays_locked(tmp_path):
+    """For who is not root, whom no mode stops."""
+    code = f"""
+import os, sys
+from verl_ext.sandbox import disk, isolation
+if os.geteuid() == 0:
+    isolation.set_uid(65534)
+folder = {str(tmp_path)!r}
+os.mkdir(folder + "/a")
+open(folder + "/a/b", "wb").write(bytes(4 << 20) + b"x" * (4 << 20))
+os.chmod(folder + "/a", 0o100)
+disk.HOME_BYTES = 4 << 20
+print(disk.DiskWatch(folder).excess([]), oct(os.stat(folder + "/a").st_mode & 0o777))
+"""
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        if folder != Path("/tmp"):
+            folder.chmod(0o777)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
+    assert (run.stdout, run.stderr) == ("disk limit: its files take more than 4 MiB 0o100\n", "")
+
+
+def test_depth_is_limited_so_that_counting_is_quick(watch, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "HOME_INODES", 10_000)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(600):
+        os.mkdir("d" * 200, dir_fd=folder)
+        below = os.open("d" * 200, os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(folder)
+    started = time.monotonic()
+    assert watch.excess([]) == "disk limit: it has more than 256 folders in each other"
+    assert time.monotonic() - started < 2
+    subprocess.run(["rm", "-rf", tmp_path / ("d" * 200)], check=True)
+
+
+def test_threads_are_limited(watch):
+    stop = threading.Event()
+    threads = [threading.Thread(target=stop.wait) for _ in range(disk.MAX_THREADS)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert watch.excess([os.getpid()]) == "thread limit: a process has more than 128"
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_pause_grows_with_what_a_count_takes(watch, monkeypatch):
+    clock = iter([10.0, 10.5])
+    monkeypatch.setattr(watch, "_excess", lambda pids: "")
+    monkeypatch.setattr(disk.time, "monotonic", lambda: next(clock))
+    watch.excess([])
+    assert watch.next_check == 10.5 + 10 * 0.5
+
+
+# --- through the server
+
+
+@pytest.fixture(scope="module", params=machines("ordinary user in plain Docker", slow=("plain Docker",)))
+def server(request) -> Iterator[Server]:
+    server = Server("--preload", "", "--max-sessions", "2", launcher=MACHINES[request.param])
+    yield server
+    server.process.terminate()
+    _, stderr = server.process.communicate(timeout=10)
+    assert "checked while they run, not enforced by the kernel" in stderr
+
+
+WRITE = "import os, time\nfor i in range({files}): open(f'f{{i}}', 'wb').write(bytes(1) * {size})\n{after}"
+
+
+@pytest.mark.parametrize(
+    ("files", "size", "after"),
+    [(5, 40 * MIB, "time.sleep(9)"), (5, 40 * MIB, ""), (6000, 0, "time.sleep(9)"), (6000, 0, "os._exit(0)")],
+    ids=["bytes", "bytes, at once", "files", "files, at once"],
+)
+def test_program_over_the_limit_is_killed_and_told_why(server, files, size, after):
+    result = server.result(WRITE.format(files=files, size=size, after=after), run_timeout=8)
+    assert (result["status"], result["return_code"]) == ("Finished", -9)
+    assert "\nKilled: disk limit: " in result["stderr"]
+    assert result["execution_time"] < 7
+
+
+def test_program_within_the_limit_is_not(server):
+    result = server.result(WRITE.format(files=3, size=40 * MIB, after="print('ok')"))
+    assert (result["stdout"], result["stderr"], result["return_code"]) == ("ok\n", "", 0)
+
+
+def test_session_is_limited_over_all_its_calls(server):
+    for i in range(3):
+        code = f"open('f{i}', 'wb').write(bytes(60 << 20)); print('ok')"
+        answer = server.run(code, session_id="disk")
+        assert answer["session"]["alive"] == (i < 2), answer
+    assert "disk limit" in answer["run_result"]["stderr"]

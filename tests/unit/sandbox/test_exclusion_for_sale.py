@@ -1,0 +1,300 @@
+"""Exclusion is not for sale: no program makes itself, or another, a failure of the sandbox.
+
+A sample whose sandbox failed is left out of training. So a policy that finds a program which breaks its own sandbox
+could buy its way out of a wrong answer. Every known way is a line of PROGRAMS or FORKING; add a new one there. Each
+runs on every machine, alone and in a session, beside a session of somebody else, and must have an ordinary outcome.
+
+All of it runs inside a sandbox server. Two of the machines, with the layers in between, run with `-m slow` alone.
+"""
+
+import asyncio
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from tests.unit.sandbox.machines import MACHINES, machines, needs_root
+from tests.unit.sandbox.server_process import Server, wait_until
+from verl_ext.sandbox import SandboxClient
+
+TIMEOUT_S = 0.5  # of a program
+ANSWER_S = 7.0  # after its time limit; the server's own limits are 3.5 + 1.5 s, the rest is for a busy machine
+
+PRELUDE = """
+import ctypes, os, resource, signal, socket, sys, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+def attempt(function, *args):
+    try:
+        return function(*args)
+    except Exception as exc:
+        print(type(exc).__name__)
+"""
+PROGRAMS = {
+    # stuck in the kernel
+    "syncfs of the machine's disk": """
+fd = os.open('/usr/bin', os.O_RDONLY)
+def f():
+    while True:
+        print('syncfs', libc.syncfs(fd), ctypes.get_errno())
+        time.sleep(0.01)
+for _ in range(4): threading.Thread(target=f, daemon=True).start()
+time.sleep(100)""",
+    "fsync of the machine's files": """
+fds = [os.open(path, os.O_RDONLY) for path in ('/usr/bin/env', '/usr/bin', os.__file__, sys.executable)]
+for _ in range(100):
+    for fd in fds: os.fsync(fd); os.fdatasync(fd); libc.sync_file_range(fd, 0, 0, 7)
+os.sync()""",
+    "msync of the machine's file": """
+import mmap
+memory = mmap.mmap(os.open('/usr/bin/env', os.O_RDONLY), 4096, mmap.MAP_SHARED, mmap.PROT_READ)
+for _ in range(100): memory.flush()""",
+    # the program and what it says
+    "program of 8 MB": "x = 1\n" * (1 << 20) + "# " + "x" * (2 << 20),
+    "line of 8 MB": "x = '" + "y" * (8 << 20) + "'",
+    "nested too deep": "x = " + "[" * 100_000,
+    "operators too many": "x = " + "-" * 100_000 + "1",
+    "null byte": "x = 1\0",
+    "lone surrogate": "print('\ud800')",
+    "output of no text": "os.write(1, bytes(range(256)) * 5000); os.write(2, b'\\xed\\xa0\\x80' * 5000)",
+    "output that looks like an answer": "print('{\"status\": \"SandboxError\"}' * 999); os.write(2, b'not set up')",
+    "output without end": "while True: os.write(1, b'x' * 65536); os.write(2, b'x' * 65536)",
+    # descriptors
+    "forged descriptors": "for fd in range(3, 256):\n    for size in (4, 20, 5000): attempt(os.write, fd, bytes(size))",
+    "closed descriptors": "os.closerange(0, 256)",
+    "descriptors over its streams": "r, w = os.pipe()\nfor fd in (0, 1, 2): os.dup2(w, fd)",
+    "all descriptors": "while True: os.pipe()",
+    "no descriptors": "resource.setrlimit(resource.RLIMIT_NOFILE, (0, 0))",
+    "descriptors in flight": """
+pairs = [socket.socketpair() for _ in range(60)]
+for a, _ in pairs: attempt(socket.send_fds, a, [b'x'], [0] * 250)
+time.sleep(0.3)""",
+    "streams that never end": "os.set_blocking(1, False)\nfor _ in range(1000): attempt(os.write, 1, b'x' * 100000)",
+    "its input taken apart": "os.lseek(0, 0, 0) if not os.isatty(0) else 0\nos.close(0)\nsys.stdin.read()",
+    # signals and processes
+    "stops itself": "os.kill(os.getpid(), signal.SIGSTOP)",
+    "stops all": "attempt(os.kill, -1, signal.SIGSTOP)\nattempt(os.kill, 0, signal.SIGSTOP)\ntime.sleep(9)",
+    "kills its parent": "for n in (9, 15, 19, 6, 11): attempt(os.kill, os.getppid(), n)",
+    "kills process 1": "for n in (9, 15, 19, 6, 11): attempt(os.kill, 1, n)",
+    "kills all": "attempt(os.kill, -1, 9)",
+    "kills its group": "os.killpg(0, 9)",
+    "kills itself by every signal": "for n in range(1, 65):\n    if n != 19: attempt(os.kill, os.getpid(), n)",
+    "traces its parent": "print(libc.ptrace(16, os.getppid(), 0, 0), libc.ptrace(0x4206, os.getppid(), 0, 0))",
+    "traced by its parent": "libc.ptrace(0, 0, 0, 0)\nos.kill(os.getpid(), signal.SIGTRAP)",
+    "hides from its worker": "libc.prctl(4, 0, 0, 0, 0)\nlibc.prctl(1, 0, 0, 0, 0)",
+    "leaves its session": "attempt(os.setsid)\nattempt(os.setpgid, 0, 0)\nattempt(os.fork)",
+    "lowest priority": "os.nice(19)\nattempt(os.sched_setscheduler, 0, 5, os.sched_param(0))\nwhile True: pass",
+    "blocked signals": "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\ntime.sleep(9)",
+    "timers": "signal.signal(14, lambda *_: 1 / 0)\nsignal.setitimer(signal.ITIMER_REAL, 0.01, 0.001)\ntime.sleep(9)",
+    # memory and threads
+    "all memory": "x = []\nwhile True: x.append(bytearray(1 << 20))",
+    "no memory left at the end": """
+x = []
+try:
+    while True: x.append(bytearray(1 << 12))
+except MemoryError: pass
+sys.excepthook = lambda *a: x.append(bytearray(1 << 30))
+1 / 0""",
+    "no address space": "resource.setrlimit(resource.RLIMIT_AS, (1, 1))",
+    "no stack": "resource.setrlimit(resource.RLIMIT_STACK, (4096, 4096))\ndef f(): f()\nf()",
+    "all threads": "threading.stack_size(65536)\nwhile True: threading.Thread(target=time.sleep, args=(9,)).start()",
+    "end in a thread": "threading.Thread(target=os._exit, args=(3,)).start()\ntime.sleep(9)",
+    "first to be killed": "attempt(lambda: open('/proc/self/oom_score_adj', 'w').write('1000'))",
+    # its folder
+    "removes its folder": "import shutil\nattempt(shutil.rmtree, os.getcwd())\nattempt(os.rmdir, os.getcwd())",
+    "locks its folder": "os.makedirs('a/b')\nfor n in ('a/b', 'a', 'main.py', '.'): attempt(os.chmod, n, 0)",
+    "gives its folder away": "for n in ('main.py', '.'): attempt(os.chown, n, 0, 0)",
+    "renames its folder": "attempt(os.rename, os.getcwd(), os.getcwd() + '2')\nattempt(os.rename, 'main.py', 'x')",
+    "folders for files": "os.unlink('main.py')\nfor n in ('main.py/a', 'main2.py', '.stdin'): os.makedirs(n)",
+    "full disk": "for i in range(9):\n    attempt(lambda: open(f'{i}', 'wb').write(bytes(60 << 20)))",
+    "full disk without names": """
+for i in range(9):
+    f = os.open('f', os.O_RDWR | os.O_CREAT); os.unlink('f')
+    attempt(lambda: [os.write(f, bytes(1 << 20)) for _ in range(60)])""",
+    "full inodes": "while True: os.close(os.open(str(time.monotonic_ns()), os.O_CREAT))",
+    "deep folders": "for i in range(3000): attempt(os.mkdir, 'd' * 200) ; attempt(os.chdir, 'd' * 200)",
+    "names of all kinds": """
+for name in (b'n' * 255, b'\\xff\\xfe', b'a\\nb', b'"\\\\', b'-rf', b' ', b'\\xed\\xa0\\x80'): open(name, 'w').close()
+os.mkfifo('fifo'); os.symlink('loop', 'loop'); os.symlink('/', 'root'); os.mkdir('dir')
+open('sparse', 'w').truncate(9 << 20)""",
+    "file that has no size": "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\nopen('a', 'w').write('x')",
+    # the interpreter
+    "no builtins": "import builtins\nvars(builtins).clear()",
+    "no modules": "sys.modules.clear()",
+    "no globals": "import gc\nfor x in gc.get_objects():\n    if type(x) is dict: x.clear()",
+    "hook that fails": "sys.excepthook = lambda *a: os._exit(77)\n1 / 0",
+    "recursion": "sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+    "crash": "ctypes.string_at(0)",
+    "crash at the end": "import atexit\natexit.register(ctypes.string_at, 0)",
+    "never ends": "import atexit\natexit.register(time.sleep, 99)",
+    "trace function": "sys.settrace(lambda *a: 1 / 0)\ndef f(): pass\nf()",
+    "frames above it": """
+frame = sys._getframe()
+while frame:
+    print(sorted(frame.f_locals)[:3])
+    for name in list(frame.f_globals): frame.f_globals.pop(name) if name not in ('__builtins__',) else 0
+    frame = frame.f_back""",
+    "locks": "import fcntl\nattempt(fcntl.flock, os.open('/usr/bin/env', 0), 2)\ntime.sleep(0.1)",
+}
+FETCH = [
+    "fifo",
+    "loop",
+    "root",
+    "root/etc",
+    "dir",
+    "sparse",
+    "n" * 255,
+    "\udcff\udcfe",
+    "a\nb",
+    '"\\',
+    "d/" * 1000 + "x",
+]
+FORKING = {
+    "fork bomb": "while True:\n    try: os.fork()\n    except OSError: pass",
+    "kills its parent in a child": "if os.fork() == 0: os.kill(os.getppid(), 9)\ntime.sleep(9)",
+    "kills all from a double fork": """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0: attempt(os.kill, -1, 9)
+    os._exit(0)
+time.sleep(9)""",
+    "stops its children": "for _ in range(5):\n    if os.fork() == 0: os.kill(os.getpid(), 19)\ntime.sleep(0.1)",
+    "children that stay": "for _ in range(5):\n    if os.fork() == 0: os.setsid(); time.sleep(99)",
+    "children that write": """
+for i in range(9):
+    if os.fork() == 0:
+        while True: open(f'{i}', 'wb').write(bytes(30 << 20))
+time.sleep(9)""",
+    "child that is traced": """
+if os.fork() == 0: libc.ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)
+time.sleep(9)""",
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=machines("all layers", "ordinary user in plain Docker", slow=("plain Docker", "ordinary user")),
+)
+def server(request) -> Iterator[Server]:
+    server = Server("--preload", "", "--max-sessions", "4", launcher=MACHINES[request.param])
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module", params=machines("all layers", slow=("plain Docker", "ordinary user")))
+def forking(request) -> Iterator[Server]:
+    options = ("--preload", "", "--max-sessions", "4", "--allow-subprocess")
+    server = Server(*options, launcher=MACHINES[request.param])
+    yield server
+    server.stop()
+
+
+def check(server: Server, code: str) -> None:
+    """Alone, and as a call of a session; somebody else's session and request are as if nothing had been."""
+    server.run("x = 'kept'", session_id="bystander")
+    fields = {"run_timeout": TIMEOUT_S, "memory_limit_MB": 256, "fetch_files": FETCH}
+    with ThreadPoolExecutor() as executor:
+        started = time.monotonic()
+        alone = executor.submit(server.run, PRELUDE + code, **fields)
+        in_session = executor.submit(server.run, PRELUDE + code, session_id="own", **fields)
+        neighbour = executor.submit(server.run, "print(6 * 7)")
+        for answer in (alone.result(), in_session.result()):
+            assert answer["status"] in ("Success", "Failed"), answer
+        assert time.monotonic() - started < TIMEOUT_S + ANSWER_S
+        assert neighbour.result()["run_result"]["stdout"] == "42\n", neighbour.result()
+    answer = server.run("print(x)", session_id="bystander")
+    assert answer["run_result"]["stdout"] == "kept\n", answer
+    server.request("/v1/sessions/own", method="DELETE")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program_is_to_blame_for_itself(server, name):
+    check(server, PROGRAMS[name])
+
+
+@pytest.mark.parametrize("name", FORKING)
+def test_program_that_may_fork_is_to_blame_for_itself(forking, name):
+    check(forking, FORKING[name])
+
+
+def test_client_calls_none_of_them_a_failure_of_the_sandbox(server):
+    async def run_all() -> dict[str, str]:
+        client = SandboxClient([server.url], max_concurrency=2)
+        codes = {name: PRELUDE + code for name, code in PROGRAMS.items()}
+        results = await asyncio.gather(
+            *(client.run(c, timeout_s=TIMEOUT_S, memory_limit_mb=256) for c in codes.values())
+        )
+        await client.aclose()
+        return dict(zip(codes, (result.status for result in results), strict=True))
+
+    statuses = asyncio.run(run_all())
+    assert {name: status for name, status in statuses.items() if status == "sandbox_failure"} == {}
+
+
+@needs_root
+@pytest.mark.parametrize("machine", machines("all layers", "plain Docker"))
+@pytest.mark.parametrize("session", [None, "s"])
+def test_program_that_survives_sigkill_is_a_timeout_in_time(machine, session):
+    """As a process that waits for a disk: one that is traced is not gone until its tracer, this process, lets it go."""
+    server = Server("--preload", "", "--max-sessions", "2", launcher=MACHINES[machine])
+    libc = ctypes.CDLL(None, use_errno=True)
+    answers: list[dict] = []
+    stuck = None
+    try:
+        server.run("x = 'kept'", session_id="bystander")
+        code = "import time; print('partial', flush=True); time.sleep(60)"
+        fields = {"run_timeout": 1.5, "session_id": session}
+        thread = threading.Thread(target=lambda: answers.append(server.run(code, **fields)))
+        before = {process.pid for process in server.descendants()}
+        started = time.monotonic()
+        thread.start()
+        wait_until(lambda: any(p.num_fds() in (3, 4) and p.pid not in before for p in server.descendants()))
+        stuck = max((p for p in server.descendants() if p.pid not in before), key=lambda p: len(p.parents())).pid
+        assert libc.ptrace(0x4206, stuck, 0, 0) == 0, ctypes.get_errno()  # PTRACE_SEIZE
+        thread.join()
+        assert time.monotonic() - started < 1.5 + ANSWER_S
+        result = answers[0]["run_result"]
+        assert (result["status"], result["return_code"], result["stdout"]) == ("TimeLimitExceeded", None, "partial\n")
+        assert psutil.pid_exists(stuck)
+        assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
+        assert server.run("print(x)", session_id="bystander")["run_result"]["stdout"] == "kept\n"
+    finally:
+        if stuck:
+            try:
+                os.waitpid(stuck, 0x40000000)  # __WALL
+            except ChildProcessError:
+                pass
+        server.stop()
+    wait_until(lambda: not psutil.pid_exists(stuck))
+
+
+def test_program_whose_worker_dies_twice_is_killed_and_one_that_does_once_is_run_again():
+    server = Server("--preload", "", workers=1)
+
+    def kill_workers(times: int, outcome: list[dict]) -> None:
+        code = f"import time; time.sleep(0.6); print('ran')  # {times}"
+        thread = threading.Thread(target=lambda: outcome.append(server.run(code, run_timeout=5)))
+        thread.start()
+        killed: set[int] = set()
+        for _ in range(times):
+            wait_until(lambda: any(p.num_fds() == 3 and p.pid not in killed for p in server.descendants()[1:]))
+            program = next(p for p in server.descendants()[1:] if p.num_fds() == 3 and p.pid not in killed)
+            killed.add(program.pid)
+            program.parent().send_signal(signal.SIGKILL)  # what no program here can do
+        thread.join()
+
+    try:
+        outcome: list[dict] = []
+        server.run("pass")
+        kill_workers(1, outcome)
+        assert (outcome[0]["status"], outcome[0]["run_result"]["stdout"]) == ("Success", "ran\n")
+        kill_workers(2, outcome)
+        assert (outcome[1]["status"], outcome[1]["run_result"]["return_code"]) == ("Failed", -9)
+        assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
+    finally:
+        server.stop()

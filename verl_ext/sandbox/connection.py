@@ -1,0 +1,147 @@
+"""The server's end of one worker process: what goes over its socket. The other end is in `worker.py`."""
+
+import asyncio
+import base64
+import codecs
+import errno
+import json
+import marshal
+import os
+import signal
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+LENGTH = struct.Struct("<I")  # as worker.LENGTH
+SEND_FDS_PAUSE_S = 0.02
+FOR_WORKER = ("run_timeout", "memory_limit_MB", "fetch_files", "session")  # the keys of a request
+FOR_PROGRAM = ("code", "stdin", "files", "echo_last_expression")
+
+
+class SandboxError(Exception):
+    """The sandbox, not the code, failed: the same request may succeed when sent again."""
+
+
+class LostProgramError(SandboxError):
+    """A worker died while it ran a program: a failure of the sandbox, unless the program does it again."""
+
+
+class Worker:
+    """The server's end of one worker process."""
+
+    def __init__(self, connection: socket.socket, folder: Path) -> None:
+        self.connection, self.folder = connection, folder
+        self.pid: int | None = None
+        self._pidfd = -1  # a process id alone may be another's by the time that it is killed
+        self.layers: list[str] = []  # what isolates its programs
+        self.off: dict[str, str] = {}  # what does not, and why
+        self.started = False  # the program of the call, which from then on may be to blame
+        self._received = bytearray()
+        connection.setblocking(False)
+
+    async def start(self) -> None:
+        """Wait until it is set up. Raises OSError, EOFError, or SandboxError with its own words."""
+        hello = await self._receive_message()
+        if "error" in hello:
+            raise SandboxError(hello["error"])
+        self.pid, self.layers, self.off = hello["pid"], hello["layers"], hello["off"]
+        self._pidfd = os.pidfd_open(self.pid)
+
+    async def call(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+        """Send a request; returns the answer's header and the bytes after it. Raises OSError or EOFError."""
+        self.started = False
+        self._received.clear()
+        header = marshal.dumps({key: request[key] for key in FOR_WORKER})
+        body = os.memfd_create("request")  # not through the socket: the program is to read it, not the worker
+        try:
+            with open(body, "wb", closefd=False) as file:
+                file.write(marshal.dumps({key: request[key] for key in FOR_PROGRAM}))
+            await send_fd(self.connection, LENGTH.pack(len(header)), body)
+        finally:
+            os.close(body)
+        await asyncio.get_running_loop().sock_sendall(self.connection, header)
+        header = await self._receive_message()
+        if "started" in header:
+            self.started = True
+            header = await self._receive_message()
+        sizes = 0
+        if "error" not in header:
+            sizes = header["stdout"][0] + header["stderr"][0] + sum(header["files"].values())
+            await self._receive_up_to(sizes)
+        return header, bytes(self._received[:sizes])
+
+    async def _receive_message(self) -> dict[str, Any]:
+        """LENGTH and JSON of a message; what came after it stays in `_received`."""
+        await self._receive_up_to(LENGTH.size)
+        end = LENGTH.size + LENGTH.unpack_from(self._received)[0]
+        await self._receive_up_to(end)
+        message = json.loads(self._received[LENGTH.size : end])
+        del self._received[:end]
+        return message
+
+    async def _receive_up_to(self, size: int) -> None:
+        while len(self._received) < size:
+            chunk = await asyncio.get_running_loop().sock_recv(self.connection, 1 << 18)
+            if not chunk:
+                raise EOFError("its socket closed")
+            self._received += chunk
+
+    def is_alive(self) -> bool:
+        """An idle worker says nothing, so that anything to read is the end of its socket."""
+        try:
+            self.connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def close(self) -> None:
+        """The worker sees it, kills the program that may be running, removes its folder and ends."""
+        self.connection.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    def kill(self) -> None:
+        """End a worker that hangs or is dead already; its program dies with it."""
+        try:
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+async def send_fd(connection: socket.socket, message: bytes, fd: int) -> None:
+    """Send a file descriptor; waits while the user's processes together have too many in flight (ETOOMANYREFS)."""
+    while True:
+        try:
+            socket.send_fds(connection, [message], [fd])
+            return
+        except OSError as exc:
+            if exc.errno != errno.ETOOMANYREFS:
+                raise
+        await asyncio.sleep(SEND_FDS_PAUSE_S)
+
+
+def with_blobs(header: dict[str, Any], blobs: bytes) -> dict[str, Any]:
+    """Replace the byte counts of an answer's header by what they count."""
+    result = header.copy()
+    start = 0
+    for stream in ("stdout", "stderr"):
+        kept, total = header[stream]
+        result[stream] = _decode(blobs[start : start + kept], total)
+        start += kept
+    result["files"] = {}
+    for path, size in header["files"].items():
+        result["files"][path] = base64.b64encode(blobs[start : start + size]).decode()
+        start += size
+    return result
+
+
+def _decode(kept: bytes, total: int) -> str:
+    """Output as text, invalid UTF-8 as U+FFFD, with a last line that says how much was cut."""
+    cut = total - len(kept)
+    # final=False drops the first bytes of a character that the cut split.
+    text = codecs.getincrementaldecoder("utf-8")("replace").decode(kept, final=not cut)
+    return f"{text}\n[output cut: {cut} of {total} bytes]\n" if cut else text

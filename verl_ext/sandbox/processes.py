@@ -1,0 +1,153 @@
+"""The processes of a program, as its worker sees them: told, stopped, counted and killed."""
+
+import errno
+import os
+import select
+import signal
+import socket
+import time
+from typing import NamedTuple
+
+from .program import CHUNK, RETURN_CODE, TOKEN_BYTES
+
+STOP_S = 1.0  # for the program of a session to stop after a call, or else it is killed
+KILL_S = 1.0  # for what was killed to be gone; after that it is stuck in the kernel, and left to die by itself
+SEND_FDS_S = 3.0  # to send a file descriptor while the user's other processes have too many in flight
+CPUCLOCK_SCHED = 2  # linux/posix-timers.h: the clock of all threads of a process
+
+
+class Program(NamedTuple):
+    """The worker's view of the program that it forked."""
+
+    pid: int
+    pidfd: int
+    pipes: tuple[int, int]  # stdout, stderr
+    control: socket.socket | None  # of a session
+    token: bytearray  # begins each message of a session's program; empty until the program has sent it
+
+    def call(self, body: int) -> None:
+        """Have the program of a session go on with the next request; that it is dead is seen by who waits for it.
+
+        Raises:
+            OSError: too many file descriptors are in flight, which is not the program's fault.
+        """
+        self.signal(signal.SIGCONT)
+        deadline = time.monotonic() + SEND_FDS_S
+        while True:
+            try:
+                socket.send_fds(self.control, [b"\0"], [body])
+                return
+            except OSError as exc:
+                if exc.errno != errno.ETOOMANYREFS:
+                    return
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.01)
+
+    def receive(self) -> bytes | None:
+        try:
+            return self.control.recv(CHUNK)
+        except OSError:  # closed with a message unread
+            return None
+
+    def return_code(self, message: bytes | None) -> int | None:
+        """None when the message is not one of program.py's: the program is not to be trusted to go on."""
+        if not message or not self.token or not message.startswith(self.token):
+            return None
+        code = message[TOKEN_BYTES:]
+        return RETURN_CODE.unpack(code)[0] if len(code) == RETURN_CODE.size else None
+
+    def stop(self) -> bool:
+        """Neither CPU time nor output until the next call; False when it did not stop, which it can do on purpose."""
+        self.signal(signal.SIGSTOP)
+        deadline = time.monotonic() + STOP_S
+        while not os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG):  # a write that has begun is ended first
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.0001)
+        return True
+
+    def cpu_s(self) -> float:
+        """CPU time that its processes have used, as far as they can be seen."""
+        pids = {self.pid}
+        if os.getpid() == 1:
+            pids.update(int(name) for name in os.listdir("/proc") if name.isdecimal() and name != "1")
+        total = 0.0
+        for pid in pids:
+            try:
+                total += time.clock_gettime(~pid << 3 | CPUCLOCK_SCHED)
+            except OSError:  # it has ended
+                pass
+        return total
+
+    def signal(self, number: int) -> None:
+        """To all of the program's processes; without a process namespace, to those that have not left its session."""
+        try:
+            if os.getpid() == 1:
+                os.kill(-1, number)
+            else:
+                os.killpg(self.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def close(self) -> None:
+        for fd in (self.pidfd, *self.pipes):
+            os.close(fd)
+        if self.control:
+            self.control.close()
+
+
+def memory_of_others() -> int:
+    """Bytes that all other processes of this process namespace have, what they share counted once."""
+    total = 0
+    for name in os.listdir("/proc"):
+        if name.isdecimal() and name != "1":
+            try:
+                with open(f"/proc/{name}/smaps_rollup") as file:
+                    total += sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
+            except OSError:  # it has ended
+                pass
+    return total << 10
+
+
+def kill_all(program: Program) -> tuple[int | None, bool]:
+    """Kill the program's session and every process that descends from it.
+
+    Returns:
+        (the program's wait status, None when it is not gone within KILL_S; whether all are gone).
+    """
+    deadline = time.monotonic() + KILL_S
+    if os.getpid() == 1:  # of a process namespace, where all others are the program's; all at once, so that none forks
+        try:
+            os.kill(-1, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    for kill in (os.killpg, os.kill):  # the group does not exist yet when the time was over before setsid()
+        try:
+            kill(program.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    poller = select.poll()
+    poller.register(program.pidfd, select.POLLIN)
+    poller.poll(KILL_S * 1000)
+    while True:
+        reaped, status = os.waitpid(program.pid, os.WNOHANG)
+        if reaped:
+            break
+        if time.monotonic() > deadline:
+            return None, False
+        time.sleep(0.001)
+    while True:  # what left the session is now our child, or becomes it when its parent is killed
+        try:
+            reaped, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return status, True
+        if reaped:
+            continue
+        if time.monotonic() > deadline:
+            return status, False
+        if os.getpid() != 1:
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                for child in file.read().split():
+                    os.kill(int(child), signal.SIGKILL)
+        time.sleep(0.0002)
