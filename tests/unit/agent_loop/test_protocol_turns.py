@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from verl_ext.agent_loop import protocol as protocol_module
+from verl_ext.agent_loop.call_json import _has_type
 from verl_ext.agent_loop.code_protocol import CodeProtocol
-from verl_ext.agent_loop.hermes_protocol import _has_type
 from verl_ext.agent_loop.protocol import (
     CODE_SCHEMA,
     CODE_TOOL,
