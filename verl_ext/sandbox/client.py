@@ -23,7 +23,8 @@ SERVER_NAME = "verl-retool-sandbox"  # as api.SERVER_NAME: what goes beyond Sand
 ANSWER_GRACE_S = 8.0
 MAX_BACKOFF_S = 10.0
 END_TIMEOUT_S = 5.0
-CONTROL_TIMEOUT_S = 5.0  # for a server to show, by a control program, that it works
+CONTROL_PROGRAM, CONTROL_OUTPUT = "print(6 * 7)", "42\n"
+CONTROL_TIMEOUT_S = 5.0  # for a server to show, by the control program, that it works
 MIN_LOSSES = 2  # of a program, after which a server that works is not to blame
 
 
@@ -199,19 +200,20 @@ class SandboxClient:
                     session.server = None
             finally:
                 self._slots.release()
-        if not session and MIN_LOSSES <= losses == attempts and await self._is_healthy(server, deadline):
+        if not session and MIN_LOSSES <= losses == attempts and await self._is_sound(server, deadline):
             stderr = f"Killed: {losses} attempts to run this program lost it, and the sandbox is well"
             return RunResult("code_error", "", stderr, -signal.SIGKILL, 0.0, 0.0, attempts, "")
         return _failure(f"sandbox failed after {attempts} attempt(s): {failure}", attempts)
 
-    async def _is_healthy(self, server: int, deadline: float) -> bool:
-        """Whether a server of ours runs a control program; another's ping says nothing about that."""
-        timeout = aiohttp.ClientTimeout(total=min(max(deadline - time.monotonic(), 0.01), CONTROL_TIMEOUT_S))
+    async def _is_sound(self, server: int, deadline: float) -> bool:
+        """Whether a server runs the control program, within CONTROL_TIMEOUT_S and before `deadline`."""
+        body = {"code": CONTROL_PROGRAM, "language": "python", "run_timeout": CONTROL_TIMEOUT_S, "memory_limit_MB": -1}
+        deadline = min(deadline, time.monotonic() + CONTROL_TIMEOUT_S)
         try:
-            async with self._open_http().get(f"{self._urls[server]}/v1/ping", timeout=timeout) as response:
-                return response.status == 200 and response.headers.get("Server") == SERVER_NAME
-        except (aiohttp.ClientError, OSError):
+            result = await self._attempt(server, body, deadline, 0.0, self._max_attempts, None)
+        except (_WorldError, ValueError):
             return False
+        return result.stdout == CONTROL_OUTPUT
 
     async def end_session(self, session_id: str, *, timeout_s: float = END_TIMEOUT_S) -> None:
         """Have the server end a session, which it would do after a while by itself; quiet if that fails."""
