@@ -56,6 +56,8 @@ find_python() {
         is_supported "$version" || { seen+="$candidate is $version; " && continue; }
         "$candidate" -c 'import ensurepip, venv' 2>/dev/null ||
             die "$candidate (Python $version) has no venv module. Install it, e.g. apt install python$version-venv"
+        [ "$HARDWARE" = gpu ] || "$candidate" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+            die "libnuma.so.1 was not found, which vLLM for CPUs links. Install it, e.g. apt install libnuma1"
         command -v "$candidate"
         return
     done

@@ -57,6 +57,7 @@ def test_check_passes_on_this_machine(checkout):
         ("python3", "echo 3.13", "python3 is 3.13). Install one"),
         ("python3", None, "python3 does not run). Install one"),
         ("python3", 'case "$2" in *venv*) exit 1;; *) echo 3.12;; esac', "apt install python3.12-venv"),
+        ("python3", 'case "$2" in *libnuma*) exit 1;; *) echo 3.12;; esac', "apt install libnuma1"),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(tool, script, expected, checkout):
