@@ -14,7 +14,8 @@ checked against the tool's schema before the tool runs, and the model is told wh
 What the model can cause must be its error: else it could buy its exclusion from training. A missing file that the
 arguments name, and an address that they name and that does not answer or refuses (any HTTP 4xx or 5xx), are therefore
 the model's error. What only the tool can know it says by `ToolError`: a request that its own backend refuses for its
-content (HTTP 400, 404, 422), or work that the arguments made too long.
+content (HTTP 400, 404, 422), an argument that is no address at all (httpx does not say which one it was), or work that
+the arguments made too long.
 """
 
 import http.client
