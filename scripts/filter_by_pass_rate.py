@@ -103,7 +103,7 @@ def generate(data: Path, frame: pd.DataFrame, work: Path, args: argparse.Namespa
 
 
 def tally_past_samples(paths: Sequence[Path], frame: pd.DataFrame, data: Path) -> tuple[list[Tally], int, int]:
-    """(the tally of each row, number of samples of other problems, number of samples that the world failed).
+    """(the tally of each row, number of samples of other problems, number of infrastructure failures).
 
     Raises:
         NoSamples: there are none, or none is of a row.

@@ -12,7 +12,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 NEARLY_FULL_BYTES = 4 * 2**20  # less than any checkpoint here; a file that did not fit is often deleted half written
 SIGNS = re.compile(r"No space left on device|Disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|\b[Ee]rrno 28\b|\bos error 28\b")
 NAMED = re.compile(r"(?:No space left on device|Disk quota exceeded)[^'\"\n]*: ['\"](/[^'\"\n]+)['\"]")
-SAVING = ".saving"  # verl_ext/checkpoints.py: a checkpoint that is being written, which no resume uses
+SAVING = ".saving"  # verl_ext/checkpoints.py: where a checkpoint is written, and the one that it replaces waits
+WHOLE = "checkpoint.json"  # verl_ext/manifest.py: a checkpoint that has it may be the one to resume from, also there
 
 
 def is_full(folder: Path) -> bool:
@@ -49,7 +50,7 @@ def describe(folder: Path) -> str:
     if inodes.f_files > 0 and inodes.f_favail == 0:
         free += f", and none of its {inodes.f_files:,} inodes (files)"
     lines = [f"The disk is full: {there} (on {mount}), {free}."]
-    if (saving := there / SAVING).is_dir():
+    if (saving := there / SAVING).is_dir() and not any(saving.rglob(WHOLE)):
         size = sum(path.stat().st_size for path in saving.rglob("*") if path.is_file())
         lines.append(f"`rm -r {shlex.quote(str(saving))}` frees {_size(size)} of a checkpoint that was broken off.")
     lines.append(

@@ -274,8 +274,13 @@ def delete_run(out: Path) -> None:
     """Delete an output folder, unless it looks like something else: --out may be mistyped.
 
     Raises:
-        SystemExit: it lies outside of outputs/ and has no stages.json.
+        SystemExit: it lies outside of outputs/ and has no stages.json; or other runs are in it.
     """
+    if others := sorted(path.parent.name for path in out.glob(f"*/{JOURNAL}")):
+        raise SystemExit(
+            f"--fresh would delete {out}, which holds other runs ({', '.join(others)}). Name the run's own folder "
+            "by --out."
+        )
     if (
         not (out / "stages.json").exists()
         and not out.is_relative_to(REPO / "outputs")

@@ -55,6 +55,8 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
             parser.error("--from takes the data and the SFT as they are: --data and --sft are for a run of its own")
         if args.out == args.source:
             parser.error(f"--from {args.source} and --out are the same folder; the new run needs its own")
+        if args.out in args.source.parents:
+            parser.error(f"--out {args.out} holds the folder of --from; the new run needs its own")
     elif not args.out:
         args.out = DEFAULT_OUT
     return args

@@ -166,7 +166,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             self._classify(partition_id)
             self._clear_groups(partition_id, self._uids("failed"))
             useful, failed = self._uids("useful"), self._seen.groups["failed"]
-            self._stop_if_the_world_is_down(failed, limit, global_steps)
+            self._stop_if_most_failed(failed, limit, global_steps)
             in_flight = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
             # Submit what fills the batch with a margin of one standard deviation: another wave costs a whole rollout.
             expected = len(useful) + self.keep_rate * in_flight
@@ -185,7 +185,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         if shortfall > 0:
             logger.warning(
                 "step %d: only %d of %d groups had unequal rewards after %d prompts (max_num_gen_batches=%d); "
-                "filled with %d that have no gradient",
+                "filled with %d others, whose advantages are set to 0",
                 *(global_steps, len(selected), batch_size, submitted, self.max_gen_batches, shortfall),
             )
             spare = self._uids("equal") | self._uids("void")
@@ -219,19 +219,19 @@ class DapoReplayBuffer(ReplayBufferAsync):
             return super()._terminal_eviction_reasons(global_steps, partition_id)
         self._classify(partition_id)
         failed, spare = self._uids("failed"), self._uids("equal") | self._uids("void")
-        self._stop_if_the_world_is_down(self._seen.groups["failed"], self._limit, global_steps)
+        self._stop_if_most_failed(self._seen.groups["failed"], self._limit, global_steps)
         if self._seen.groups["equal"] + self._seen.groups["void"] > self._limit:
             if not self._is_spent:
                 logger.warning(
                     "step %d: %d prompt groups ended, but only %d had unequal rewards (max_num_gen_batches=%d); "
-                    "where useful groups are missing, equal ones, that have no gradient, are taken now",
+                    "where useful groups are missing, others are taken now, and their advantages are set to 0",
                     *(global_steps, self._seen.groups.total(), self._seen.groups["useful"], self.max_gen_batches),
                 )
             self._is_spent = True
             spare = set()
         return self._stale_terminal_keys(global_steps, partition_id), spare, failed, Counter()
 
-    def _stop_if_the_world_is_down(self, failed: int, limit: float, global_steps: int) -> None:
+    def _stop_if_most_failed(self, failed: int, limit: float, global_steps: int) -> None:
         if failed > limit:
             reasons = {reason: count for reason, count in self._seen.excluded.most_common() if count}
             remedy = REMEDIES.get(next(iter(reasons), ""), "See the log for why")

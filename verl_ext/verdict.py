@@ -125,23 +125,28 @@ def held_out_source(key: str) -> str | None:
 
 
 def percent(estimate: Mapping[str, float] | None, *, interval: bool = True) -> str:
-    """`31.2% [28.4, 34.1]`"""
+    """`31.2% [28.4, 34.1]`; the figure alone where no interval can be stated."""
     if estimate is None:
         return "-"
-    ends = f" [{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]" if interval else ""
+    stated = interval and estimate["low"] is not None
+    ends = f" [{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]" if stated else ""
     return f"{100 * estimate['value']:.1f}%{ends}"
 
 
 def points(estimate: Mapping[str, float] | None) -> str:
-    """A difference in percentage points: `+62.9 [+59.0, +66.8]`."""
+    """A difference in percentage points: `+62.9 [+59.0, +66.8]`; without interval where none can be stated."""
     if estimate is None:
         return "-"
+    if estimate["low"] is None:
+        return f"{100 * estimate['value']:+.1f}"
     return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * estimate[end] for end in ("value", "low", "high")))
 
 
 def _describe(what: str, before: Mapping, after: Mapping, difference: Mapping, *, best: float) -> tuple[str, str]:
     """(phrase, outcome) of a figure; `best` is the end of its range that is good, 0 or 1."""
     span = f"from {percent(before, interval=False)} to {percent(after, interval=False)}"
+    if difference["low"] is None:  # no problem has this figure on both sides
+        return f"{what} {span}, {points(difference)} points without an interval", "unclear"
     if difference["low"] <= 0 <= difference["high"]:
         if before["value"] == after["value"]:
             return f"{what} stays at {percent(after, interval=False)}", "unclear"

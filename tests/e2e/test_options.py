@@ -108,7 +108,7 @@ def test_the_groups_have_the_sizes_of_their_phase_and_difficulty_and_baselines_o
             rate = rate_of[problem_of[uid]]
             n = (6 if step < 3 else 8) if pd.isna(rate) else {1.0: 4, 0.0: 10}[rate]
             taken = sum(key.startswith(f"{uid}_") for key in batch["keys"])
-            assert taken == n, (step, uid, rate)  # also where the world failed some: filled to the same size
+            assert taken == n, (step, uid, rate)  # also with infrastructure failures: filled to the same size
             sizes[n] += 1
             scores = pd.Series([score for score, _ in group.values()])
             expected = (scores - scores.mean()) / (scores.std() + 1e-6)

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from verl_ext import disk
+from verl_ext.checkpoints import resume_point
+from verl_ext.manifest import vouch
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -73,6 +75,17 @@ def test_a_broken_off_checkpoint_is_offered_for_deletion_by_its_size(tmp_path):
     (tmp_path / ".saving").mkdir()
     (tmp_path / ".saving" / "model.pt").write_bytes(bytes(2_000_000))
     assert f"`rm -r {tmp_path}/.saving` frees 2.0 MB of a checkpoint that was broken off." in disk.describe(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["global_step_20", "replaced/global_step_20"])
+def test_a_whole_checkpoint_that_a_kill_left_in_saving_is_not_offered_for_deletion(tmp_path, place):
+    """It may be the only one: a kill between the two renames of a step that is saved again."""
+    checkpoint = tmp_path / ".saving" / place
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.pt").write_bytes(bytes(1000))
+    vouch(checkpoint)
+    assert resume_point(tmp_path) == checkpoint
+    assert "rm -r" not in disk.describe(tmp_path)
 
 
 def can_mount() -> bool:

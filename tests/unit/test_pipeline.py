@@ -468,6 +468,7 @@ def test_from_goes_with_neither_data_nor_sft_nor_its_own_folder(source, capsys):
         (["--data=--rl=64"], "takes the data and the SFT as they are"),
         (["--sft", "a=1"], "takes the data and the SFT as they are"),
         (["--out", str(source)], "are the same folder"),
+        (["--out", str(source.parent)], "holds the folder of --from"),
     ):
         with pytest.raises(SystemExit):
             parse_options(["--from", str(source), *arguments])
@@ -532,6 +533,16 @@ def test_fresh_deletes_a_run_but_not_a_folder_that_holds_none(tmp_path):
     with pytest.raises(SystemExit, match=f"would delete {home}, which holds no run"):
         pipeline.delete_run(home)
     assert (home / "thesis").exists()
+
+
+def test_fresh_does_not_delete_the_folder_above_other_runs(monkeypatch, tmp_path):
+    monkeypatch.setattr(pipeline, "REPO", tmp_path)  # below outputs/ a folder without stages.json may be deleted
+    for name in ("quickstart", "quickstart-2"):
+        (tmp_path / "outputs" / name).mkdir(parents=True)
+        (tmp_path / "outputs" / name / "stages.json").write_text("[]")
+    with pytest.raises(SystemExit, match=r"holds other runs \(quickstart, quickstart-2\). Name the run's own folder"):
+        pipeline.delete_run(tmp_path / "outputs")
+    assert len(list((tmp_path / "outputs").iterdir())) == 2
 
 
 def test_two_pipelines_do_not_write_into_one_folder(monkeypatch, tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from verl_ext.evaluation import Sample, compare, evaluate, to_json
 from verl_ext.run_record import Metrics, Run
 from verl_ext.verdict import changes, judge
 
@@ -16,6 +17,14 @@ def figures(sources, k=1, **values):
         value, low, high = given if isinstance(given, tuple) else (given, given, given)
         metrics[key] = {"value": value, "low": low, "high": high}
     return {"data_sources": sources, "num_problems_scored": 64, "n": k, "k": k, "metrics": metrics}
+
+
+def a_sample(problem, calls=0, errors=0):
+    """A judged, right sample."""
+    texts = {"input": problem, "output": "", "gts": "1", "pred": "1", "data_source": "d", "finish_reason": "answer"}
+    counts = {"tool_calls": calls, "tool_errors": errors, "tool_timeouts": 0, "model_turns": 1, "response_tokens": 3}
+    failures = {"truncated": 0, "unverified": 0, "sandbox_failure": 0}
+    return Sample(uid=f"{problem}_0_0", acc=1.0, score=1.0, **texts, **counts, **failures)
 
 
 def a_run(kind="quickstart", sft=None, rl=None, sides=("before RL", "after RL")):
@@ -153,3 +162,15 @@ def test_an_sft_run_says_whether_its_losses_fell():
     assert fell.sentence.startswith("3 SFT steps. Lower: training loss from 4 to 1")
     assert fell.not_improved == ["validation loss from 2 (step 1) to 1.8 (step 3), lowest at step 2 (1.5)"]
     assert "No loss is lower" in judge(a_run("sft", sft=curve(train__loss=[1.0, 2.0])), NONE).sentence
+
+
+def test_a_difference_of_problems_that_have_no_calls_in_common_is_named_without_an_interval():
+    """Before, only one problem had calls; after, only the other one: no problem has both rates of failed calls."""
+    before = [a_sample("a", calls=2, errors=1), a_sample("b")]
+    after = [a_sample("a"), a_sample("b", calls=2, errors=2)]
+    sides = {"before": evaluate(before), "after": evaluate(after), "difference": compare(before, after)}
+    sides = {side: to_json(groups) for side, groups in sides.items()}
+    assert sides["difference"]["d"]["metrics"]["tool/error_rate"] == {"value": 0.5, "low": None, "high": None}
+    texts = {change.key: (change.text, change.outcome) for change in changes(sides)}
+    what = "calls that failed from 50.0% to 100.0%, +50.0 points without an interval"
+    assert texts["tool/error_rate"] == (what, "unclear")

@@ -12,9 +12,10 @@ checked against the tool's schema before the tool runs, and the model is told wh
   model's error.
 
 What the model can cause must be its error: else it could buy its exclusion from training. A missing file that the
-arguments name, and an address that they name and that does not answer, are therefore the model's error. What only the
-tool can know it says by `ToolError`: a request that the backend refuses for its content (HTTP 400, 404, 422), or work
-that the arguments made too long.
+arguments name, and an address that they name and that does not answer or refuses (any HTTP 4xx or 5xx), are therefore
+the model's error. What only the tool can know it says by `ToolError`: a request that its own backend refuses for its
+content (HTTP 400, 404, 422), an argument that is no address at all (httpx does not say which one it was), or work that
+the arguments made too long.
 """
 
 import http.client
@@ -73,11 +74,12 @@ def who_is_at_fault(error: Exception, arguments: Mapping[str, Any]) -> str:
 
 
 def _fault_of_request(error: Exception, arguments: Mapping[str, Any]) -> str:
-    status = _status(error)
+    host, status = _host(error), _status(error)
+    if host and host in {_host_of(text) for text in _texts(arguments)}:
+        return MODEL
     if status is not None and 400 <= status < 500 and status not in _TRY_AGAIN:
         return TOOL  # refused: whether for its content only the tool can say
-    host = _host(error)
-    return MODEL if host and host in {_host_of(text) for text in _texts(arguments)} else INFRASTRUCTURE
+    return INFRASTRUCTURE
 
 
 def _is_of_file(error: OSError) -> bool:
@@ -128,7 +130,7 @@ def _host(error: Exception) -> str | None:
         request = getattr(error, "request_info", None) or getattr(error, "request", None)
     except RuntimeError:  # httpx, where there is no request
         return None
-    return _host_of(str(getattr(request, "url", "")))
+    return _host_of(str(getattr(request, "url", None) or getattr(error, "url", "")))  # the second: urllib's HTTPError
 
 
 def _host_of(text: str) -> str | None:

@@ -14,7 +14,7 @@ PROBES = 64  # samples from which the chat template's part of an input text is l
 
 @dataclass
 class Tally:
-    """Samples of one problem. Those that the world failed (sandbox, verifier) are in neither count."""
+    """Samples of one problem. Those with an infrastructure failure (sandbox, verifier) are in neither count."""
 
     judged: int = 0
     correct: int = 0

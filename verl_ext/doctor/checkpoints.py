@@ -132,6 +132,17 @@ def _log_bytes(run: Run) -> float:
     return log["max_mb"] * 1e6 * log["max_files"] * run.get("actor_rollout_ref.rollout.agent.num_workers", 1)
 
 
+def _named(path: Path | None) -> Path:
+    """The checkpoint that `resume_from_path` names, or the copy in `.saving/` that the run would put in its place.
+
+    Raises:
+        ValueError, NotWhole: as `checkpoints.require_whole`.
+    """
+    step = checkpoints.step_of(path)
+    copies = {} if step is None else checkpoints.recoverable(path.parent, step)
+    return copies.get(step) or checkpoints.require_whole(path)
+
+
 def check_resume(run: Run) -> Iterator[Finding]:
     """Which checkpoint the run goes on from, as verl_ext/checkpoints.py decides, and what there is left to do."""
     folder, mode = run.output_folder, run.get("trainer.resume_mode", "auto")
@@ -147,7 +158,7 @@ def check_resume(run: Run) -> Iterator[Finding]:
                 )
             chosen = None
         elif mode == "resume_path" or (mode == "auto" and path and not run.is_rl):
-            chosen = checkpoints.require_whole(run.folder / path if path else path)
+            chosen = _named(run.folder / path if path else None)
         elif mode == "auto":
             chosen = checkpoints.resume_point(folder, said.append)
         else:  # told by names.py

@@ -28,6 +28,7 @@ from verl_ext.doctor.schema import (
 
 topic = Topic("config")
 SIMILAR = 0.8  # of a misspelt section
+WITH_DEFAULT = {"repeatable", "validation.retries", "validation.max_failed_share"}  # of `retool`: a YAML may lack them
 
 
 def check_config(run: Run) -> Iterator[Finding]:
@@ -121,7 +122,7 @@ def check_own_section(run: Run) -> Iterator[Finding]:
         hint = did_you_mean(f"{section}.{key}", [f"{section}.{name}" for name in known], "Remove it.")
         yield topic.fail(f"{section}.{key} is none of verl_ext's settings; it would do nothing", hint)
     if run.is_rl:
-        for key in known.keys() - own.keys():
+        for key in sorted(known.keys() - own.keys() - WITH_DEFAULT):
             yield topic.fail(
                 f"{section}.{key} is missing, and verl_ext reads it", f"Set it as in {run.reference}.yaml."
             )

@@ -52,7 +52,7 @@ NUMBERS = (
     "sandbox_failure",
 )
 TEXTS = ("input", "output", "uid", "pred", "data_source", "finish_reason")
-FAILURES = ("sandbox_failure", "server_failure", "unverified")  # of the world: such samples are in no figure
+FAILURES = ("sandbox_failure", "server_failure", "unverified")  # of infrastructure: such samples are in no figure
 POOLED = ("in_distribution", "out_of_distribution", "overall")
 
 
@@ -81,7 +81,7 @@ class Sample:
 
     @property
     def failure(self) -> str | None:
-        """What in the world, not in the model, kept this sample from being judged, of FAILURES; None: it was judged."""
+        """The infrastructure failure, of FAILURES, that kept this sample from being judged; None: it was judged."""
         if self.sandbox_failure:
             return "sandbox_failure"
         if self.finish_reason in ("server_failure", "aborted"):  # the second: of the agent loop, in verl's dumps
@@ -98,7 +98,7 @@ class Evaluation:
     num_problems_scored: int  # with at least one judged sample; the figures are over these
     num_problems_short: int  # of those, with fewer than k judged samples: best@k and maj@k take what there is
     num_samples: int
-    excluded: dict[str, int]  # samples the world failed, in none of the figures
+    excluded: dict[str, int]  # samples with an infrastructure failure, in none of the figures
     n: int  # samples a problem, as most have
     k: int  # of best@k and maj@k
     finish_reasons: dict[str, int]  # of all samples
@@ -125,8 +125,8 @@ def evaluate(
 ) -> dict[str, Evaluation]:
     """Figures of every data source, and of several pooled: `in_distribution`, `out_of_distribution`, `overall`.
 
-    A problem is its data source and own text, or input text where that is not known. Samples the world failed
-    (`Sample.failure`) are counted and left out.
+    A problem is its data source and own text, or input text where that is not known. Samples with
+    an infrastructure failure (`Sample.failure`) are counted and left out.
 
     Args:
         k: samples for best@k and maj@k; by default all n of a problem. mean@k always averages all n.

@@ -1,7 +1,7 @@
 """Samples of an evaluation: the agent loop of training on every problem, n times, scored by the reward manager.
 
-What the world fails (sandbox, server, verifier) is a row of its own kind: in no figure, and tried again by the next
-start. Everything here runs in one event loop.
+An infrastructure failure (sandbox, server, verifier) is a row of its own kind: in no figure, and tried again by the
+next start. Everything here runs in one event loop.
 """
 
 import asyncio

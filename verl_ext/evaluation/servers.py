@@ -25,7 +25,7 @@ _PROBE = "<code>\nprint(1 + 1)\n</code>\n<interpreter>\n2\n</interpreter>\n\\box
 
 
 class ServerFailure(RuntimeError):
-    """The server did not answer, however often it was asked: the world's failure, not the model's."""
+    """The server did not answer, however often it was asked: an infrastructure failure, not the model's."""
 
 
 class ServerRefused(RuntimeError):
@@ -144,7 +144,7 @@ class OpenAiServer:
         model: as the server names it; "" takes the first of its `/models`.
         seeded: sends a seed with each sample, of which vLLM 0.28 dies where it runs on a CPU (see VllmServer).
         timeout_s: of one request, waiting in the server's queue included.
-        max_attempts: requests per turn; only the world's errors are tried again (connection, 408, 429, 5xx).
+        max_attempts: requests per turn; only infrastructure failures are tried again (connection, 408, 429, 5xx).
         backoff_s: pause before the second attempt; doubles each time.
     """
 

@@ -69,7 +69,7 @@ class SandboxClient:
         urls: base URLs such as "http://127.0.0.1:8080"; each call goes to the one with the fewest calls in flight,
             and after a failure to another.
         max_concurrency: calls in flight from this client, to all servers together; further ones wait.
-        max_attempts: requests per call; only the world's errors are tried again (connection, 408, 429, 5xx,
+        max_attempts: requests per call; only infrastructure failures are tried again (connection, 408, 429, 5xx,
             SandboxError, an answer that cannot be read).
         backoff_s: pause before the second attempt; doubles each time, with jitter, up to 10 s.
         queue_timeout_s: what a call may take on top of the program's own time limit, for waiting and trying again.

@@ -111,7 +111,7 @@ class AdaptiveSampling:
         return numbers
 
     def observe(self, uid: str, accs: Sequence[float]) -> None:
-        """A group ended; `accs` is the correctness of those responses that the world did not fail."""
+        """A group ended; `accs` is the correctness of its responses without an infrastructure failure."""
         problem = self._problems.pop(uid, None)  # None: in flight since before a resume
         if problem is not None and len(accs) > 0:
             rate = round(float(np.mean(accs)), 4)

@@ -194,7 +194,7 @@ class RunTrainer(PPOTrainer):
             metrics = self._validate_lightly(self._plan.light) if light else super()._validate()
         except NothingStored as error:
             logger.warning("step %d: validation: %s This validation is void.", self.global_steps, error)
-            metrics, self._is_void = ALL_RAISED, True
+            metrics, self._is_void = as_light(ALL_RAISED) if light else dict(ALL_RAISED), True
         if self._watch and not self._is_void:
             metrics.update(self._watch.observe(self.global_steps, metrics, light=light))
             if reason := self._watch.reason():

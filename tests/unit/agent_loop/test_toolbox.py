@@ -265,6 +265,16 @@ def test_an_address_that_the_model_named_and_that_does_not_answer_is_its_own_err
     assert fields["finish_reason"] == "sandbox_failure"
 
 
+@pytest.mark.parametrize("status", [404, 403, 429, 500])
+@pytest.mark.parametrize("get", [by_httpx, by_requests, by_urllib])
+def test_a_page_that_the_model_named_and_that_is_refused_is_its_own_error(call, backend, get, status):
+    """Else the address of no page would take a whole group out of training: exclusion would be for sale."""
+    url, answer = backend
+    answer.update(status=status, type="text/html", body=b"<html></html>")
+    fields, *_ = call(lambda what: get(what), f"{url}/no-such-page")
+    assert fields["finish_reason"] == "answer" and sum(fields["tool_use"]["errors"].values()) == 1
+
+
 def test_aiohttp_names_its_host() -> None:
     class Key:
         host, port, ssl = "no-such-host.invalid", 80, None

@@ -103,6 +103,9 @@ def test_resume_modes(make_run, save, told, tmp_path):
         "qwen2-32b_dapo", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/out/global_step_30"
     )
     assert "goes on from global_step_30" in told(check_resume(path), Level.OK)[0]
+    (tmp_path / "out" / ".saving").mkdir()  # as a kill between the two renames of a step that is saved again leaves it
+    (tmp_path / "out" / "global_step_30").rename(tmp_path / "out" / ".saving" / "global_step_30")
+    assert "goes on from global_step_30" in told(check_resume(path), Level.OK)[0]
     wrong = make_run("qwen2-32b_dapo", "trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/out")
     assert "Expected the folder of a checkpoint" in told(check_resume(wrong), Level.FAIL)[0]
 

@@ -7,6 +7,7 @@ from verl_ext.doctor.config import check_config, check_reward
 from verl_ext.doctor.finding import Level
 from verl_ext.doctor.schema import CONFIGS, lineage, required_keys
 from verl_ext.doctor.timeouts import check_timeouts
+from verl_ext.exclusions import FailedSamples
 
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 DATA = ("data.train_files=train.parquet", "data.val_files=val.parquet")
@@ -74,6 +75,13 @@ def test_a_run_that_begins_with_another_one_has_its_open_keys():
 def test_a_key_that_would_not_do_what_it_says(override, level, message, make_run, told):
     texts = told(check_config(make_run("qwen2-32b_dapo", *DATA, override)), level)
     assert any(message in text for text in texts), texts
+
+
+def test_a_yaml_of_ones_own_may_lack_the_keys_that_have_a_default(make_run, only_ok):
+    """Those that came after such YAMLs were written; the code that reads them says the same."""
+    older = make_run("qwen2-32b_dapo", *DATA, "~retool.validation", "~retool.repeatable")
+    only_ok(check_config(older))
+    assert FailedSamples.from_config(older.config) == FailedSamples()
 
 
 def test_sft_has_settings_of_its_own(make_run, told):

@@ -1,4 +1,4 @@
-"""The client against a real server, and against a fake one for what the world does to it."""
+"""The client against a real server, and against a fake one for infrastructure failures."""
 
 import asyncio
 import json
@@ -141,7 +141,7 @@ async def test_many_calls_at_once_get_their_own_answers(url):
     await client.aclose()
 
 
-# --- errors of the world
+# --- infrastructure failures
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def one_step(sampling, step, text, accs, known=None):
 def test_a_problem_is_known_by_its_prompt_from_one_group_to_the_next(sampling):
     assert [one_step(sampling, step, "a", [1, 1]) for step in range(40, 44)] == [16, 16, 16, 8]
     assert one_step(sampling, 44, "b", [0, 1, 0, 0]) == 16
-    assert one_step(sampling, 45, "b", []) == 24  # 1 of 4; then the world failed all of it: nothing was learned
+    assert one_step(sampling, 45, "b", []) == 24  # 1 of 4; then infrastructure failed all: nothing was learned
     assert one_step(sampling, 46, "b", [1, 1, 0]) == 24
     assert one_step(sampling, 47, "b", [1]) == 16  # 2 of 3
     assert one_step(sampling, 48, "a", [0]) == 8

@@ -304,16 +304,17 @@ def test_a_void_validation_before_training_and_in_light_form_is_survived(make, m
     assert not any("acc" in name for data in calls.logged.values() for name in data)
 
 
-def test_a_validation_whose_rollouts_all_raised_is_void(make, monkeypatch):
+@pytest.mark.parametrize(("option", "group"), [("early_stop", "val-aux"), ("light", "val-light-aux")])
+def test_a_validation_whose_rollouts_all_raised_is_void(make, monkeypatch, option, group):
     from transfer_queue import KVBatchMeta
     from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     nothing = KVBatchMeta(partition_id="val", keys=[], tags=[])
     monkeypatch.setattr(ReplayBufferAsync, "sample", lambda self, *_: (nothing, {}))
-    trainer, _ = make(ON["early_stop"])
+    trainer, _ = make(ON[option], resume_at=2)
     monkeypatch.setattr(PPOTrainer, "_validate", lambda self: self.replay_buffer.sample(2, "val", 3))
-    assert trainer._validate() == {f"val-aux/failed/{name}": 1.0 for name in ("raised", "share", "void")}
+    assert trainer._validate() == {f"{group}/failed/{name}": 1.0 for name in ("raised", "share", "void")}
 
 
 def test_dumps_of_light_validations_and_no_others_go_to_their_own_folder(make, monkeypatch):

@@ -61,7 +61,7 @@ class JudgeVerifier:
             use_reference: shows the ground truth to the judge; otherwise rows need none.
             max_tokens: of the judge's answer.
             timeout_s: of one request, waiting in the server's queue included.
-            max_attempts: requests per response; the world's errors only are tried again (connection, 408, 429, 5xx).
+            max_attempts: requests per response; only infrastructure failures (connection, 408, 429, 5xx) cause another.
             backoff_s: pause before the second attempt; doubles each time.
             max_concurrency: requests in flight from this process.
             api_key_env: environment variable that holds a key; "" sends none.
