@@ -166,6 +166,18 @@ def test_text_that_no_file_or_program_can_have_is_the_models_error(tokenizer, a)
     assert error.kind == "bad_json" and "'a' has a character that no text can have" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong"),
+    [("array", [1], "1"), ("object", {"x": 1}, [1]), ("boolean", False, 0), ("integer", 1, 1.5), ("null", None, 0)],
+)
+def test_a_value_of_another_type_is_the_models_error(tokenizer, kind, right, wrong):
+    tools = {"ask": {"function": {"parameters": {"properties": {"it": {"type": kind}}}}}}
+    (error,) = HermesProtocol(tokenizer).parse(call_text("ask", it=wrong), tools, ended=True)
+    assert error.kind == "missing_argument" and f"'it' must be {kind}, got {json.dumps(wrong)}" in str(error)
+    (call,) = HermesProtocol(tokenizer).parse(call_text("ask", it=right), tools, ended=True)
+    assert call.arguments == {"it": right}
+
+
 def test_a_value_that_the_schema_does_not_list_is_the_models_error(tokenizer):
     unit = {"type": "string", "enum": ["m", "ft"]}
     tools = {"ask": {"function": {"parameters": {"properties": {"unit": unit}, "required": ["unit"]}}}}

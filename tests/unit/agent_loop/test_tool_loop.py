@@ -164,6 +164,9 @@ def test_a_stop_that_an_abort_has_split_is_found_again(roll_out, tokenizer, enco
     assert sandbox.codes == ["print(1+1)"]
     assert output.response_ids == call + encode(BLOCK_2) + answer
     assert output.response_logprobs[: len(call)] == [-(i + 1) / 1000 for i in range(len(call))]
+    block = slice(len(call), len(call) + len(encode(BLOCK_2)))
+    assert output.response_logprobs[block] == [0.0] * len(encode(BLOCK_2)), "those behind the stop went with its tokens"
+    assert len(output.response_logprobs) == len(output.response_ids)
     assert output.extra_fields["finish_reason"] == "answer"
     assert server.calls[1]["prompt_ids"] == output.prompt_ids + call + encode(BLOCK_2)
 
@@ -340,6 +343,24 @@ def test_the_last_code_is_run_where_that_is_asked_for(roll_out, tokenizer, encod
     assert len(sandbox.codes) == 2 and output.extra_fields["tool_calls"] == 2
     assert output.response_ids == (call + encode(BLOCK_2)) * 2 and output.response_mask[-1] == 0
 
+    room = 1  # token, which the interpreter's answer does not fit into
+    length = 2 * len(call) + len(encode(BLOCK_2)) + room
+    output, _, sandbox = roll_out(
+        tokenizer, [call, call], ["2", "2"], max_tool_calls=1, run_last_code=True, response_length=length
+    )
+    assert output.extra_fields["finish_reason"] == "max_turns" and len(sandbox.codes) == 2
+
+
+def test_where_the_first_call_stands_is_counted_in_tokens_of_the_response(roll_out, tokenizer, encode, answer):
+    before, call = encode("It is 7. "), encode(CALL)
+    malformed = encode("<code></code>")
+    output, *_ = roll_out(tokenizer, [malformed, before + call, call, answer], ["2", "2"], response_length=300)
+    start = output.extra_fields["model_spans"][1][0]
+    share = len("It is 7. ") / len(tokenizer.decode(before + call))  # of the turn's text; tokens have several lengths
+    expected = start + round(share * len(before + call))
+    assert start > 0 and output.extra_fields["tool_use"]["first_call_token"] == expected
+    assert roll_out(tokenizer, [answer])[0].extra_fields["tool_use"]["first_call_token"] is None
+
 
 def test_output_is_cut_to_half_of_the_room_that_is_left(roll_out, tokenizer, encode, answer):
     """Not only to its own limit: the rollout goes on with room for an answer."""
@@ -430,6 +451,8 @@ def test_what_a_rollout_did_is_recorded_where_that_is_on(roll_out, tokenizer, en
     assert (use["ok"], use["errors"], use["malformed"], use["fixed"]) == (1, {"NameError": 1}, {"empty_code": 1}, 1)
     assert use["code_lines"] == 2 and use["queue_s"] == 0.5 and use["run_s"] == 0.25
     assert use["void_turns"] == 1  # the malformed one
+    assert all(0 <= turn["decode_s"] < 60 for turn in trajectory["turns"]) and 0 <= use["generate_s"] < 60
+    assert trajectory["sampling"] == {"temperature": 1.0, "top_p": None, "top_k": None}
     assert "trajectory" not in roll_out(tokenizer, [answer])[0].extra_fields
 
 

@@ -250,6 +250,37 @@ def test_unverified_response_is_kept_for_grading_again(make_manager, monkeypatch
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["response"] for row in rows] == ["first\n\\boxed{x}", r"\boxed{z}"]
     assert (rows[0]["ground_truth"], rows[0]["uid"], rows[0]["pred"]) == (r"\sqrt{y}", "u1", "x")
+    assert (str(rows[0]["index"]), rows[0]["data_source"]) == ("7", "tiny")
+
+
+@pytest.mark.parametrize(("p", "reward"), [(0.0, -1.0), (1.0, 1.0)])
+def test_random_reward_may_be_certain(make_manager, p, reward):
+    manager = make_manager(random_reward_p=p)
+    assert {score(manager, text)[0] for text in (r"\boxed{42}", r"\boxed{41}", "none")} == {reward}
+
+
+def test_padding_behind_a_response_is_not_scored(make_manager, monkeypatch):
+    manager, seen = make_manager(), []
+    monkeypatch.setattr(manager, "_decode", lambda token_ids, spans: seen.append(token_ids) or r"\boxed{42}")
+    score(manager, "abc", padding=5)
+    assert seen == [[ord(c) for c in "abc"]]
+
+
+def test_of_several_outputs_of_a_rollout_the_last_is_scored(make_manager):
+    import torch
+    from tensordict import TensorDict
+    from verl import DataProto
+
+    texts = [r"\boxed{41}", r"\boxed{42}", r"\boxed{43}", r"\boxed{42}"]
+    responses = torch.tensor([[ord(c) for c in text] for text in texts])
+    batch = {"responses": responses, "attention_mask": torch.ones_like(responses)}
+    row = {"data_source": "tiny", "reward_model": {"ground_truth": "42"}, "index": 7, "tool_extra_fields": {}}
+    for number in (2, 3, 4):
+        columns = {key: np.array([value] * number, dtype=object) for key, value in row.items()}
+        first = {name: value[:number] for name, value in batch.items()}
+        data = DataProto(batch=TensorDict(first, batch_size=number), non_tensor_batch=columns)
+        result = asyncio.run(make_manager().run_single(data))
+        assert result["reward_extra_info"]["pred"] == texts[number - 1][7:9]
 
 
 def test_row_without_ground_truth_raises_and_is_named(make_manager):
@@ -377,6 +408,7 @@ def test_random_reward_is_repeatable_and_depends_on_the_seed(make_manager):
         ({"overlong_buffer_cfg": {"enable": True, "len": 161}}, "overlong buffer is 161 tokens"),
         ({"overlong_counts": "tokens"}, "overlong_counts is 'tokens'"),
         ({"random_reward_p": 1.5}, "random_reward_p is 1.5"),
+        ({"random_reward_p": -0.1}, "random_reward_p is -0.1"),
         ({"length_penalty": "linear"}, "length_penalty is 'linear'"),
         ({"length_penalty": [[10, -0.1], [20, -0.2]]}, r"length_penalty has the points \[\(10, -0.1\)"),
         ({"verifiers": {"code": "verl_ext.reward.Nothing"}}, "'verl_ext.reward.Nothing', which cannot be imported"),

@@ -22,7 +22,7 @@ def test_where_nothing_failed_the_figures_and_their_names_are_verls(seed, cpu_pl
     rng = random.Random(seed)
     samples, preds, judged_by = [], [], []
     expected = {}
-    for source, n in (("a", 1), ("b", 5), ("c", 8)):
+    for source, n in (("a", 1), ("b", 5), ("c", 8), ("d", 2)):
         for problem in range(3):
             uid = f"{source}{problem}"
             expected[source, uid] = n

@@ -42,6 +42,8 @@ def test_light_validation_that_never_comes_is_refused(test_freq, schedule):
 
 @pytest.mark.parametrize("wrong", [{"problems": 0}, {"n": 0}, {"full_every": 0}])
 def test_settings_below_one_are_refused(wrong):
+    with pytest.raises(ValueError, match="retool.validation_schedule.phases is .* values of at least 1"):
+        ValidationSchedule([[0, 0]])
     with pytest.raises(ValueError, match="retool.light_validation: expected numbers of at least 1"):
         LightValidation(**{"problems": 1, "n": 1, "full_every": 1} | wrong)
 
