@@ -27,6 +27,8 @@ MIXED, RIGHT, WRONG = [info(0), info(1)], [info(1), info(1)], [info(0), info(0)]
 SANDBOX_DOWN = [info(1), info(0, sandbox_failure=1.0, finish_reason="sandbox_failure")]
 UNVERIFIED = [info(1), info(0, unverified=1.0)]
 ABORTED = [info(1), info(0, finish_reason="aborted")]
+SCORED_BY_OTHERS = [info(1), info(0, finish_reason="aborted")]  # a reward manager that repeats no finish_reason
+del SCORED_BY_OTHERS[1]["reward_extra_info"]["finish_reason"]
 RAISED = None  # a loop of the group raised: status "failure"
 MODES = ["sync", "colocate_async", "separate_async"]
 
@@ -151,7 +153,8 @@ def test_the_metric_of_the_configuration_decides_what_is_equal(make):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("failed", "reason"),
-    [(SANDBOX_DOWN, "sandbox_failure"), (UNVERIFIED, "verifier_unknown"), (ABORTED, "aborted"), (RAISED, "raised")],
+    [(SANDBOX_DOWN, "sandbox_failure"), (UNVERIFIED, "verifier_unknown"), (ABORTED, "aborted"), (RAISED, "raised")]
+    + [(SCORED_BY_OTHERS, "aborted")],
 )
 def test_groups_that_the_world_failed_are_replaced_and_never_returned(make, failed, reason, enable, mode):
     queue, buffer = make([failed, MIXED, failed, MIXED, failed, MIXED], batch_size=3, enable=enable, mode=mode)

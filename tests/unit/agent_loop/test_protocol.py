@@ -113,6 +113,17 @@ def test_ordinary_output_is_encoded_together_with_its_frame_as_the_template_woul
     assert SegmentEncoder(tokenizer).encode(parts) == tokenizer.encode("".join(parts), add_special_tokens=False)
 
 
+def test_a_tokenizer_that_begins_every_text_with_a_token_begins_no_segment_with_it(tokenizer):
+    from tokenizers.processors import TemplateProcessing
+
+    begins = copy.deepcopy(tokenizer)
+    begin = ("<|im_start|>", begins.convert_tokens_to_ids("<|im_start|>"))
+    begins._tokenizer.post_processor = TemplateProcessing(single=f"{begin[0]} $A", special_tokens=[begin])
+    assert begins.encode("hi")[0] == begin[1]
+    for parts in (["a", "b", "c"], ["a", "<|im_end|>", "c"]):
+        assert SegmentEncoder(begins).encode(parts) == SegmentEncoder(tokenizer).encode(parts)
+
+
 def test_the_tokenizer_itself_is_left_as_it_was(tokenizer):
     text = "<|im_start|></code>"
     before = tokenizer.encode(text, add_special_tokens=False)
