@@ -74,14 +74,15 @@ class DiskWatch:
         if time.monotonic() < self._next_maps:
             return
         self._next_maps = time.monotonic() + MAPS_S
+        folder = os.fsencode(self.folder)
         for pid in pids:
             try:
-                with open(f"/proc/{pid}/maps") as file:
-                    lines = [line.split() for line in file if self.folder in line and line.endswith(" (deleted)\n")]
+                with open(f"/proc/{pid}/maps", "rb") as file:  # a name may hold any byte; only a line end is escaped
+                    lines = [line.split() for line in file if folder in line and line.endswith(b" (deleted)\n")]
             except OSError:  # it has ended
                 continue
             for addresses, _, offset, _, inode, *_ in lines:
-                start, end = (int(address, 16) for address in addresses.split("-"))
+                start, end = (int(address, 16) for address in addresses.split(b"-"))
                 yield int(inode), int(offset, 16) + end - start
 
     def _below(self) -> Iterator[os.stat_result | None]:
