@@ -128,7 +128,7 @@ class Pool:
     async def execute(self, request: dict[str, Any], *, spare_s: float = 0.0) -> dict[str, Any]:
         """Run a request at once, past the queue.
 
-        A program whose worker died is run again. When that worker dies, too, while a control program runs well, then
+        A program whose worker died or failed is run again. When that worker does, too, while a control program runs well, then
         the program is to blame: it counts as killed (return code -9).
 
         Args:
@@ -220,7 +220,7 @@ class Pool:
                 raise SandboxError(message) from exc
             raise LostProgramError(message) from exc
         if "error" in header:
-            raise SandboxError(header["error"])
+            raise (LostProgramError if worker.started and header["lost"] else SandboxError)(header["error"])
         if header["spent"]:
             self.restarts["worker"] += 1
             worker.kill()
