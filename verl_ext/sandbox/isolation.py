@@ -57,7 +57,7 @@ class Isolation:
         self.layers: set[str] = set()
         self.off: dict[str, str] = {}  # layer: why it is off
         self.folder = namespaces.HOME  # of the program
-        self._uid = os.geteuid()
+        self.uid = os.geteuid()  # of the programs
         self._outside = self._ruleset = -1  # file descriptors
         self._filter = b""
         if mode == "none":
@@ -86,7 +86,7 @@ class Isolation:
                 break
             self.off["proc" if proc else "namespaces and root"] = why
         attempts = {"landlock": self._try_landlock, "seccomp": self._try_seccomp}
-        if self._uid == 0:
+        if self.uid == 0:
             attempts["uid"] = self._try_uid
         for layer, attempt in attempts.items():
             why = failure_in_child(attempt)
@@ -158,13 +158,13 @@ class Isolation:
         if self._outside >= 0:
             os.close(self._outside)  # from there a path leads to all files
         if "uid" in self.layers:
-            self._uid = FIRST_UID + int(name) % NUM_UIDS
+            self.uid = FIRST_UID + int(name) % NUM_UIDS
         if "root" not in self.layers:
             self.folder = os.path.join(self.root, name)
         pid = os.getpid()
         if "namespaces" in self.layers:
             if "uid" in self.layers:
-                set_uid(self._uid)
+                set_uid(self.uid)
             namespaces.enter_namespaces()
             pid_r, pid_w = os.pipe()
             pid = os.fork()
@@ -196,7 +196,7 @@ class Isolation:
         if "root" in self.layers:
             namespaces.mount_home(execute=self.allow_subprocess)
         else:
-            make_folder(self.folder, self._uid)
+            make_folder(self.folder, self.uid)
 
     def remove_folder(self) -> None:
         if "root" in self.layers:
@@ -209,7 +209,7 @@ class Isolation:
     def become_user(self) -> None:
         """Take the program's user id, if a worker has not taken it already; before it makes files."""
         if "uid" in self.layers and "namespaces" not in self.layers:
-            set_uid(self._uid)
+            set_uid(self.uid)
 
     def confine(self) -> None:
         """Give up all privileges for good. What follows can use no file descriptor for more than a program may."""

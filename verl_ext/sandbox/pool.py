@@ -128,8 +128,8 @@ class Pool:
     async def execute(self, request: dict[str, Any], *, spare_s: float = 0.0) -> dict[str, Any]:
         """Run a request at once, past the queue.
 
-        A program whose worker died or failed is run again. When that worker does, too, while a control program runs well, then
-        the program is to blame: it counts as killed (return code -9).
+        A program whose worker died or failed is run again. When that worker does, too, while a control program runs
+        well, then the program is to blame: it counts as killed (return code -9).
 
         Args:
             request: code, stdin (str or None), run_timeout (s), memory_limit_MB (<= 0: none),

@@ -72,7 +72,7 @@ class Worker:
         self.address_space = address_space  # bytes that a program has before its first line
         self.buffers = [Buffer(max_output_bytes), Buffer(max_output_bytes)]  # stdout, stderr
         # Where the files are not in a file system of their own, which has limits, they are counted.
-        self.disk = None if "root" in layers.layers or not layers.layers else DiskWatch(self.folder)
+        self.disk = None if "root" in layers.layers or not layers.layers else DiskWatch(self.folder, layers.uid)
         self.program: Program | None = None  # what runs, and between the calls of a session what waits
         self.setup_r, self.setup_w = os.pipe()
         os.set_blocking(self.setup_r, False)

@@ -23,7 +23,7 @@ def watch(tmp_path, monkeypatch) -> disk.DiskWatch:
     """With limits that a test reaches quickly."""
     monkeypatch.setattr(disk, "HOME_BYTES", 4 * MIB)
     monkeypatch.setattr(disk, "HOME_INODES", 50)
-    return disk.DiskWatch(str(tmp_path))
+    return disk.DiskWatch(str(tmp_path), os.geteuid())
 
 
 def test_bytes_that_are_on_the_disk_count_and_holes_do_not(watch, tmp_path):
@@ -74,7 +74,7 @@ os.mkdir(folder + "/a")
 open(folder + "/a/b", "wb").write(bytes(4 << 20) + b"x" * (4 << 20))
 os.chmod(folder + "/a", 0o100)
 disk.HOME_BYTES = 4 << 20
-print(disk.DiskWatch(folder).excess([]), oct(os.stat(folder + "/a").st_mode & 0o777))
+print(disk.DiskWatch(folder, os.geteuid()).excess([]), oct(os.stat(folder + "/a").st_mode & 0o777))
 """
     for folder in (tmp_path, *tmp_path.parents[:3]):
         if folder != Path("/tmp"):
@@ -124,7 +124,7 @@ def test_pause_grows_with_what_a_count_takes(watch, monkeypatch):
 # --- through the server
 
 
-@pytest.fixture(scope="module", params=machines("ordinary user in plain Docker", slow=("plain Docker",)))
+@pytest.fixture(scope="module", params=machines("ordinary user in plain Docker", "plain Docker"))
 def server(request) -> Iterator[Server]:
     server = Server("--preload", "", "--max-sessions", "2", launcher=MACHINES[request.param])
     yield server
@@ -146,6 +146,26 @@ def test_program_over_the_limit_is_killed_and_told_why(server, files, size, afte
     assert (result["status"], result["return_code"]) == ("Finished", -9)
     assert "\nKilled: disk limit: " in result["stderr"]
     assert result["execution_time"] < 7
+
+
+@pytest.mark.parametrize("keep", ["open", "mapped"])
+def test_files_without_a_name_are_limited(server, keep):
+    code = f"""
+import mmap, os, time
+kept = []
+for i in range(5):
+    fd = os.open('f', os.O_RDWR | os.O_CREAT)
+    os.unlink('f')
+    for _ in range(50): os.write(fd, bytes(1 << 20))
+    if {keep!r} == 'mapped':
+        kept.append(mmap.mmap(fd, 50 << 20))
+        os.close(fd)
+    time.sleep(0.2)
+time.sleep(9)
+"""
+    result = server.result(code, run_timeout=8)
+    assert result["return_code"] == -9, result
+    assert result["stderr"].endswith("\nKilled: disk limit: its files take more than 128 MiB\n")
 
 
 def test_program_within_the_limit_is_not(server):
