@@ -136,7 +136,11 @@ class Isolation:
         elif "uid" in self.layers:
             os.chmod(self.root, 0o711)  # each program's own folder is below it
         if "seccomp" in self.layers:
-            self._filter = seccomp.assemble(allow_subprocess=self.allow_subprocess)
+            self._filter = self._assemble_filter()
+
+    def _assemble_filter(self, only_pid: int | None = None) -> bytes:
+        owns_files = not self.layers.intersection(("root", "uid"))
+        return seccomp.assemble(allow_subprocess=self.allow_subprocess, only_pid=only_pid, owns_files=owns_files)
 
     def remove_root(self) -> bool:
         """Remove the folder outside from within the root of our own; False when the layer is off."""
@@ -234,7 +238,7 @@ class Isolation:
             landlock.restrict_self(self._ruleset)
         if "seccomp" in self.layers:
             if "namespaces" not in self.layers and not self.allow_subprocess:
-                self._filter = seccomp.assemble(allow_subprocess=False, only_pid=os.getpid())
+                self._filter = self._assemble_filter(only_pid=os.getpid())
             seccomp.install(self._filter)
 
 

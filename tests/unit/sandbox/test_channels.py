@@ -1,8 +1,10 @@
 """What one program does to a file of the machine, which it may only read, and what another one must not see of it."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -124,6 +126,64 @@ time.sleep(0.5)
     assert [result["stdout"] for result in results] == ["1\n", "1\n"]
 
 
+@pytest.fixture
+def owned(tmp_path) -> Iterator[Path]:
+    """A file and its folder that an ordinary user's server could change, outside of what programs may read."""
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        if folder != Path("/tmp"):
+            folder.chmod(0o755)
+    path = tmp_path / "file"
+    path.write_text("x")
+    if os.geteuid() == 0:
+        for each in (path, tmp_path):
+            os.chown(each, 65534, 65534)
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "os.chmod(path, 0)",
+        "os.chmod(path, 0o777)",
+        "os.chmod(os.path.basename(path), 0, dir_fd=os.open(os.path.dirname(path), os.O_PATH))",
+        "os.fchmod(os.open(path, os.O_PATH), 0)",
+        "libc.syscall(452, -100, path.encode(), 0, 0)",  # fchmodat2
+        "os.chown(path, -1, -1)",
+        "os.lchown(path, -1, -1)",
+        "os.utime(path, (1, 1))",
+        "os.utime(path)",
+        "libc.syscall(132, path.encode(), 0)",  # utime
+        "libc.syscall(235, path.encode(), 0)",  # utimes
+        "libc.syscall(261, -100, path.encode(), 0)",  # futimesat
+        "os.setxattr(path, 'user.x', b'1')",
+        "os.setxattr(path, 'user.x', b'1', follow_symlinks=False)",
+        "libc.syscall(463, -100, path.encode(), 0, b'user.x', bytes(16), 16)",  # setxattrat
+    ],
+)
+def test_no_call_changes_a_file_of_the_user(server, owned, change):
+    """Landlock denies none of these; the user's own programs may do them where no mount is read-only."""
+    before = [(os.stat(path), os.listxattr(path)) for path in (owned, owned.parent)]
+    code = "import ctypes, os\nlibc = ctypes.CDLL(None)\npath = {path!r}\n"
+    for path in (owned, owned.parent):
+        server.result(code.format(path=str(path)) + change)
+    assert [(os.stat(path), os.listxattr(path)) for path in (owned, owned.parent)] == before
+
+
+def test_programs_that_set_modes_and_times_of_their_files_go_on(server):
+    code = """
+import os, pathlib, shutil, tarfile, zipfile
+pathlib.Path('a').write_text('a')
+pathlib.Path('a').touch()
+os.chmod('a', 0o644); os.utime('a', (1e9, 1e9)); os.chown('a', -1, -1)
+shutil.copy('a', 'b'); shutil.copy2('a', 'c'); shutil.copytree('.', 'd', ignore=lambda *_: ['d'])
+shutil.make_archive('e', 'tar', 'd'); shutil.unpack_archive('e.tar', 'f')
+shutil.make_archive('e', 'zip', 'd'); shutil.unpack_archive('e.zip', 'g')
+shutil.move('b', 'h'); shutil.rmtree('d')
+print(open('f/a').read() + open('g/b').read() + open('h').read())
+"""
+    assert server.result(code)["stdout"] == "aaa\n"
+
+
 def test_ordinary_calls_beside_the_denied_ones_work(server):
     code = """
 import asyncio, fcntl, os, socket, tempfile
@@ -146,6 +206,18 @@ def test_filter_pretends_only_what_it_lists():
         assert evaluate(program, number, 3) == PRETENDED, name
     for number in set(range(466)) - set(seccomp.PRETENDED.values()):
         assert evaluate(program, number) != PRETENDED, number
+
+
+@needs_x86_64
+def test_filter_for_programs_that_own_the_servers_files_changes_no_attribute():
+    shared, apart = (seccomp.assemble(allow_subprocess=False, owns_files=owns) for owns in (True, False))
+    for number in seccomp.ATTRIBUTES.values():
+        assert (evaluate(shared, number, 3), evaluate(apart, number, 3)) == (PRETENDED, ALLOWED), number
+    for number in seccomp.EXTENDED_ATTRIBUTES.values():
+        assert (evaluate(shared, number, 3), evaluate(apart, number, 3)) == (EPERM, ALLOWED), number
+    for program in (shared, apart):
+        for request in (0x40086602, 0x401C5820):  # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR
+            assert evaluate(program, 16, 3, request) == EPERM
 
 
 @needs_x86_64
