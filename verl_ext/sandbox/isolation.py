@@ -155,14 +155,14 @@ class Isolation:
         """Turn a fork of the zygote into a worker; may return in a child, whose parent has ended.
 
         Args:
-            name: decimal, another for each worker.
+            name: of its folder; a number, another for each worker, and what no program can guess, after a hyphen.
         Returns:
             its process id as the server sees it.
         """
         if self._outside >= 0:
             os.close(self._outside)  # from there a path leads to all files
         if "uid" in self.layers:
-            self.uid = FIRST_UID + int(name) % NUM_UIDS
+            self.uid = FIRST_UID + int(name.partition("-")[0]) % NUM_UIDS
         if "root" not in self.layers:
             self.folder = os.path.join(self.root, name)
         pid = os.getpid()

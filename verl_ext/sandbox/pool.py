@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import marshal
+import secrets
 import shutil
 import signal
 import socket
@@ -89,7 +90,7 @@ class Pool:
         self.off: dict[str, str] = {}
         self._lost: OrderedDict[bytes, None] = OrderedDict()  # programs that were lost once, by hash, oldest first
         self._removals: set[asyncio.Task] = set()  # of what dead workers left
-        self._names = itertools.count()
+        self._numbers = itertools.count()  # of workers
         self._idle: list[Worker] = []
         self._zygote: subprocess.Popen | None = None
         self._control_socket: socket.socket | None = None
@@ -269,7 +270,8 @@ class Pool:
                 self.restarts["zygote"] += 1
                 logger.error("the sandbox zygote died (exit code %d); starting another", self._zygote.returncode)
             self._start_zygote()
-        name = str(next(self._names))
+        # Landlock lets a program look at any path that it knows, so that it must not guess another one's folder.
+        name = f"{next(self._numbers)}-{secrets.token_hex(16)}"
         ours, theirs = socket.socketpair()
         worker = Worker(ours, self._root / name)
         try:

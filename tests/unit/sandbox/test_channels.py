@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,29 @@ def test_no_call_changes_a_file_of_the_user(server, owned, change):
     for path in (owned, owned.parent):
         server.result(code.format(path=str(path)) + change)
     assert [(os.stat(path), os.listxattr(path)) for path in (owned, owned.parent)] == before
+
+
+def test_no_program_finds_the_folder_of_another(server):
+    """Landlock lets every path be looked at, as by stat() and readlink(); so nobody may know the path."""
+    leave = "import os, time\nos.symlink('a message', 'link')\ntime.sleep(1)\nprint(os.getcwd())"
+    with ThreadPoolExecutor() as executor:
+        first = executor.submit(server.result, leave)
+        time.sleep(0.3)
+        code = """
+import os
+for folder in ('..', os.getcwd() + '/..'):
+    for i in range(200):
+        try: print(os.readlink(f'{folder}/{i}/link'))
+        except OSError: pass
+try: print(os.listdir('..'))
+except OSError: pass
+print('looked')"""
+        own = server.result("import os\nprint(os.getcwd())")["stdout"]
+        assert server.result(code)["stdout"].splitlines()[-1:] == ["looked"]
+        assert "a message" not in server.result(code)["stdout"]
+        other = first.result()["stdout"]
+    if "root" not in server.ping()["layers"]:  # where all have one path, each has another file system there
+        assert other != own and len(other.rpartition("/")[2]) > 16
 
 
 def test_programs_that_set_modes_and_times_of_their_files_go_on(server):
