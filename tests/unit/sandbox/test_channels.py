@@ -208,6 +208,20 @@ print(open('f/a').read() + open('g/b').read() + open('h').read())
     assert server.result(code)["stdout"] == "aaa\n"
 
 
+def test_sqlite_works_on_a_file_without_locks(server):
+    code = """
+import sqlite3
+for _ in range(2):
+    with sqlite3.connect('x.db') as database:
+        database.execute('create table if not exists t (a)')
+        database.execute('insert into t values (1)')
+    database.close()
+print(sqlite3.connect('x.db').execute('select * from t').fetchall())
+"""
+    result = server.result(code)
+    assert result["stdout"] == "[(1,), (1,)]\n", result
+
+
 def test_ordinary_calls_beside_the_denied_ones_work(server):
     code = """
 import asyncio, fcntl, os, socket, tempfile
