@@ -71,7 +71,14 @@ SIGNALS_OF_FILES = (8, 10, 15)  # fcntl() F_SETOWN, F_SETSIG, F_SETOWN_EX: have 
 # F_GETLK, F_SETLK, F_SETLKW, the same of OFD locks, F_SETLEASE, F_GETLEASE, F_NOTIFY, F_GET_RW_HINT to
 # F_SET_FILE_RW_HINT, F_GETDELEG, F_SETDELEG: others see them, and no limit counts their memory
 LOCKS_OF_FILES = (5, 6, 7, 36, 37, 38, 1024, 1025, 1026, 1035, 1036, 1037, 1038, 1039, 1040)
+F_SETPIPE_SZ = 1031  # the pages of all pipes of a user are counted together
 PR_SET_DUMPABLE = 4  # off, it hides from its worker what it has open (disk.py)
+PR_SET_PDEATHSIG = 1  # off, it would outlive its worker
+# Calls that tell of a process, by the argument that names it: getpriority, sched_getparam, sched_getscheduler,
+# sched_rr_get_interval, getpgid, getsid, ioprio_get, sched_getattr, get_robust_list, pidfd_open. What a program sets
+# for itself, or that one of its threads is there, would tell another something.
+LOOKS = {140: 1, 143: 0, 145: 0, 148: 0, 121: 0, 124: 0, 252: 1, 315: 0, 274: 0, 434: 0}
+SCHED_GETAFFINITY = 204  # libc asks it of a thread by the thread's id, and does without when it is missing
 FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX = 0x8901, 0x8902, 0x5412, 0x541C  # the same; type into a terminal
 # FS_IOC_SETFLAGS, FS_IOC_SETVERSION, FS_IOC_FSSETXATTR, FS_IOC_ENABLE_VERITY: a file that one may only read, too
 ATTRIBUTES_OF_FILES = (0x40086602, 0x40087602, 0x401C5820, 0x40806685)
@@ -116,7 +123,7 @@ def assemble(*, allow_subprocess: bool, only_pid: int | None = None, owns_files:
 
     Args:
         allow_subprocess: fork and exec are allowed; namespaces and sockets still are not.
-        only_pid: the one process that may be signalled; None: any that the program can see.
+        only_pid: the one process that may be signalled and looked at; None: any that the program can see.
         owns_files: files of the machine belong to the program's user, and no mount keeps it from changing them.
     Raises:
         OSError: this machine is not an x86_64.
@@ -140,7 +147,8 @@ def assemble(*, allow_subprocess: bool, only_pid: int | None = None, owns_files:
         (RETURN, 0, 0, missing),
     ]
     for number, tests in _conditions(allow_subprocess, only_pid).items():
-        block = [instruction for test in tests for instruction in _test(test, deny)] + [(RETURN, 0, 0, ALLOW)]
+        refusal = missing if number == SCHED_GETAFFINITY else deny
+        block = [instruction for test in tests for instruction in _test(test, refusal)] + [(RETURN, 0, 0, ALLOW)]
         code += [(JUMP_EQUAL, 0, len(block), number), *block]
     to_deny = len(denied) + len(pretended)  # instructions between the first of these jumps and the second last return
     code += [(JUMP_EQUAL, to_deny - i, 0, number) for i, number in enumerate(sorted(denied))]
@@ -160,14 +168,16 @@ def _conditions(allow_subprocess: bool, only_pid: int | None) -> dict[int, list[
         302: itself,  # prlimit64
         141: [*itself, Test(1, (0,))],  # setpriority: a process (not a user's all), itself
         **dict.fromkeys((203, 144, 142, 314), itself),  # sched_setaffinity, _setscheduler, _setparam, _setattr
-        72: [Test(1, SIGNALS_OF_FILES + LOCKS_OF_FILES, wanted=False)],  # fcntl
-        157: [Test(0, (PR_SET_DUMPABLE, PR_SET_SECCOMP), wanted=False)],  # prctl
+        72: [Test(1, SIGNALS_OF_FILES + LOCKS_OF_FILES + (F_SETPIPE_SZ,), wanted=False)],  # fcntl
+        157: [Test(0, (PR_SET_DUMPABLE, PR_SET_PDEATHSIG, PR_SET_SECCOMP), wanted=False)],  # prctl
         327: [Test(5, (0,))],  # preadv2: RWF_NOWAIT tells what is in memory
         16: [Test(1, (FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX, *ATTRIBUTES_OF_FILES), wanted=False)],  # ioctl
     }
     if only_pid is not None:
         # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo; tkill then reaches the first thread only
         conditions |= dict.fromkeys((62, 200, 234, 129, 297), [Test(0, (only_pid,))])
+        looks = LOOKS | {SCHED_GETAFFINITY: 0}
+        conditions |= {number: [Test(position, (0, only_pid))] for number, position in looks.items()}
     return conditions
 
 

@@ -77,6 +77,8 @@ def server(request) -> Iterator[Server]:
         "call(317, 1, 0, 0)",  # seccomp
         "call(157, 22, 2, 0, 0, 0)",  # prctl(PR_SET_SECCOMP)
         "call(157, 4, 0, 0, 0, 0)",  # prctl(PR_SET_DUMPABLE)
+        "call(157, 1, 0, 0, 0, 0)",  # prctl(PR_SET_PDEATHSIG): it would outlive its worker
+        "attempt(fcntl.fcntl, os.pipe()[0], 1031, 1 << 20)",  # F_SETPIPE_SZ: counted per user
     ],
 )
 def test_call_is_denied(server, attempt):
@@ -168,6 +170,34 @@ def test_no_call_changes_a_file_of_the_user(server, owned, change):
     for path in (owned, owned.parent):
         server.result(code.format(path=str(path)) + change)
     assert [(os.stat(path), os.listxattr(path)) for path in (owned, owned.parent)] == before
+
+
+LOOKS = {
+    "getpriority": "os.getpriority(os.PRIO_PROCESS, {pid})",
+    "sched_getaffinity": "len(os.sched_getaffinity({pid}))",
+    "sched_getscheduler": "os.sched_getscheduler({pid})",
+    "sched_getparam": "os.sched_getparam({pid}).sched_priority",
+    "sched_rr_get_interval": "os.sched_rr_get_interval({pid}) * 0",
+    "getpgid": "os.getpgid({pid}) * 0",
+    "getsid": "os.getsid({pid}) * 0",
+    "pidfd_open": "os.pidfd_open({pid}) * 0",
+}
+
+
+def test_program_cannot_look_at_the_processes_of_others_but_at_its_own(server):
+    """What one program sets for itself, such as its priority, or that it has a thread, another must not see."""
+    if "namespaces" in server.ping()["layers"]:
+        pytest.skip("here a program sees no other process than its worker, which sets nothing")
+    code = "import os\nfor {name} in [0]:\n try: print({look} is not None)\n except OSError: print(False)\n"
+    for name, look in LOOKS.items():
+        results = [
+            server.result(code.format(name=name, look=look.format(pid=pid)))["stdout"]
+            for pid in ("os.getppid()", "os.getpid()")
+        ]
+        assert results == ["False\n", "True\n"], name
+    code = "import os, threading\n"
+    code += "threading.Thread(target=lambda: print(len(os.sched_getaffinity(0)) > 0, os.nice(0) >= 0)).start()"
+    assert server.result(code)["stdout"] == "True True\n"
 
 
 def test_no_program_finds_the_folder_of_another(server):
