@@ -57,7 +57,7 @@ class Isolation:
         self.layers: set[str] = set()
         self.off: dict[str, str] = {}  # layer: why it is off
         self.folder = namespaces.HOME  # of the program
-        self._uid = os.geteuid()
+        self.uid = os.geteuid()  # of the programs
         self._outside = self._ruleset = -1  # file descriptors
         self._filter = b""
         if mode == "none":
@@ -86,7 +86,7 @@ class Isolation:
                 break
             self.off["proc" if proc else "namespaces and root"] = why
         attempts = {"landlock": self._try_landlock, "seccomp": self._try_seccomp}
-        if self._uid == 0:
+        if self.uid == 0:
             attempts["uid"] = self._try_uid
         for layer, attempt in attempts.items():
             why = failure_in_child(attempt)
@@ -136,7 +136,11 @@ class Isolation:
         elif "uid" in self.layers:
             os.chmod(self.root, 0o711)  # each program's own folder is below it
         if "seccomp" in self.layers:
-            self._filter = seccomp.assemble(allow_subprocess=self.allow_subprocess)
+            self._filter = self._assemble_filter()
+
+    def _assemble_filter(self, only_pid: int | None = None) -> bytes:
+        owns_files = not self.layers.intersection(("root", "uid"))
+        return seccomp.assemble(allow_subprocess=self.allow_subprocess, only_pid=only_pid, owns_files=owns_files)
 
     def remove_root(self) -> bool:
         """Remove the folder outside from within the root of our own; False when the layer is off."""
@@ -151,20 +155,20 @@ class Isolation:
         """Turn a fork of the zygote into a worker; may return in a child, whose parent has ended.
 
         Args:
-            name: decimal, another for each worker.
+            name: of its folder; a number, another for each worker, and what no program can guess, after a hyphen.
         Returns:
             its process id as the server sees it.
         """
         if self._outside >= 0:
             os.close(self._outside)  # from there a path leads to all files
         if "uid" in self.layers:
-            self._uid = FIRST_UID + int(name) % NUM_UIDS
+            self.uid = FIRST_UID + int(name.partition("-")[0]) % NUM_UIDS
         if "root" not in self.layers:
             self.folder = os.path.join(self.root, name)
         pid = os.getpid()
         if "namespaces" in self.layers:
             if "uid" in self.layers:
-                set_uid(self._uid)
+                set_uid(self.uid)
             namespaces.enter_namespaces()
             pid_r, pid_w = os.pipe()
             pid = os.fork()
@@ -196,7 +200,7 @@ class Isolation:
         if "root" in self.layers:
             namespaces.mount_home(execute=self.allow_subprocess)
         else:
-            make_folder(self.folder, self._uid)
+            make_folder(self.folder, self.uid)
 
     def remove_folder(self) -> None:
         if "root" in self.layers:
@@ -209,7 +213,7 @@ class Isolation:
     def become_user(self) -> None:
         """Take the program's user id, if a worker has not taken it already; before it makes files."""
         if "uid" in self.layers and "namespaces" not in self.layers:
-            set_uid(self._uid)
+            set_uid(self.uid)
 
     def confine(self) -> None:
         """Give up all privileges for good. What follows can use no file descriptor for more than a program may."""
@@ -234,7 +238,7 @@ class Isolation:
             landlock.restrict_self(self._ruleset)
         if "seccomp" in self.layers:
             if "namespaces" not in self.layers and not self.allow_subprocess:
-                self._filter = seccomp.assemble(allow_subprocess=False, only_pid=os.getpid())
+                self._filter = self._assemble_filter(only_pid=os.getpid())
             seccomp.install(self._filter)
 
 

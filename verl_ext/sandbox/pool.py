@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import marshal
+import secrets
 import shutil
 import signal
 import socket
@@ -89,7 +90,7 @@ class Pool:
         self.off: dict[str, str] = {}
         self._lost: OrderedDict[bytes, None] = OrderedDict()  # programs that were lost once, by hash, oldest first
         self._removals: set[asyncio.Task] = set()  # of what dead workers left
-        self._names = itertools.count()
+        self._numbers = itertools.count()  # of workers
         self._idle: list[Worker] = []
         self._zygote: subprocess.Popen | None = None
         self._control_socket: socket.socket | None = None
@@ -128,8 +129,8 @@ class Pool:
     async def execute(self, request: dict[str, Any], *, spare_s: float = 0.0) -> dict[str, Any]:
         """Run a request at once, past the queue.
 
-        A program whose worker died is run again. When that worker dies, too, while a control program runs well, then
-        the program is to blame: it counts as killed (return code -9).
+        A program whose worker died or failed is run again. When that worker does, too, while a control program runs
+        well, then the program is to blame: it counts as killed (return code -9).
 
         Args:
             request: code, stdin (str or None), run_timeout (s), memory_limit_MB (<= 0: none),
@@ -220,7 +221,7 @@ class Pool:
                 raise SandboxError(message) from exc
             raise LostProgramError(message) from exc
         if "error" in header:
-            raise SandboxError(header["error"])
+            raise (LostProgramError if worker.started and header["lost"] else SandboxError)(header["error"])
         if header["spent"]:
             self.restarts["worker"] += 1
             worker.kill()
@@ -269,7 +270,8 @@ class Pool:
                 self.restarts["zygote"] += 1
                 logger.error("the sandbox zygote died (exit code %d); starting another", self._zygote.returncode)
             self._start_zygote()
-        name = str(next(self._names))
+        # Landlock lets a program look at any path that it knows, so that it must not guess another one's folder.
+        name = f"{next(self._numbers)}-{secrets.token_hex(16)}"
         ours, theirs = socket.socketpair()
         worker = Worker(ours, self._root / name)
         try:

@@ -39,6 +39,18 @@ def preload(names: list[str]) -> None:
             exec(CODE.get(name, ""), {})
 
 
+def unlock_sqlite() -> None:
+    """Have SQLite lock no file by default, where locks are denied: nobody else uses the files of a program.
+
+    Nothing is changed where Python has no SQLite, or one that shows no C functions.
+    """
+    with contextlib.suppress(ImportError, AttributeError, OSError):
+        library = ctypes.CDLL(importlib.import_module("_sqlite3").__file__)
+        library.sqlite3_vfs_find.restype = ctypes.c_void_p
+        if lockless := library.sqlite3_vfs_find(b"unix-none"):
+            library.sqlite3_vfs_register(ctypes.c_void_p(lockless), 1)
+
+
 def use_huge_pages() -> None:
     """Move this process's memory into pages of 2 MiB, where the kernel can (Linux 6.1).
 

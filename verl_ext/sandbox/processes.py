@@ -58,13 +58,16 @@ class Program(NamedTuple):
         return RETURN_CODE.unpack(code)[0] if len(code) == RETURN_CODE.size else None
 
     def stop(self) -> bool:
-        """Neither CPU time nor output until the next call; False when it did not stop, which it can do on purpose."""
+        """Neither CPU time nor output until the next call; False when it did not stop or has ended, on purpose even."""
         self.signal(signal.SIGSTOP)
         deadline = time.monotonic() + STOP_S
-        while not os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG):  # a write that has begun is ended first
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(0.0001)
+        try:
+            while not os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG):  # a write that has begun is ended first
+                if time.monotonic() > deadline:
+                    return False
+                time.sleep(0.0001)
+        except ChildProcessError:  # it has ended, and whoever is dead cannot be waited for to stop
+            return False
         return True
 
     def cpu_s(self) -> float:

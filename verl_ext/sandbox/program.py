@@ -97,6 +97,11 @@ class Runner:
 
     def __hash__(self) -> int:
         self.code = run(self.call, self.script)
+        try:  # both here, since they run code of the program's: a stream and a trace function may be its own
+            flush(sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+        finally:
+            sys.settrace(None)
+            sys.setprofile(None)
         return 0
 
 
@@ -143,7 +148,6 @@ def next_call(return_code: int, box: list[Any], folder: str, script: str) -> dic
     and the reason on stderr: the code of the call has not run, which must not look like success.
     """
     try:
-        flush(sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
         control = socket.socket(fileno=CONTROL_FD)
         control.send(box[0] + RETURN_CODE.pack(return_code))
         message, fds, _, _ = socket.recv_fds(control, 1, 1)

@@ -50,6 +50,16 @@ DENIED = {
 }
 # fsync() of a file in memory does nothing anyway. Of a file of the machine it may wait for a slow disk, beyond SIGKILL.
 PRETENDED = {"fsync": 74, "fdatasync": 75, "sync_file_range": 277, "msync": 26, "fadvise64": 221, "readahead": 187}
+# Where programs have the server's user and no mount is read-only, these would change any file of that user, which
+# Landlock does not stop. Modes, owners and times are advice that programs give their own files, too (shutil.copy).
+ATTRIBUTES = {
+    **{"chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452, "chown": 92, "fchown": 93, "lchown": 94},
+    **{"fchownat": 260, "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280},
+}
+EXTENDED_ATTRIBUTES = {
+    **{"setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463, "removexattr": 197},
+    **{"lremovexattr": 198, "fremovexattr": 199, "removexattrat": 466},
+}
 DENIED_WITHOUT_SUBPROCESS = {"fork": 57, "vfork": 58, "execve": 59, "execveat": 322}
 CLONE3 = 435  # its flags are in memory, which a filter cannot read; libc falls back to clone()
 NEWEST = 466  # removexattrat (Linux 6.13): what comes after it has not been looked at; the x32 calls are above, too
@@ -61,8 +71,17 @@ SIGNALS_OF_FILES = (8, 10, 15)  # fcntl() F_SETOWN, F_SETSIG, F_SETOWN_EX: have 
 # F_GETLK, F_SETLK, F_SETLKW, the same of OFD locks, F_SETLEASE, F_GETLEASE, F_NOTIFY, F_GET_RW_HINT to
 # F_SET_FILE_RW_HINT, F_GETDELEG, F_SETDELEG: others see them, and no limit counts their memory
 LOCKS_OF_FILES = (5, 6, 7, 36, 37, 38, 1024, 1025, 1026, 1035, 1036, 1037, 1038, 1039, 1040)
+F_SETPIPE_SZ = 1031  # the pages of all pipes of a user are counted together
 PR_SET_DUMPABLE = 4  # off, it hides from its worker what it has open (disk.py)
+PR_SET_PDEATHSIG = 1  # off, it would outlive its worker
+# Calls that tell of a process, by the argument that names it: getpriority, sched_getparam, sched_getscheduler,
+# sched_rr_get_interval, getpgid, getsid, ioprio_get, sched_getattr, get_robust_list, pidfd_open. What a program sets
+# for itself, or that one of its threads is there, would tell another something.
+LOOKS = {140: 1, 143: 0, 145: 0, 148: 0, 121: 0, 124: 0, 252: 1, 315: 0, 274: 0, 434: 0}
+SCHED_GETAFFINITY = 204  # libc asks it of a thread by the thread's id, and does without when it is missing
 FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX = 0x8901, 0x8902, 0x5412, 0x541C  # the same; type into a terminal
+# FS_IOC_SETFLAGS, FS_IOC_SETVERSION, FS_IOC_FSSETXATTR, FS_IOC_ENABLE_VERITY: a file that one may only read, too
+ATTRIBUTES_OF_FILES = (0x40086602, 0x40087602, 0x401C5820, 0x40806685)
 ALL_BITS = 0xFFFFFFFF
 
 # linux/bpf_common.h, linux/seccomp.h, linux/audit.h
@@ -99,18 +118,23 @@ def install(program: bytes) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")
 
 
-def assemble(*, allow_subprocess: bool, only_pid: int | None = None) -> bytes:
+def assemble(*, allow_subprocess: bool, only_pid: int | None = None, owns_files: bool = False) -> bytes:
     """The filter for a program.
 
     Args:
         allow_subprocess: fork and exec are allowed; namespaces and sockets still are not.
-        only_pid: the one process that may be signalled; None: any that the program can see.
+        only_pid: the one process that may be signalled and looked at; None: any that the program can see.
+        owns_files: files of the machine belong to the program's user, and no mount keeps it from changing them.
     Raises:
         OSError: this machine is not an x86_64.
     """
     if platform.machine() != "x86_64":
         raise OSError(errno.ENOSYS, f"the seccomp filter is written for x86_64, not for {platform.machine()}")
     denied = set(DENIED.values()) | (set() if allow_subprocess else set(DENIED_WITHOUT_SUBPROCESS.values()))
+    pretended = set(PRETENDED.values())
+    if owns_files:
+        denied |= set(EXTENDED_ATTRIBUTES.values())
+        pretended |= set(ATTRIBUTES.values())
     deny, missing, pretend = ERRNO | errno.EPERM, ERRNO | errno.ENOSYS, ERRNO | 0
     code = [
         (LOAD, 0, 0, OFFSET_ARCH),
@@ -123,11 +147,12 @@ def assemble(*, allow_subprocess: bool, only_pid: int | None = None) -> bytes:
         (RETURN, 0, 0, missing),
     ]
     for number, tests in _conditions(allow_subprocess, only_pid).items():
-        block = [instruction for test in tests for instruction in _test(test, deny)] + [(RETURN, 0, 0, ALLOW)]
+        refusal = missing if number == SCHED_GETAFFINITY else deny
+        block = [instruction for test in tests for instruction in _test(test, refusal)] + [(RETURN, 0, 0, ALLOW)]
         code += [(JUMP_EQUAL, 0, len(block), number), *block]
-    to_deny = len(denied) + len(PRETENDED)  # instructions between the first of these jumps and the second last return
+    to_deny = len(denied) + len(pretended)  # instructions between the first of these jumps and the second last return
     code += [(JUMP_EQUAL, to_deny - i, 0, number) for i, number in enumerate(sorted(denied))]
-    code += [(JUMP_EQUAL, len(PRETENDED) + 1 - i, 0, number) for i, number in enumerate(PRETENDED.values())]
+    code += [(JUMP_EQUAL, len(pretended) + 1 - i, 0, number) for i, number in enumerate(sorted(pretended))]
     code += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, deny), (RETURN, 0, 0, pretend)]
     return b"".join(INSTRUCTION.pack(*instruction) for instruction in code)
 
@@ -143,14 +168,16 @@ def _conditions(allow_subprocess: bool, only_pid: int | None) -> dict[int, list[
         302: itself,  # prlimit64
         141: [*itself, Test(1, (0,))],  # setpriority: a process (not a user's all), itself
         **dict.fromkeys((203, 144, 142, 314), itself),  # sched_setaffinity, _setscheduler, _setparam, _setattr
-        72: [Test(1, SIGNALS_OF_FILES + LOCKS_OF_FILES, wanted=False)],  # fcntl
-        157: [Test(0, (PR_SET_DUMPABLE, PR_SET_SECCOMP), wanted=False)],  # prctl
+        72: [Test(1, SIGNALS_OF_FILES + LOCKS_OF_FILES + (F_SETPIPE_SZ,), wanted=False)],  # fcntl
+        157: [Test(0, (PR_SET_DUMPABLE, PR_SET_PDEATHSIG, PR_SET_SECCOMP), wanted=False)],  # prctl
         327: [Test(5, (0,))],  # preadv2: RWF_NOWAIT tells what is in memory
-        16: [Test(1, (FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX), wanted=False)],  # ioctl
+        16: [Test(1, (FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX, *ATTRIBUTES_OF_FILES), wanted=False)],  # ioctl
     }
     if only_pid is not None:
         # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo; tkill then reaches the first thread only
         conditions |= dict.fromkeys((62, 200, 234, 129, 297), [Test(0, (only_pid,))])
+        looks = LOOKS | {SCHED_GETAFFINITY: 0}
+        conditions |= {number: [Test(position, (0, only_pid))] for number, position in looks.items()}
     return conditions
 
 

@@ -18,7 +18,6 @@ import os
 import signal
 import socket
 import sys
-import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,6 +32,7 @@ from verl_ext.sandbox.visible import find_exposed
 logger = logging.getLogger(__name__)
 
 TOKEN_VARIABLE = "SANDBOX_TOKEN"
+INSTALLED = ("site-packages", "dist-packages")  # the folders of packages, also those of a Python below a venv
 DATA_VARIABLE = "DATA_DIR"  # of the launchers: data sets, with the answers
 
 
@@ -164,9 +164,8 @@ def refuse_exposed_folders(layers: Sequence[str]) -> None:
     """Raises StartError when programs could read the ground truths: this package's checkout, or $DATA_DIR."""
     if not {"root", "landlock"}.intersection(layers):
         return  # they can read all that their user can; the server warns of it
-    installed = {os.path.realpath(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
     # Of a package that is installed, not checked out, there is only code.
-    hidden = {} if str(PACKAGE_ROOT) in installed else {str(PACKAGE_ROOT): "this package's checkout"}
+    hidden = {} if PACKAGE_ROOT.name in INSTALLED else {str(PACKAGE_ROOT): "this package's checkout"}
     if os.environ.get(DATA_VARIABLE):
         hidden[os.environ[DATA_VARIABLE]] = f"the data folder, ${DATA_VARIABLE}"
     if exposed := find_exposed(hidden):

@@ -53,13 +53,18 @@ def send(connection: socket.socket, message: dict[str, Any]) -> None:
     connection.sendall(LENGTH.pack(len(text)) + text)
 
 
+class SetUpError(Exception):
+    """None of the submitted code ran."""
+
+
 class Worker:
     """Serves requests from one socket, one at a time, until it closes or something goes wrong.
 
     Request: LENGTH, marshal of {run_timeout, memory_limit_MB, fetch_files, session}; with the first byte comes a memory
     file that holds marshal of {code, stdin, files, echo_last_expression}, for the program. First answer, once there is
-    a program to blame: LENGTH, JSON of {"started": true}. Second: LENGTH, JSON of `run`'s result or of {"error": why},
-    then the bytes whose counts the JSON gives: stdout, stderr, fetched files in order. After one with `spent` it ends.
+    a program to blame: LENGTH, JSON of {"started": true}. Second: LENGTH, JSON of `run`'s result or of {"error": why,
+    "lost": whether a program that ran may be the cause}, then the bytes whose counts the JSON gives: stdout, stderr,
+    fetched files in order. After one with `spent` it ends.
     """
 
     def __init__(self, connection: socket.socket, layers: Any, max_output_bytes: int, address_space: int) -> None:
@@ -67,7 +72,7 @@ class Worker:
         self.address_space = address_space  # bytes that a program has before its first line
         self.buffers = [Buffer(max_output_bytes), Buffer(max_output_bytes)]  # stdout, stderr
         # Where the files are not in a file system of their own, which has limits, they are counted.
-        self.disk = None if "root" in layers.layers or not layers.layers else DiskWatch(self.folder)
+        self.disk = None if "root" in layers.layers or not layers.layers else DiskWatch(self.folder, layers.uid)
         self.program: Program | None = None  # what runs, and between the calls of a session what waits
         self.setup_r, self.setup_w = os.pipe()
         os.set_blocking(self.setup_r, False)
@@ -124,7 +129,8 @@ class Worker:
                     except OSError:  # what the program left is no reason to lose its answer
                         answer["spent"] = True
             except Exception as exc:
-                send(self.connection, {"error": f"{type(exc).__name__}: {exc}"})
+                lost = not isinstance(exc, SetUpError)  # perhaps by what the program did
+                send(self.connection, {"error": f"{type(exc).__name__}: {exc}", "lost": lost})
                 return
             answer["files"] = {path: os.fstat(fd).st_size for path, fd in files.items()}
             self.send(answer, [buffer.kept() for buffer in self.buffers], files)
@@ -151,7 +157,7 @@ class Worker:
             execution_time (s), stdout and stderr (number of bytes kept, of bytes written), alive (the session goes on),
             spent (a process is stuck in the kernel, where no signal reaches it: this worker can take no other request).
         Raises:
-            RuntimeError: the program could not be set up; none of the submitted code ran.
+            SetUpError: see there.
         """
         started = time.monotonic()
         deadline = started + request["run_timeout"]
@@ -223,7 +229,7 @@ class Worker:
             program.close()
             self.program = None
         try:
-            raise RuntimeError(f"the program could not be set up: {os.read(self.setup_r, CHUNK).decode()}")
+            raise SetUpError(f"the program could not be set up: {os.read(self.setup_r, CHUNK).decode()}")
         except BlockingIOError:  # no complaint
             pass
         if return_code == -signal.SIGXCPU:  # several threads used up the CPU time before the wall clock ran out

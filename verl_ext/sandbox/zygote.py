@@ -65,6 +65,8 @@ def main(control: socket.socket, options: dict[str, Any]) -> None:
             options["isolation"], allow_subprocess=options["allow_subprocess"], root=options["root"]
         )
         layers.enter_zygote()
+        if "seccomp" in layers.layers:
+            preload.unlock_sqlite()
     except isolation.IsolationError as exc:
         refusal = str(exc)
     with open("/proc/self/statm") as file:

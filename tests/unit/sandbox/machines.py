@@ -16,10 +16,15 @@ AS_NOBODY = (
     NOBODY + 'os.execv(sys.executable, [sys.executable, "-m", "verl_ext.sandbox.server", "--port", "0", *sys.argv[1:]])'
 )
 
+# Docker leaves root these capabilities (linux/capability.h), of which none reads another user's process.
+DOCKER_CAPABILITIES = """
+for capability in set(range(41)) - {0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31}:
+    isolation.libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+"""
 # What plain `docker run` refuses is played by a refusal of unshare(), without which there are no mounts either.
 MACHINES = {
     "all layers": LAUNCHER,
-    "plain Docker": (sys.executable, "-c", OPEN_INTERPRETER + REFUSE, json.dumps([UNSHARE])),
+    "plain Docker": (sys.executable, "-c", OPEN_INTERPRETER + DOCKER_CAPABILITIES + REFUSE, json.dumps([UNSHARE])),
     "ordinary user": (sys.executable, "-c", OPEN_INTERPRETER + AS_NOBODY),
     "ordinary user in plain Docker": (sys.executable, "-c", OPEN_INTERPRETER + NOBODY + REFUSE, json.dumps([UNSHARE])),
     "no seccomp": (sys.executable, "-c", REFUSE, json.dumps([SECCOMP])),

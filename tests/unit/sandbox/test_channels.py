@@ -1,8 +1,11 @@
 """What one program does to a file of the machine, which it may only read, and what another one must not see of it."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -74,6 +77,8 @@ def server(request) -> Iterator[Server]:
         "call(317, 1, 0, 0)",  # seccomp
         "call(157, 22, 2, 0, 0, 0)",  # prctl(PR_SET_SECCOMP)
         "call(157, 4, 0, 0, 0, 0)",  # prctl(PR_SET_DUMPABLE)
+        "call(157, 1, 0, 0, 0, 0)",  # prctl(PR_SET_PDEATHSIG): it would outlive its worker
+        "attempt(fcntl.fcntl, os.pipe()[0], 1031, 1 << 20)",  # F_SETPIPE_SZ: counted per user
     ],
 )
 def test_call_is_denied(server, attempt):
@@ -124,6 +129,129 @@ time.sleep(0.5)
     assert [result["stdout"] for result in results] == ["1\n", "1\n"]
 
 
+@pytest.fixture
+def owned(tmp_path) -> Iterator[Path]:
+    """A file and its folder that an ordinary user's server could change, outside of what programs may read."""
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        if folder != Path("/tmp"):
+            folder.chmod(0o755)
+    path = tmp_path / "file"
+    path.write_text("x")
+    if os.geteuid() == 0:
+        for each in (path, tmp_path):
+            os.chown(each, 65534, 65534)
+    return path
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "os.chmod(path, 0)",
+        "os.chmod(path, 0o777)",
+        "os.chmod(os.path.basename(path), 0, dir_fd=os.open(os.path.dirname(path), os.O_PATH))",
+        "os.fchmod(os.open(path, os.O_PATH), 0)",
+        "libc.syscall(452, -100, path.encode(), 0, 0)",  # fchmodat2
+        "os.chown(path, -1, -1)",
+        "os.lchown(path, -1, -1)",
+        "os.utime(path, (1, 1))",
+        "os.utime(path)",
+        "libc.syscall(132, path.encode(), 0)",  # utime
+        "libc.syscall(235, path.encode(), 0)",  # utimes
+        "libc.syscall(261, -100, path.encode(), 0)",  # futimesat
+        "os.setxattr(path, 'user.x', b'1')",
+        "os.setxattr(path, 'user.x', b'1', follow_symlinks=False)",
+        "libc.syscall(463, -100, path.encode(), 0, b'user.x', bytes(16), 16)",  # setxattrat
+    ],
+)
+def test_no_call_changes_a_file_of_the_user(server, owned, change):
+    """Landlock denies none of these; the user's own programs may do them where no mount is read-only."""
+    before = [(os.stat(path), os.listxattr(path)) for path in (owned, owned.parent)]
+    code = "import ctypes, os\nlibc = ctypes.CDLL(None)\npath = {path!r}\n"
+    for path in (owned, owned.parent):
+        server.result(code.format(path=str(path)) + change)
+    assert [(os.stat(path), os.listxattr(path)) for path in (owned, owned.parent)] == before
+
+
+LOOKS = {
+    "getpriority": "os.getpriority(os.PRIO_PROCESS, {pid})",
+    "sched_getaffinity": "len(os.sched_getaffinity({pid}))",
+    "sched_getscheduler": "os.sched_getscheduler({pid})",
+    "sched_getparam": "os.sched_getparam({pid}).sched_priority",
+    "sched_rr_get_interval": "os.sched_rr_get_interval({pid}) * 0",
+    "getpgid": "os.getpgid({pid}) * 0",
+    "getsid": "os.getsid({pid}) * 0",
+    "pidfd_open": "os.pidfd_open({pid}) * 0",
+}
+
+
+def test_program_cannot_look_at_the_processes_of_others_but_at_its_own(server):
+    """What one program sets for itself, such as its priority, or that it has a thread, another must not see."""
+    if "namespaces" in server.ping()["layers"]:
+        pytest.skip("here a program sees no other process than its worker, which sets nothing")
+    code = "import os\nfor {name} in [0]:\n try: print({look} is not None)\n except OSError: print(False)\n"
+    for name, look in LOOKS.items():
+        results = [
+            server.result(code.format(name=name, look=look.format(pid=pid)))["stdout"]
+            for pid in ("os.getppid()", "os.getpid()")
+        ]
+        assert results == ["False\n", "True\n"], name
+    code = "import os, threading\n"
+    code += "threading.Thread(target=lambda: print(len(os.sched_getaffinity(0)) > 0, os.nice(0) >= 0)).start()"
+    assert server.result(code)["stdout"] == "True True\n"
+
+
+def test_no_program_finds_the_folder_of_another(server):
+    """Landlock lets every path be looked at, as by stat() and readlink(); so nobody may know the path."""
+    leave = "import os, time\nos.symlink('a message', 'link')\ntime.sleep(1)\nprint(os.getcwd())"
+    with ThreadPoolExecutor() as executor:
+        first = executor.submit(server.result, leave)
+        time.sleep(0.3)
+        code = """
+import os
+for folder in ('..', os.getcwd() + '/..'):
+    for i in range(200):
+        try: print(os.readlink(f'{folder}/{i}/link'))
+        except OSError: pass
+try: print(os.listdir('..'))
+except OSError: pass
+print('looked')"""
+        own = server.result("import os\nprint(os.getcwd())")["stdout"]
+        assert server.result(code)["stdout"].splitlines()[-1:] == ["looked"]
+        assert "a message" not in server.result(code)["stdout"]
+        other = first.result()["stdout"]
+    if "root" not in server.ping()["layers"]:  # where all have one path, each has another file system there
+        assert other != own and len(other.rpartition("/")[2]) > 16
+
+
+def test_programs_that_set_modes_and_times_of_their_files_go_on(server):
+    code = """
+import os, pathlib, shutil, tarfile, zipfile
+pathlib.Path('a').write_text('a')
+pathlib.Path('a').touch()
+os.chmod('a', 0o644); os.utime('a', (1e9, 1e9)); os.chown('a', -1, -1)
+shutil.copy('a', 'b'); shutil.copy2('a', 'c'); shutil.copytree('.', 'd', ignore=lambda *_: ['d'])
+shutil.make_archive('e', 'tar', 'd'); shutil.unpack_archive('e.tar', 'f')
+shutil.make_archive('e', 'zip', 'd'); shutil.unpack_archive('e.zip', 'g')
+shutil.move('b', 'h'); shutil.rmtree('d')
+print(open('f/a').read() + open('g/b').read() + open('h').read())
+"""
+    assert server.result(code)["stdout"] == "aaa\n"
+
+
+def test_sqlite_works_on_a_file_without_locks(server):
+    code = """
+import sqlite3
+for _ in range(2):
+    with sqlite3.connect('x.db') as database:
+        database.execute('create table if not exists t (a)')
+        database.execute('insert into t values (1)')
+    database.close()
+print(sqlite3.connect('x.db').execute('select * from t').fetchall())
+"""
+    result = server.result(code)
+    assert result["stdout"] == "[(1,), (1,)]\n", result
+
+
 def test_ordinary_calls_beside_the_denied_ones_work(server):
     code = """
 import asyncio, fcntl, os, socket, tempfile
@@ -146,6 +274,18 @@ def test_filter_pretends_only_what_it_lists():
         assert evaluate(program, number, 3) == PRETENDED, name
     for number in set(range(466)) - set(seccomp.PRETENDED.values()):
         assert evaluate(program, number) != PRETENDED, number
+
+
+@needs_x86_64
+def test_filter_for_programs_that_own_the_servers_files_changes_no_attribute():
+    shared, apart = (seccomp.assemble(allow_subprocess=False, owns_files=owns) for owns in (True, False))
+    for number in seccomp.ATTRIBUTES.values():
+        assert (evaluate(shared, number, 3), evaluate(apart, number, 3)) == (PRETENDED, ALLOWED), number
+    for number in seccomp.EXTENDED_ATTRIBUTES.values():
+        assert (evaluate(shared, number, 3), evaluate(apart, number, 3)) == (EPERM, ALLOWED), number
+    for program in (shared, apart):
+        for request in (0x40086602, 0x401C5820):  # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR
+            assert evaluate(program, 16, 3, request) == EPERM
 
 
 @needs_x86_64

@@ -122,6 +122,11 @@ for i in range(9):
 for name in (b'n' * 255, b'\\xff\\xfe', b'a\\nb', b'"\\\\', b'-rf', b' ', b'\\xed\\xa0\\x80'): open(name, 'w').close()
 os.mkfifo('fifo'); os.symlink('loop', 'loop'); os.symlink('/', 'root'); os.mkdir('dir')
 open('sparse', 'w').truncate(9 << 20)""",
+    "mapped file whose name is no text": """
+import mmap
+for name in (b'\\xff', b'a\\rb', b'a\\nb (deleted)'):
+    fd = os.open(name, os.O_RDWR | os.O_CREAT); os.write(fd, bytes(4096)); x = mmap.mmap(fd, 4096); os.unlink(name)
+    time.sleep(0.15)""",
     "file that has no size": "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\nopen('a', 'w').write('x')",
     # the interpreter
     "no builtins": "import builtins\nvars(builtins).clear()",
@@ -131,6 +136,15 @@ open('sparse', 'w').truncate(9 << 20)""",
     "recursion": "sys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
     "crash": "ctypes.string_at(0)",
     "crash at the end": "import atexit\natexit.register(ctypes.string_at, 0)",
+    "ends after its last line": """
+x = bytearray(b'x') * (150 << 20)  # so that ending takes a while
+main = threading.main_thread().ident
+def end():
+    while True:
+        frame = sys._current_frames()[main]
+        while frame and frame.f_code.co_name != 'next_call': frame = frame.f_back
+        if frame: os._exit(0)
+threading.Thread(target=end, daemon=True).start()""",
     "never ends": "import atexit\natexit.register(time.sleep, 99)",
     "trace function": "sys.settrace(lambda *a: 1 / 0)\ndef f(): pass\nf()",
     "frames above it": """

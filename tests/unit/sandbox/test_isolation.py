@@ -322,7 +322,7 @@ def evaluate(program: bytes, number: int, *arguments: int, arch: int = seccomp.A
         ((141, 2, 0, 5), EPERM, EPERM, "setpriority of a user"),
         ((203, 0), ALLOWED, ALLOWED, "sched_setaffinity of itself"),
         ((203, 1), EPERM, EPERM, "sched_setaffinity of another"),
-        ((72, 3, 1031), ALLOWED, ALLOWED, "fcntl"),
+        ((72, 3, 1032), ALLOWED, ALLOWED, "fcntl"),
         ((72, 3, 8, 1), EPERM, EPERM, "fcntl F_SETOWN"),
         ((72, 3, 10, 9), EPERM, EPERM, "fcntl F_SETSIG"),
         ((72, 3, 15, 9), EPERM, EPERM, "fcntl F_SETOWN_EX"),

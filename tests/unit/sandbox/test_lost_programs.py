@@ -76,6 +76,27 @@ async def test_loss_with_the_zygote_is_nobodys_but_the_sandboxs(pool):
     assert time.monotonic() - started < 3
 
 
+async def test_worker_that_fails_with_a_running_program_twice_is_no_failure_of_the_sandbox(pool, monkeypatch):
+    """Such as by what the program did to its own files; that a program was not set up is never its own doing."""
+    real, failures = connection.Worker.call, []
+
+    async def call(self, request: dict) -> tuple[dict, bytes]:
+        if b"begun" in request["code"].encode():
+            self.started = True
+            failures.append(1)
+            return {"error": "ValueError: seen", "lost": lost}, b""
+        return await real(self, request)
+
+    monkeypatch.setattr(connection.Worker, "call", call)
+    lost = True
+    result = await pool.execute(request(SLEEP), spare_s=60)
+    assert (result["status"], result["return_code"], len(failures)) == ("Finished", -9, 2)
+    lost = False
+    with pytest.raises(SandboxError, match="ValueError: seen") as error:
+        await pool.execute(request(SLEEP), spare_s=60)
+    assert not isinstance(error.value, LostProgramError)
+
+
 async def test_without_isolation_no_loss_is_blamed_on_a_program():
     pool = Pool(workers=1, max_output_bytes=1000, preload=(), isolation="none")
     try:

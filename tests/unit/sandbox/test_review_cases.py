@@ -117,6 +117,17 @@ def test_forged_return_codes_decide_no_later_call(server):
     assert (answer["status"], answer["run_result"]["return_code"]) == ("Failed", 7)
 
 
+WALK = """
+def walk(*_):
+    frame = sys._getframe()
+    while frame:
+        for v in list(frame.f_locals.values()):
+            for item in v if type(v) is list else [v]:
+                if type(item) is bytes and len(item) == 16: send(item + bytes(4))
+        frame = frame.f_back
+"""
+
+
 @pytest.mark.parametrize(
     "forge",
     [
@@ -132,8 +143,11 @@ while frame:
 for v in list(found): found += v if isinstance(v, (list, tuple)) else v.values() if isinstance(v, dict) else []
 for v in gc.get_objects(): found += v if isinstance(v, (list, tuple)) else v.values() if isinstance(v, dict) else []
 for v in {bytes(v) for v in found if isinstance(v, (bytes, bytearray)) and len(v) == 16}: send(v + bytes(4))""",
+        # what runs after the last line
+        WALK + "class Stream:\n closed = False\n write = flush = walk\nsys.stdout = Stream()",
+        WALK + "def trace(frame, *_):\n walk()\n return trace\nsys.settrace(trace)",
     ],
-    ids=["sizes", "thread", "copy", "search"],
+    ids=["sizes", "thread", "copy", "search", "stream", "trace"],
 )
 def test_no_forged_message_is_a_return_code(server, forge):
     prelude = "import gc, os, sys, time\ndef send(b):\n    try: os.write(3, b)\n    except OSError: pass\n"

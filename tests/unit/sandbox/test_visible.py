@@ -93,6 +93,20 @@ def test_server_does_not_start_where_its_checkout_is_readable(tmp_path, python):
     )
 
 
+def test_server_starts_where_a_python_below_its_environment_has_the_package(tmp_path, python):
+    """As a venv made with --system-site-packages: what is installed is code, and no checkout."""
+    installed = tmp_path / "env/lib/below/site-packages"
+    shutil.copytree(REPOSITORY / "verl_ext", installed / "verl_ext", ignore=shutil.ignore_patterns("__pycache__"))
+    paths = [str(installed), sysconfig.get_path("purelib")]
+    code = f"import sys; sys.path[:0] = {paths!r}; import runpy; sys.argv[0] = 'server'; "
+    code += "runpy.run_module('verl_ext.sandbox.server', run_name='__main__')"
+    server = Server("--preload", "", launcher=(python, "-c", code, "--port", "0"))
+    try:
+        assert server.result("print(6 * 7)")["stdout"] == "42\n"
+    finally:
+        server.stop()
+
+
 def test_server_does_not_start_where_the_data_folder_is_readable(tmp_path, python):
     data = tmp_path / "env/lib/data"
     data.mkdir()
