@@ -13,6 +13,8 @@ MAX_WRAPPERS = 8  # brackets around a whole answer that are dropped
 
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 
+_FUNCTIONS = "sin|cos|tan|cot|sec|csc"
+
 # What changes how an answer looks, not what it says. Each line works on what the lines above it left.
 _REWRITES = [
     (re.compile(pattern), replacement)
@@ -27,6 +29,7 @@ _REWRITES = [
         (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|underline|boxed|fbox)\s*\{(\d+)\}", r"\1"),
         (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|underline|boxed|fbox)(?![a-zA-Z])", ""),
         (r"\\(?:mbox|text(?:rm|bf|it|normal|up)|emph|operatorname\*?|mathrm)(?![a-zA-Z])", r"\\text"),
+        (rf"\\text\s*\{{\s*({_FUNCTIONS}|ln|log|exp)\s*\}}", r"\\\1 "),
         (
             r"\\text\s*\{([^a-zA-Z{}]*|\s*[a-zA-Z]\s*|\s*\([a-zA-Z]\)\s*)\}",
             r" \1",
@@ -91,9 +94,8 @@ _UNITS = [
 ]
 _DEGREES = re.compile(
     r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\(?:degrees?|deg)(?![a-zA-Z])"
-    r"|\\text\s*\{\s*deg(?:rees?)?\.?\s*\})"
+    r"|\\text\s*\{\s*deg(?:rees?)?\.?\s*\}|(?<=[\d\s)}])degrees?(?![a-zA-Z]))"
 )
-_FUNCTIONS = "sin|cos|tan|cot|sec|csc"
 _FUNCTION = re.compile(rf"\\(?:{_FUNCTIONS})(?![a-zA-Z])\s*(?:\^\s*(?:\{{[^{{}}]*\}}|\d))?\s*")
 _ARGUMENT = re.compile(
     r"[-+]?(?:(?!\b(?:and|or)\b)(?:\{(?:[^{}]|\{[^{}]*\})*\}|\([^()]*\)"
@@ -128,8 +130,9 @@ def normalise(answer: str) -> str:
 def _degrees_as_radians(text: str) -> str:
     """`\\sin 45^\\circ` as `\\sin(45\\cdot\\frac{\\pi }{180})`: in an argument degrees count, unlike those of an angle.
 
-    An argument is the bracket after the function, or what follows up to a sum, a relation, a comma, a word or the next
-    function.
+    An argument is the bracket after the function, or what follows up to its degree sign, or without one of its own up
+    to a sum, a relation, a comma, a word or the next function: `\\sin 30^\\circ\\cdot 4` is 2. A letter may divide it:
+    `\\sin 180^\\circ/n`.
     """
     if not _DEGREES.search(text):
         return text
@@ -139,7 +142,7 @@ def _degrees_as_radians(text: str) -> str:
         if start < position:
             continue
         bracket = closing_index(text[start:]) + 1 if text[start : start + 1] in ("(", "{", "[") else 0
-        end = start + bracket if bracket > 0 else _ARGUMENT.match(text, start).end()
+        end = start + bracket if bracket > 0 else _argument_end(text, start)
         if unit := _DEGREES.match(text, end):  # \sin(45)^\circ, \sin 45 \text{ degrees}
             end = unit.end()
         radians, count = _DEGREES.subn(r"\\cdot\\frac{\\pi }{180}", text[start:end].strip())
@@ -147,6 +150,17 @@ def _degrees_as_radians(text: str) -> str:
             written += [text[position:start], "(", unwrap_group(radians), ")"]
             position = end
     return "".join([*written, text[position:]])
+
+
+def _argument_end(text: str, start: int) -> int:
+    """Where an argument without a bracket ends; a degree sign inside of braces or of a bracket is not its own."""
+    longest = _ARGUMENT.match(text, start).end()
+    for unit in _DEGREES.finditer(text, start, longest):
+        before = text[start : unit.start()]
+        if before.count("{") == before.count("}") and before.count("(") == before.count(")"):
+            divided = re.match(r"\s*/\s*[a-zA-Z](?![a-zA-Z])", text[unit.end() : longest])
+            return unit.end() + (divided.end() if divided else 0)
+    return longest
 
 
 def unwrap_group(text: str) -> str:

@@ -64,7 +64,7 @@ _SIGNS = {
     r"\notin ": "∉",
     r"\subset ": "⊂",
     r"\subseteq ": "⊆",
-    r"^\circ ": "°˚",
+    r"^\circ ": "°˚º",
     r"\angle ": "∠",
     r"\triangle ": "△",
     r"\perp ": "⊥",

@@ -35,6 +35,17 @@ DEGREES = [  # count in the argument of a function; an angle may leave its degre
     (r"\angle A=45^\circ, \angle B=60^\circ", "45,60", True),
     (r"\sin 30^\circ \text{ and } \cos 60^\circ", r"\frac12,\frac12", True),
     (r"90^\circ-x", "90-x", True),
+    (r"\sin 30^\circ\cdot 4", "2", True),
+    (r"\sin 30^\circ\times 4", r"\sin 120^\circ", False),
+    (r"\sin 45^\circ\sqrt{2}", "1", True),
+    (r"\sin 30^\circ\cdot\cos 60^\circ", r"\frac14", True),
+    (r"\sin 30^\circ/2", r"\frac14", True),
+    (r"\sin 30^\circ/2", r"\sin 15^\circ", False),
+    (r"\sin 180^\circ/n", r"\sin\frac{\pi}{n}", True),
+    ("cos 60 degrees", "1/2", True),
+    ("sin 45º", r"\frac{\sqrt2}{2}", True),
+    (r"\operatorname{sin} 45^\circ", r"\frac{\sqrt2}{2}", True),
+    (r"\mathrm{cos}\,60°", "0.5", True),
 ]
 ROOTS = [
     ("3√13", r"3\sqrt{13}", True),
