@@ -52,6 +52,8 @@ _REWRITES = [
         (r"\\rparen(?![a-zA-Z])", ")"),
         (r"\\([lr])brace(?![a-zA-Z])", lambda m: r"\{" if m[1] == "l" else r"\}"),
         (r"\\([lr])angle(?![a-zA-Z])", lambda m: "(" if m[1] == "l" else ")"),
+        (r"\\vee(?![a-zA-Z])", r"\\lor "),
+        (r"\\wedge(?![a-zA-Z])", r"\\land "),
         (r"\\not\s*(?:=|\\eq(?![a-zA-Z]))", r"\\ne "),
         (r"\\leq(?:slant|q)?(?![a-zA-Z])|<=", r"\\le "),
         (r"\\geq(?:slant|q)?(?![a-zA-Z])|>=", r"\\ge "),
@@ -92,6 +94,13 @@ _UNITS = [
         (r"\s+", " "),
     ]
 ]
+RELATION = re.compile(r"<|>|\\(?:le|ge|ne)(?![a-zA-Z])")
+_AND, _OR = (
+    re.compile(
+        rf"\s*,?\s*(?:\\text\s*\{{\s*,?\s*{word}\s*\}}|\\l{word}(?![a-zA-Z])|(?<![\\a-zA-Z]){word}(?![a-zA-Z]))\s*"
+    )
+    for word in ("and", "or")
+)
 _DEGREES = re.compile(
     r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\(?:degrees?|deg)(?![a-zA-Z])"
     r"|\\text\s*\{\s*deg(?:rees?)?\.?\s*\}|(?<=[\d\s)}])degrees?(?![a-zA-Z]))"
@@ -117,6 +126,7 @@ def normalise(answer: str) -> str:
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _degrees_as_radians(text)
+    text = _write_connectives(text)
     for pattern, replacement in _UNITS:
         text = pattern.sub(replacement, text)
     text = _PREAMBLE.sub("", re.sub(r"[\s.,;:\\]+$", "", text).lstrip(" ,:"))
@@ -125,6 +135,13 @@ def normalise(answer: str) -> str:
     if len(groups) > 1 and "," in text:  # p=5,q=2; p=7,q=2
         text = ",".join(f"({group})" for group in groups)
     return unwrap_group(text.replace(";", ","))
+
+
+def _write_connectives(text: str) -> str:
+    r"""Between inequalities "and" and "or" as `\land` and `\lor`; these signs between equations as commas."""
+    if RELATION.search(text):
+        return _AND.sub(r"\\land ", _OR.sub(r"\\lor ", text))
+    return re.sub(r"\\(?:land|lor)(?![a-zA-Z])", ",", text) if "=" in text else text
 
 
 def _degrees_as_radians(text: str) -> str:

@@ -9,14 +9,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from verl_ext.reward.intervals import (
-    RELATION,
     is_braced,
     is_set,
     pieces_of_union,
     read_reals,
     same_notation,
 )
-from verl_ext.reward.normalisation import closing_index, key, split_top_level, unwrap_group
+from verl_ext.reward.normalisation import RELATION, closing_index, key, split_top_level, unwrap_group
 from verl_ext.reward.rationals import NotANumber, read_quantity
 
 MAX_PARTS = 64
@@ -45,6 +44,8 @@ class Comparison(NamedTuple):
 
 # What is a set as it stands: the answer \{\emptyset\} is not \emptyset, while \{5\} may be 5.
 _NO_VALUE = re.compile(r"\[|.*\\(?:emptyset|cup|mathbb|infty)(?![a-zA-Z])", re.DOTALL)
+
+_CONNECTIVE = re.compile(r"\\l(?:or|and)(?![a-zA-Z])")
 
 CompareValues = Callable[[str, str], Comparison]
 
@@ -128,6 +129,8 @@ def split_label(text: str) -> tuple[str, str]:
     A label names what is asked for: a letter in it, and nothing to work out (no power or coefficient, no sum but of
     letters: `m+n = 42`). The equations `2x = 6` and `x^2 = 9` have none. `3 = x` is read as `x = 3`.
     """
+    if _CONNECTIVE.search(text):  # x=5 or x<1
+        return "", text
     label, *values = split_top_level(text, "=")
     if not values:
         label, *values = split_top_level(text, r"\in ")

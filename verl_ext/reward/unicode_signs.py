@@ -71,6 +71,8 @@ _SIGNS = {
     r"\parallel ": "∥",
     r"\to ": "→⟶",
     r"\neg ": "¬",
+    r"\lor ": "∨",
+    r"\land ": "∧",
     r"\sum ": "∑",
     r"\prod ": "∏",
     r"\int ": "∫",

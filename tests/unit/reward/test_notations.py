@@ -187,6 +187,13 @@ CHAINS = [
     (r"x\le-1\text{ or }x\ge2", r"(-\infty,-1]\cup[2,\infty)", True),
     (r"x\le-1\text{ or }x\ge2", "-1,2", False),
     ("|x|<3", "(-3,3)", True),
+    ("|x|<3", "-3<x<3", True),
+    ("-3<x<3", "|x|<3", True),
+    ("|x|<3", r"-3\le x\le 3", False),
+    ("|y|<3", "-3<x<3", False),
+    ("|x|<3", "(-3,4)", False),
+    (r"|x-2|\le 1", r"1\le x\le 3", True),
+    ("|x|>2", r"x<-2\text{ or }x>2", True),
     ("x<4", "4", False),
     ("4", r"x\le4", False),
     ("x=-3,x=4", "-3<x<4", False),
@@ -227,6 +234,37 @@ SETS = [
     (r"(2 \cup)", "x^2+1", False),
     (r"([1,2]\cup\{5\})", r"[1,2]\cup\{5\}", True),
 ]  # fmt: skip
+CONNECTIVES = [
+    (r"x<-1\text{ and }x>2", r"(-\infty,-1)\cup(2,\infty)", False),
+    (r"x<-1\text{ and }x>2", r"x<-1\text{ or }x>2", False),
+    (r"x>-1\text{ and }x<2", "(-1,2)", True),
+    (r"x>-1\text{ and }x<2", "-1<x<2", True),
+    (r"x>-1\text{ and }x<2", r"(-\infty,\infty)", False),
+    (r"x>-1\text{ or }x<2", "(-1,2)", False),
+    (r"x>-1\text{ or }x<2", r"(-\infty,\infty)", True),
+    (r"x>-\sqrt2 \text{ and } x\le\sqrt3", r"(-\sqrt2,\sqrt3]", True),
+    (r"x>-1, x<2", "(-1,2)", True),
+    (r"x<-1, x>2", r"(-\infty,-1)\cup(2,\infty)", True),
+    (r"x>-1 \land x<2", "-1<x<2", True),
+    (r"x>-1 \wedge x<2", r"(-\infty,\infty)", False),
+    *(
+        (rf"x<-1 {sign} x>2", r"(-\infty,-1)\cup(2,\infty)", True)
+        for sign in (r"\lor", r"\vee", "∨", "or", r"\text{ or }")
+    ),
+    (r"x<-1 \lor x>2", r"(-\infty,-1]\cup(2,\infty)", False),
+    (r"0<x<1 \text{ or } x>2 \text{ and } x<3", r"(0,1)\cup(2,3)", True),
+    (r"x<0 \text{ or } x=5", r"(-\infty,0)\cup\{5\}", True),
+    (r"x=5 \text{ or } x<0", r"(-\infty,0)\cup\{5\}", True),
+    (r"x<0 \text{ or } x=5", r"(-\infty,0)\cup\{6\}", False),
+    (r"-1\le x\le 2 \text{ or } x=5", r"[-1,2]\cup\{5\}", True),
+    (r"x=1 ∨ x=2", "1,2", True),
+    (r"p \lor q", r"p \land q", False),
+    (r"x>1 \text{ and } y<2", r"x>1, y<2", True),
+    (r"x>1 \text{ and } y<2", r"y<2 \text{ and } x>1", True),
+    (r"x>1 \text{ and } y<2", r"x>1, y<3", False),
+    (r"\{x\mid x<-1\text{ or }x>2\}", r"(-\infty,-1)\cup(2,\infty)", True),
+    (r"\{x\mid x>-1\text{ and }x<2\}", "(-1,2)", True),
+]
 TABLES = {name: table for name, table in globals().items() if name.isupper() and isinstance(table, list)}
 
 
