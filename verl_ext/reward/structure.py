@@ -21,15 +21,17 @@ from verl_ext.reward.rationals import NotANumber, read_quantity
 MAX_PARTS = 64
 MAX_UNMATCHED = 8  # values of a list that are not the same string: each pair may cost a symbolic comparison
 
-# What may stand before a matrix or a vector as its factor: a sign, a number, a root, a bracket; letters for a matrix.
+# What may stand before a matrix or a vector as its factor: a sign, a number, a root, a bracket, with powers; letters
+# for a matrix, which may have its factor after a dot, too.
 # Possessive throughout: what does not fit is found in one pass.
 _FACTOR = (
     r"[-+]?\s*(?:\d++(?:\.\d++)?+|\\(?:frac|sqrt)(?:\[\d+\])?+(?:\{(?:[^{}]|\{[^{}]*\})*+\}){1,2}+|\\pi ?"
-    r"|\([^(),]*+\)%s|\s|\\cdot)*+"
+    r"|\((?!\s*\\begin)[^(),]*+\)|\^\s*(?:\w|\{[^{}]*+\})%s|\s|\\cdot)*+"
 )
+_LETTERS = r"|[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|tau|phi|omega)(?![a-zA-Z])"
 _MATRIX = re.compile(
-    rf"(?P<factor>{_FACTOR % '|[a-zA-Z]'})(?:\[|\()?\s*\\begin\{{[pb]?(?:matrix|array)\}}(?:\{{[clr|]*\}})?"
-    r"(?P<cells>(?:(?!\\begin).)*)\\end\{\w+\}\s*[\])]?",
+    rf"(?P<factor>{_FACTOR % _LETTERS})(?:\[|\()?\s*\\begin\{{[pb]?(?:matrix|array)\}}(?:\{{[clr|]*\}})?"
+    rf"(?P<cells>(?:(?!\\begin).)*)\\end\{{\w+\}}\s*[\])]?(?:\s*\\cdot(?P<after>{_FACTOR % ''}))?+",
     re.DOTALL,
 )
 _VECTOR = re.compile(rf"(?P<factor>{_FACTOR % ''})(?P<vector>\(.*\))", re.DOTALL)
@@ -167,7 +169,8 @@ def split_parts(text: str) -> Parts | None:
         # Some data sets lost one of the two backslashes between rows.
         rows = [row.split("&") for row in re.split(r"\\\\|\\(?=-?\d)", matrix["cells"].strip().removesuffix(r"\\"))]
         shape = "x".join(str(len(row)) for row in rows)
-        return Parts(f"matrix {shape}", [_times(matrix["factor"], cell.strip()) for row in rows for cell in row])
+        cells = [_times(matrix["factor"], cell.strip()) for row in rows for cell in row]
+        return Parts(f"matrix {shape}", [_times(matrix["after"] or "", cell) for cell in cells])
     if split_top_level(text, r"\cup")[1:]:
         return Parts("union", pieces_of_union(text))
     if is_braced(text):

@@ -117,6 +117,8 @@ SIGNS = [
     ("ℝ∖{0}", r"\mathbb{R}\setminus\{0\}", True),
     ("α+β", r"\alpha+\beta", True),
     ("α", r"\beta", False),
+    (r"2+\lambda", r"\lambda+2", True),  # the letter, not Python's word
+    ("2+λ", r"\lambda+3", False),
     (r"\varphi", "φ", True),
     ("⌊x⌋", r"\lfloor x\rfloor", True),
     ("⌊x⌋", r"\lceil x\rceil", False),
@@ -162,6 +164,21 @@ FACTORS = [
     (r"\sqrt2\begin{pmatrix}1\\1\end{pmatrix}", r"\begin{pmatrix}\sqrt2\\\sqrt2\end{pmatrix}", True),
     (r"(a+b)\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}a+b\\2a+2b\end{pmatrix}", True),
     (r"a+b\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}a+b\\2a+2b\end{pmatrix}", False),
+    (r"2^{3}\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}8\\16\end{pmatrix}", True),
+    (r"2^n\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2^n\\2^{n+1}\end{pmatrix}", True),
+    (r"2^n\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2n\\4n\end{pmatrix}", False),
+    (r"e^{2}\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}e^2\\2e^2\end{pmatrix}", True),
+    (r"\lambda\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}\lambda\\2\lambda\end{pmatrix}", True),
+    (r"\mu\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}\lambda\\2\lambda\end{pmatrix}", False),
+    (
+        r"\tfrac15\left(\begin{array}{rr}1&2\\3&4\end{array}\right)",
+        r"\begin{pmatrix}1/5&2/5\\3/5&4/5\end{pmatrix}",
+        True,
+    ),
+    (r"\tfrac15\left(\begin{array}{rr}1&2\\3&4\end{array}\right)", r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", False),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}\cdot 3", r"\begin{pmatrix}3\\6\end{pmatrix}", True),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}\cdot 3", r"\begin{pmatrix}1\\2\end{pmatrix}", False),
+    (r"\det\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", False),
     (r"\frac12(1,2)", r"(\frac12,1)", True),
     ("2(1,2)", "(2,4)", True),
     ("2(1,2)", "(1,2)", False),
@@ -264,6 +281,16 @@ CONNECTIVES = [
     (r"x>1 \text{ and } y<2", r"x>1, y<3", False),
     (r"\{x\mid x<-1\text{ or }x>2\}", r"(-\infty,-1)\cup(2,\infty)", True),
     (r"\{x\mid x>-1\text{ and }x<2\}", "(-1,2)", True),
+]
+SMALL = [
+    (r"e^{-999}", "0", False),
+    (r"\pi^{-999}", "0", False),
+    (r"\frac{\pi}{9999!}", "0", False),
+    (r"\sqrt2+\sqrt3-\sqrt{5+2\sqrt6}", "0", True),
+    (r"\sqrt[3]{7+5\sqrt2}-1-\sqrt2", "0", True),
+    (r"\cos 36^\circ-\cos 72^\circ-\frac12", "0", True),
+    (r"e^{i\pi}+1", "0", True),
+    (r"\sin 2x-2\sin x\cos x", "0", True),
 ]
 TABLES = {name: table for name, table in globals().items() if name.isupper() and isinstance(table, list)}
 
