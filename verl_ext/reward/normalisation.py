@@ -22,7 +22,7 @@ _REWRITES = [
         # layout
         (r"(?<=\d)(?:\{,\}|,?\\!|\\,|\\ |~|')+\s*(?=\d{3}(?!\d))", ""),  # 12\,000  1{,}234  32,\!349  1'234
         (r"(?<!\\)\\[\[\]()]|(?<!\\)\$", ""),
-        (r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?", ""),
+        (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\.?", ""),
         (r"\\(?:display|text|script)style(?![a-zA-Z])|\\(?:no)?limits(?![a-zA-Z])|\\hspace\{[^{}]*\}", " "),
         (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~|&nbsp;", " "),
         (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z])", ""),
@@ -52,6 +52,10 @@ _REWRITES = [
         (r"\\rparen(?![a-zA-Z])", ")"),
         (r"\\([lr])brace(?![a-zA-Z])", lambda m: r"\{" if m[1] == "l" else r"\}"),
         (r"\\([lr])angle(?![a-zA-Z])", lambda m: "(" if m[1] == "l" else ")"),
+        (r"\\backslash(?![a-zA-Z])", r"\\setminus "),
+        (r"\\bigcup(?![a-zA-Z])", r"\\cup "),
+        (r"\\mathbb\s*([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}"),
+        (r"(\\mathbb\{[A-Z]\})\s*-\s*(?=\\\{)", r"\1\\setminus "),
         (r"\\vee(?![a-zA-Z])", r"\\lor "),
         (r"\\wedge(?![a-zA-Z])", r"\\land "),
         (r"\\not\s*(?:=|\\eq(?![a-zA-Z]))", r"\\ne "),
@@ -130,7 +134,10 @@ def normalise(answer: str) -> str:
     for pattern, replacement in _UNITS:
         text = pattern.sub(replacement, text)
     text = _PREAMBLE.sub("", re.sub(r"[\s.,;:\\]+$", "", text).lstrip(" ,:"))
-    text = _OUTWARD.sub(lambda m: "[("[m[1] == "]"] + m[2] + "])"[m[3] == "["], text)
+    pieces = re.split(r"\s*\\cup(?![a-zA-Z])\s*", text)
+    text = r"\cup ".join(
+        _OUTWARD.sub(lambda m: "[("[m[1] == "]"] + m[2] + "])"[m[3] == "["], piece) for piece in pieces
+    )
     groups = split_top_level(text, ";")
     if len(groups) > 1 and "," in text:  # p=5,q=2; p=7,q=2
         text = ",".join(f"({group})" for group in groups)
