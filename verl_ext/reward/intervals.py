@@ -111,7 +111,8 @@ def same_notation(pred: str, gold: str) -> tuple[str, str]:
         return read[0][1], gold
     if read[1] and (_is_absolute(pred, read[1][0]) or is_set(pred) and not RELATION.search(pred)):
         return pred, read[1][1]
-    return _listed(pred), _listed(gold)
+    both = {sign for side in (pred, gold) for sign in (r"\lor", r"\land") if sign in side}
+    return _listed(pred), gold if len(both) > 1 else _listed(gold)  # x>1 or y>1 is not x>1 and y>1
 
 
 def _is_absolute(text: str, variable: str) -> bool:

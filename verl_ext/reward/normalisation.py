@@ -105,6 +105,7 @@ _AND, _OR = (
     )
     for word in ("and", "or")
 )
+DEGREES_AS_RADIANS = r"\cdot\frac{\pi }{180}"
 _DEGREES = re.compile(
     r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\(?:degrees?|deg)(?![a-zA-Z])"
     r"|\\text\s*\{\s*deg(?:rees?)?\.?\s*\}|(?<=[\d\s)}])degrees?(?![a-zA-Z]))"
@@ -169,7 +170,7 @@ def _degrees_as_radians(text: str) -> str:
         end = start + bracket if bracket > 0 else _argument_end(text, start)
         if unit := _DEGREES.match(text, end):  # \sin(45)^\circ, \sin 45 \text{ degrees}
             end = unit.end()
-        radians, count = _DEGREES.subn(r"\\cdot\\frac{\\pi }{180}", text[start:end].strip())
+        radians, count = _DEGREES.subn(lambda _: DEGREES_AS_RADIANS, text[start:end].strip())
         if count:
             written += [text[position:start], "(", unwrap_group(radians), ")"]
             position = end

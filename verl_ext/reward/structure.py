@@ -15,7 +15,14 @@ from verl_ext.reward.intervals import (
     read_reals,
     same_notation,
 )
-from verl_ext.reward.normalisation import RELATION, closing_index, key, split_top_level, unwrap_group
+from verl_ext.reward.normalisation import (
+    DEGREES_AS_RADIANS,
+    RELATION,
+    closing_index,
+    key,
+    split_top_level,
+    unwrap_group,
+)
 from verl_ext.reward.rationals import NotANumber, read_quantity
 
 MAX_PARTS = 64
@@ -160,6 +167,7 @@ def _label_each(labels: str, values: str) -> str | None:
 def _is_label(text: str) -> bool:
     if re.fullmatch(r"[a-zA-Z](?:\s*\+\s*[a-zA-Z])+", text):
         return True
+    text = text.replace(DEGREES_AS_RADIANS, "")  # \sin 30^\circ
     return bool(re.search(r"[^\W\d_]", text)) and not re.search(r"^\s*\d|[-+^<>]|\\cdot|\\sqrt", text)
 
 

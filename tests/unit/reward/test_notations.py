@@ -43,6 +43,8 @@ DEGREES = [  # count in the argument of a function; an angle may leave its degre
     (r"\sin 30^\circ/2", r"\sin 15^\circ", False),
     (r"\sin 180^\circ/n", r"\sin\frac{\pi}{n}", True),
     ("cos 60 degrees", "1/2", True),
+    (r"\sin 30^\circ=\frac12", r"\frac12", True),
+    (r"\sin 30^\circ=\frac13", r"\frac12", False),
     ("sin 45º", r"\frac{\sqrt2}{2}", True),
     (r"\operatorname{sin} 45^\circ", r"\frac{\sqrt2}{2}", True),
     (r"\mathrm{cos}\,60°", "0.5", True),
@@ -292,6 +294,9 @@ CONNECTIVES = [
     (r"x>1 \text{ and } y<2", r"x>1, y<2", True),
     (r"x>1 \text{ and } y<2", r"y<2 \text{ and } x>1", True),
     (r"x>1 \text{ and } y<2", r"x>1, y<3", False),
+    (r"x>1 \text{ or } y>1", r"x>1 \text{ and } y>1", False),
+    (r"x>1 \text{ and } y>1", r"x>1 \text{ or } y>1", False),
+    (r"x>1 \text{ or } y>1", r"y>1 \text{ or } x>1", True),
     (r"\{x\mid x<-1\text{ or }x>2\}", r"(-\infty,-1)\cup(2,\infty)", True),
     (r"\{x\mid x>-1\text{ and }x<2\}", "(-1,2)", True),
 ]
