@@ -14,7 +14,7 @@ MAX_BARS = 8
 _REFUSALS = [
     (reason, re.compile(pattern))
     for reason, pattern in [
-        ("code", r"__|[\"`]|\('|[a-zA-Z)]\.[a-zA-Z]|\b(?:import|lambda|eval|exec|open|print|return|sympify)\b"),
+        ("code", r"__|[\"`]|\('|[a-zA-Z)]\.[a-zA-Z]|(?<!\\)\b(?:import|lambda|eval|exec|open|print|return|sympify)\b"),
         ("tower", r"\d\s*\}*\s*\^\s*\{?\s*\d[\d!\s]*\}?\s*\^|\^\s*\{[^{}]*\^\s*\{[^{}]*\^"),
         ("large exponent", r"\^\s*\{?\s*-?\d{5,}"),
         ("large factorial", r"(?:\d{5,}|[)}!])\s*!"),

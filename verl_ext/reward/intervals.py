@@ -5,12 +5,13 @@
 
 import re
 from fractions import Fraction
+from typing import NamedTuple
 
-from verl_ext.reward.normalisation import closing_index, key, split_top_level
+from verl_ext.reward.normalisation import RELATION, closing_index, key, split_top_level
 from verl_ext.reward.rationals import NotANumber, read_quantity
 
-RELATION = re.compile(r"<|>|\\(?:le|ge|ne)(?![a-zA-Z])")
 MAX_PIECES = 64  # of a union
+_LETTER = re.compile(r"(?<!\\)\b[a-zA-Z]\b")
 
 _TURNED = {">": "<", r"\ge": r"\le"}
 _CONDITION = re.compile(
@@ -25,49 +26,102 @@ Piece = tuple[Fraction | float, int, Fraction | float, int]
 def condition_of(text: str) -> str:
     """`\\{x \\mid -3<x<4\\}` as `-3<x<4`: a set of reals by one condition on its variable; any other text as it is."""
     match = _CONDITION.fullmatch(text)
-    if (
-        match
-        and RELATION.search(match["rest"])
-        and set(re.findall(r"(?<!\\)\b[a-zA-Z]\b", match["rest"])) == {match["variable"]}
-    ):
+    if match and RELATION.search(match["rest"]) and set(_LETTER.findall(match["rest"])) == {match["variable"]}:
         return match["rest"].strip()
     return text
 
 
 def intervals_of(text: str) -> tuple[str, str] | None:
-    r"""`x < -1, x \ge 3` (by now without its "or") as ("x", `(-\infty,-1)\cup [3,\infty)`); None for anything else."""
+    r"""`x < -1 \lor x \ge 3` as ("x", `(-\infty,-1)\cup [3,\infty)`), `x>1 \land x<3` as ("x", "(1,3)"); else None.
+
+    A comma is an "or", but between two bounds that leave a bounded interval an "and": `x>1, x<3`.
+    """
     intervals, variables = [], set()
-    for part in split_top_level(text):
-        sides = [side.strip() for side in RELATION.split(part)]
-        signs = RELATION.findall(part)
-        if not all(sides) or r"\ne" in signs or len({sign in ("<", r"\le") for sign in signs}) != 1:  # 1 < x > 3
+    for alternative in split_top_level(text, r"\lor"):
+        parts = split_top_level(alternative, r"\land")
+        conditions = [_bounds_of(part) for part in (parts if len(parts) > 1 else split_top_level(alternative))]
+        if None in conditions:
             return None
-        if signs[0] not in ("<", r"\le"):
-            sides, signs = sides[::-1], [_TURNED[sign] for sign in signs[::-1]]
-        if len(sides) == 2:
-            first = bool(re.fullmatch("[a-zA-Z]", sides[0]))
-            sides, signs = ([r"-\infty", *sides], ["<", *signs]) if first else ([*sides, r"\infty"], [*signs, "<"])
-        if len(sides) != 3 or not re.fullmatch("[a-zA-Z]", sides[1]):
+        variables |= {condition.variable for condition in conditions}
+        if len(parts) > 1 or _is_bounded(conditions):
+            conditions = [_both(conditions)]
+        if None in conditions:
             return None
-        variables.add(sides[1])
-        intervals.append(f"{'(' if signs[0] == '<' else '['}{sides[0]},{sides[2]}{')' if signs[1] == '<' else ']'}")
+        intervals += [f"{c.opening}{c.low},{c.high}{c.closing}" for c in conditions]
     return (variables.pop(), r"\cup ".join(intervals)) if len(variables) == 1 else None
+
+
+class _Bounds(NamedTuple):
+    """An interval of values of a variable, as text: opening is "(" or "[", an end may be infinite."""
+
+    variable: str
+    opening: str
+    low: str
+    high: str
+    closing: str
+
+
+def _bounds_of(part: str) -> _Bounds | None:
+    """`1 < x \\le 3`, `x > 1` or `x = 5` as bounds; None for anything else, such as `1 < x > 3`."""
+    sides = [side.strip() for side in RELATION.split(part)]
+    signs = RELATION.findall(part)
+    if not signs:
+        point = re.fullmatch(r"([a-zA-Z])\s*=([^=]+)", part)
+        return _Bounds(point[1], "[", point[2].strip(), point[2].strip(), "]") if point else None
+    if not all(sides) or r"\ne" in signs or len({sign in ("<", r"\le") for sign in signs}) != 1:
+        return None
+    if signs[0] not in ("<", r"\le"):
+        sides, signs = sides[::-1], [_TURNED[sign] for sign in signs[::-1]]
+    if len(sides) == 2:
+        first = bool(re.fullmatch("[a-zA-Z]", sides[0]))
+        sides, signs = ([r"-\infty", *sides], ["<", *signs]) if first else ([*sides, r"\infty"], [*signs, "<"])
+    if len(sides) != 3 or not re.fullmatch("[a-zA-Z]", sides[1]):
+        return None
+    low, variable, high = sides
+    return _Bounds(variable, "(" if signs[0] == "<" else "[", low, high, ")" if signs[1] == "<" else "]")
+
+
+def _is_bounded(conditions: list[_Bounds]) -> bool:
+    """Whether they are a lower and an upper bound, rational, with numbers between them."""
+    lows = [_read_end(c.low) for c in conditions if r"\infty" in c.high]
+    highs = [_read_end(c.high) for c in conditions if r"\infty" in c.low]
+    return len(conditions) == 2 and len(lows) == len(highs) == 1 and None not in (*lows, *highs) and lows < highs
+
+
+def _both(conditions: list[_Bounds]) -> _Bounds | None:
+    """The interval of values that meet all conditions; None with two lower or two upper bounds."""
+    lows = [c for c in conditions if r"\infty" not in c.low]
+    highs = [c for c in conditions if r"\infty" not in c.high]
+    if not len(lows) == len(highs) == 1:
+        return None
+    return _Bounds(lows[0].variable, lows[0].opening, lows[0].low, highs[0].high, highs[0].closing)
 
 
 def same_notation(pred: str, gold: str) -> tuple[str, str]:
     """Both as intervals, where one is an inequality in one variable and the other one, too, or a set of reals.
 
-    Anything else comes back as it is: `x < 3` beside `y < 3`, or beside the number 3.
+    Likewise beside an inequality of absolute values in the same variable, which computer algebra solves. Anything else
+    comes back with commas for "and" and "or": `x < 3` beside `y < 3`, or beside the number 3.
     """
     pred, gold = condition_of(pred), condition_of(gold)
     read = [intervals_of(side) if RELATION.search(side) else None for side in (pred, gold)]
     if all(read):
-        return (read[0][1], read[1][1]) if read[0][0] == read[1][0] else (pred, gold)
-    if read[0] and is_set(gold) and not RELATION.search(gold):
+        return (read[0][1], read[1][1]) if read[0][0] == read[1][0] else (_listed(pred), _listed(gold))
+    if read[0] and (_is_absolute(gold, read[0][0]) or is_set(gold) and not RELATION.search(gold)):
         return read[0][1], gold
-    if read[1] and is_set(pred) and not RELATION.search(pred):
+    if read[1] and (_is_absolute(pred, read[1][0]) or is_set(pred) and not RELATION.search(pred)):
         return pred, read[1][1]
-    return pred, gold
+    both = {sign for side in (pred, gold) for sign in (r"\lor", r"\land") if sign in side}
+    return _listed(pred), gold if len(both) > 1 else _listed(gold)  # x>1 or y>1 is not x>1 and y>1
+
+
+def _is_absolute(text: str, variable: str) -> bool:
+    """Whether it is an inequality like `|x-2|<1` in this variable alone."""
+    return bool(re.match(r"\|[^|]*\|\s*(?:<|>|\\[lg]e)", text)) and set(_LETTER.findall(text)) == {variable}
+
+
+def _listed(text: str) -> str:
+    return re.sub(r"\s*\\l(?:or|and)(?![a-zA-Z])\s*", ",", text) if RELATION.search(text) else text
 
 
 def is_set(text: str) -> bool:

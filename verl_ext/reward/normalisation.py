@@ -13,6 +13,8 @@ MAX_WRAPPERS = 8  # brackets around a whole answer that are dropped
 
 _BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
 
+_FUNCTIONS = "sin|cos|tan|cot|sec|csc"
+
 # What changes how an answer looks, not what it says. Each line works on what the lines above it left.
 _REWRITES = [
     (re.compile(pattern), replacement)
@@ -20,13 +22,14 @@ _REWRITES = [
         # layout
         (r"(?<=\d)(?:\{,\}|,?\\!|\\,|\\ |~|')+\s*(?=\d{3}(?!\d))", ""),  # 12\,000  1{,}234  32,\!349  1'234
         (r"(?<!\\)\\[\[\]()]|(?<!\\)\$", ""),
-        (r"\\(?:left|right|[bB]igg?[lrm]?)(?![a-zA-Z])\.?", ""),
+        (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\.?", ""),
         (r"\\(?:display|text|script)style(?![a-zA-Z])|\\(?:no)?limits(?![a-zA-Z])|\\hspace\{[^{}]*\}", " "),
         (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~|&nbsp;", " "),
         (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z])", ""),
         (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|underline|boxed|fbox)\s*\{(\d+)\}", r"\1"),
         (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|underline|boxed|fbox)(?![a-zA-Z])", ""),
         (r"\\(?:mbox|text(?:rm|bf|it|normal|up)|emph|operatorname\*?|mathrm)(?![a-zA-Z])", r"\\text"),
+        (rf"\\text\s*\{{\s*({_FUNCTIONS}|ln|log|exp)\s*\}}", r"\\\1 "),
         (
             r"\\text\s*\{([^a-zA-Z{}]*|\s*[a-zA-Z]\s*|\s*\([a-zA-Z]\)\s*)\}",
             r" \1",
@@ -49,6 +52,12 @@ _REWRITES = [
         (r"\\rparen(?![a-zA-Z])", ")"),
         (r"\\([lr])brace(?![a-zA-Z])", lambda m: r"\{" if m[1] == "l" else r"\}"),
         (r"\\([lr])angle(?![a-zA-Z])", lambda m: "(" if m[1] == "l" else ")"),
+        (r"\\backslash(?![a-zA-Z])", r"\\setminus "),
+        (r"\\bigcup(?![a-zA-Z])", r"\\cup "),
+        (r"\\mathbb\s*([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}"),
+        (r"(\\mathbb\{[A-Z]\})\s*-\s*(?=\\\{)", r"\1\\setminus "),
+        (r"\\vee(?![a-zA-Z])", r"\\lor "),
+        (r"\\wedge(?![a-zA-Z])", r"\\land "),
         (r"\\not\s*(?:=|\\eq(?![a-zA-Z]))", r"\\ne "),
         (r"\\leq(?:slant|q)?(?![a-zA-Z])|<=", r"\\le "),
         (r"\\geq(?:slant|q)?(?![a-zA-Z])|>=", r"\\ge "),
@@ -89,11 +98,18 @@ _UNITS = [
         (r"\s+", " "),
     ]
 ]
+RELATION = re.compile(r"<|>|\\(?:le|ge|ne)(?![a-zA-Z])")
+_AND, _OR = (
+    re.compile(
+        rf"\s*,?\s*(?:\\text\s*\{{\s*,?\s*{word}\s*\}}|\\l{word}(?![a-zA-Z])|(?<![\\a-zA-Z]){word}(?![a-zA-Z]))\s*"
+    )
+    for word in ("and", "or")
+)
+DEGREES_AS_RADIANS = r"\cdot\frac{\pi }{180}"
 _DEGREES = re.compile(
     r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\(?:degrees?|deg)(?![a-zA-Z])"
-    r"|\\text\s*\{\s*deg(?:rees?)?\.?\s*\})"
+    r"|\\text\s*\{\s*deg(?:rees?)?\.?\s*\}|(?<=[\d\s)}])degrees?(?![a-zA-Z]))"
 )
-_FUNCTIONS = "sin|cos|tan|cot|sec|csc"
 _FUNCTION = re.compile(rf"\\(?:{_FUNCTIONS})(?![a-zA-Z])\s*(?:\^\s*(?:\{{[^{{}}]*\}}|\d))?\s*")
 _ARGUMENT = re.compile(
     r"[-+]?(?:(?!\b(?:and|or)\b)(?:\{(?:[^{}]|\{[^{}]*\})*\}|\([^()]*\)"
@@ -115,21 +131,33 @@ def normalise(answer: str) -> str:
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _degrees_as_radians(text)
+    text = _write_connectives(text)
     for pattern, replacement in _UNITS:
         text = pattern.sub(replacement, text)
     text = _PREAMBLE.sub("", re.sub(r"[\s.,;:\\]+$", "", text).lstrip(" ,:"))
-    text = _OUTWARD.sub(lambda m: "[("[m[1] == "]"] + m[2] + "])"[m[3] == "["], text)
+    pieces = re.split(r"\s*\\cup(?![a-zA-Z])\s*", text)
+    text = r"\cup ".join(
+        _OUTWARD.sub(lambda m: "[("[m[1] == "]"] + m[2] + "])"[m[3] == "["], piece) for piece in pieces
+    )
     groups = split_top_level(text, ";")
     if len(groups) > 1 and "," in text:  # p=5,q=2; p=7,q=2
         text = ",".join(f"({group})" for group in groups)
     return unwrap_group(text.replace(";", ","))
 
 
+def _write_connectives(text: str) -> str:
+    r"""Between inequalities "and" and "or" as `\land` and `\lor`; these signs between equations as commas."""
+    if RELATION.search(text):
+        return _AND.sub(r"\\land ", _OR.sub(r"\\lor ", text))
+    return re.sub(r"\\(?:land|lor)(?![a-zA-Z])", ",", text) if "=" in text else text
+
+
 def _degrees_as_radians(text: str) -> str:
     """`\\sin 45^\\circ` as `\\sin(45\\cdot\\frac{\\pi }{180})`: in an argument degrees count, unlike those of an angle.
 
-    An argument is the bracket after the function, or what follows up to a sum, a relation, a comma, a word or the next
-    function.
+    An argument is the bracket after the function, or what follows up to its degree sign, or without one of its own up
+    to a sum, a relation, a comma, a word or the next function: `\\sin 30^\\circ\\cdot 4` is 2. A letter may divide it:
+    `\\sin 180^\\circ/n`.
     """
     if not _DEGREES.search(text):
         return text
@@ -139,14 +167,25 @@ def _degrees_as_radians(text: str) -> str:
         if start < position:
             continue
         bracket = closing_index(text[start:]) + 1 if text[start : start + 1] in ("(", "{", "[") else 0
-        end = start + bracket if bracket > 0 else _ARGUMENT.match(text, start).end()
+        end = start + bracket if bracket > 0 else _argument_end(text, start)
         if unit := _DEGREES.match(text, end):  # \sin(45)^\circ, \sin 45 \text{ degrees}
             end = unit.end()
-        radians, count = _DEGREES.subn(r"\\cdot\\frac{\\pi }{180}", text[start:end].strip())
+        radians, count = _DEGREES.subn(lambda _: DEGREES_AS_RADIANS, text[start:end].strip())
         if count:
             written += [text[position:start], "(", unwrap_group(radians), ")"]
             position = end
     return "".join([*written, text[position:]])
+
+
+def _argument_end(text: str, start: int) -> int:
+    """Where an argument without a bracket ends; a degree sign inside of braces or of a bracket is not its own."""
+    longest = _ARGUMENT.match(text, start).end()
+    for unit in _DEGREES.finditer(text, start, longest):
+        before = text[start : unit.start()]
+        if before.count("{") == before.count("}") and before.count("(") == before.count(")"):
+            divided = re.match(r"\s*/\s*[a-zA-Z](?![a-zA-Z])", text[unit.end() : longest])
+            return unit.end() + (divided.end() if divided else 0)
+    return longest
 
 
 def unwrap_group(text: str) -> str:

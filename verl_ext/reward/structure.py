@@ -9,28 +9,36 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from verl_ext.reward.intervals import (
-    RELATION,
     is_braced,
     is_set,
     pieces_of_union,
     read_reals,
     same_notation,
 )
-from verl_ext.reward.normalisation import closing_index, key, split_top_level, unwrap_group
+from verl_ext.reward.normalisation import (
+    DEGREES_AS_RADIANS,
+    RELATION,
+    closing_index,
+    key,
+    split_top_level,
+    unwrap_group,
+)
 from verl_ext.reward.rationals import NotANumber, read_quantity
 
 MAX_PARTS = 64
 MAX_UNMATCHED = 8  # values of a list that are not the same string: each pair may cost a symbolic comparison
 
-# What may stand before a matrix or a vector as its factor: a sign, a number, a root, a bracket; letters for a matrix.
+# What may stand before a matrix or a vector as its factor: a sign, a number, a root, a bracket, with powers; letters
+# for a matrix, which may have its factor after a dot, too.
 # Possessive throughout: what does not fit is found in one pass.
 _FACTOR = (
     r"[-+]?\s*(?:\d++(?:\.\d++)?+|\\(?:frac|sqrt)(?:\[\d+\])?+(?:\{(?:[^{}]|\{[^{}]*\})*+\}){1,2}+|\\pi ?"
-    r"|\([^(),]*+\)%s|\s|\\cdot)*+"
+    r"|\((?!\s*\\begin)[^(),]*+\)|\^\s*(?:\w|\{[^{}]*+\})%s|\s|\\cdot)*+"
 )
+_LETTERS = r"|[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|tau|phi|omega)(?![a-zA-Z])"
 _MATRIX = re.compile(
-    rf"(?P<factor>{_FACTOR % '|[a-zA-Z]'})(?:\[|\()?\s*\\begin\{{[pb]?(?:matrix|array)\}}(?:\{{[clr|]*\}})?"
-    r"(?P<cells>(?:(?!\\begin).)*)\\end\{\w+\}\s*[\])]?",
+    rf"(?P<factor>{_FACTOR % _LETTERS})(?:\[|\()?\s*\\begin\{{[pb]?(?:matrix|array)\}}(?:\{{[clr|]*\}})?"
+    rf"(?P<cells>(?:(?!\\begin).)*)\\end\{{\w+\}}\s*[\])]?(?:\s*\\cdot(?P<after>{_FACTOR % ''}))?+",
     re.DOTALL,
 )
 _VECTOR = re.compile(rf"(?P<factor>{_FACTOR % ''})(?P<vector>\(.*\))", re.DOTALL)
@@ -45,6 +53,8 @@ class Comparison(NamedTuple):
 
 # What is a set as it stands: the answer \{\emptyset\} is not \emptyset, while \{5\} may be 5.
 _NO_VALUE = re.compile(r"\[|.*\\(?:emptyset|cup|mathbb|infty)(?![a-zA-Z])", re.DOTALL)
+
+_CONNECTIVE = re.compile(r"\\l(?:or|and)(?![a-zA-Z])")
 
 CompareValues = Callable[[str, str], Comparison]
 
@@ -128,6 +138,8 @@ def split_label(text: str) -> tuple[str, str]:
     A label names what is asked for: a letter in it, and nothing to work out (no power or coefficient, no sum but of
     letters: `m+n = 42`). The equations `2x = 6` and `x^2 = 9` have none. `3 = x` is read as `x = 3`.
     """
+    if _CONNECTIVE.search(text):  # x=5 or x<1
+        return "", text
     label, *values = split_top_level(text, "=")
     if not values:
         label, *values = split_top_level(text, r"\in ")
@@ -155,6 +167,7 @@ def _label_each(labels: str, values: str) -> str | None:
 def _is_label(text: str) -> bool:
     if re.fullmatch(r"[a-zA-Z](?:\s*\+\s*[a-zA-Z])+", text):
         return True
+    text = text.replace(DEGREES_AS_RADIANS, "")  # \sin 30^\circ
     return bool(re.search(r"[^\W\d_]", text)) and not re.search(r"^\s*\d|[-+^<>]|\\cdot|\\sqrt", text)
 
 
@@ -164,7 +177,8 @@ def split_parts(text: str) -> Parts | None:
         # Some data sets lost one of the two backslashes between rows.
         rows = [row.split("&") for row in re.split(r"\\\\|\\(?=-?\d)", matrix["cells"].strip().removesuffix(r"\\"))]
         shape = "x".join(str(len(row)) for row in rows)
-        return Parts(f"matrix {shape}", [_times(matrix["factor"], cell.strip()) for row in rows for cell in row])
+        cells = [_times(matrix["factor"], cell.strip()) for row in rows for cell in row]
+        return Parts(f"matrix {shape}", [_times(matrix["after"] or "", cell) for cell in cells])
     if split_top_level(text, r"\cup")[1:]:
         return Parts("union", pieces_of_union(text))
     if is_braced(text):

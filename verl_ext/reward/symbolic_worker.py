@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 
 PRECISION = 150  # digits; two closed forms that agree to 100 of them at every point are the same
 AGREEMENT_DIGITS = 100
+NOISE_BITS = 8  # known of a value that is 0 but for the rounding: sympy gives it a precision of 1
 # Both signs (sqrt(x^2) is not x), no integers (sin(pi x) is not 0), nothing that an ordinary formula has a pole at.
 POINTS = [("37/29", "53/41"), ("-71/43", "83/59"), ("97/31", "-101/67")]
 # Compared once before the first fork, so that parser and sympy are warm in all children: the first comparison of a kind
@@ -126,8 +127,18 @@ def load():
             found.append(value if value.is_number and value.is_finite else None)
         return found
 
+    def is_zero(value) -> bool:
+        """Whether nothing of it is known but that it is small: of e^{-999} all digits are known."""
+        parts = [part for part in value.as_real_imag() if part != 0]
+        return all(
+            abs(part) <= sympy.Float(10) ** -AGREEMENT_DIGITS and part.is_Float and part._prec <= NOISE_BITS
+            for part in parts
+        )
+
     def agree(first, second) -> bool:
-        scale = 1 if first == 0 or second == 0 else max(abs(first), abs(second))  # relative: 1/2003! is not 1/2004!
+        if first == 0 or second == 0:
+            return is_zero(first) and is_zero(second)
+        scale = max(abs(first), abs(second))  # relative: 1/2003! is not 1/2004!
         return abs(first - second) <= scale * sympy.Float(10) ** -AGREEMENT_DIGITS
 
     def same_value(pred, gold) -> bool | None:

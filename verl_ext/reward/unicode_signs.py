@@ -19,6 +19,9 @@ _FRACTION = re.compile(
     r"(?:(?<![\d.,^_])(?P<whole>\d{1,18})[ \u00a0\u2009\u202f\u2064]?)?"
     rf"(?:(?P<sign>[{''.join(_VULGAR)}])|(?P<top>[⁰¹²³⁴⁵⁶⁷⁸⁹]{{1,18}})[⁄∕/](?P<bottom>[₀₁₂₃₄₅₆₇₈₉]{{1,18}}))"
 )
+_PLAIN_SET = re.compile(
+    r"(?:(?<=[∪⋃])|(?<=[∪⋃] ))\{([^{}\\]*)\}"
+)  # [1,2]∪{5} is no TeX, where these braces would not show
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _ROOT = re.compile("[√∛∜]")
 _RADICAND = re.compile(
@@ -64,13 +67,15 @@ _SIGNS = {
     r"\notin ": "∉",
     r"\subset ": "⊂",
     r"\subseteq ": "⊆",
-    r"^\circ ": "°˚",
+    r"^\circ ": "°˚º",
     r"\angle ": "∠",
     r"\triangle ": "△",
     r"\perp ": "⊥",
     r"\parallel ": "∥",
     r"\to ": "→⟶",
     r"\neg ": "¬",
+    r"\lor ": "∨",
+    r"\land ": "∧",
     r"\sum ": "∑",
     r"\prod ": "∏",
     r"\int ": "∫",
@@ -93,6 +98,7 @@ def to_latex(text: str) -> str:
     """
     if text.isascii():
         return text
+    text = _PLAIN_SET.sub(r"\\{\1\\}", text)
     text = _FRACTION.sub(_write_fraction, text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+", lambda m: "^{" + m[0].translate(_SUPERSCRIPTS) + "}", text)
     text = re.sub("[₀₁₂₃₄₅₆₇₈₉]+", lambda m: "_{" + m[0].translate(_SUBSCRIPTS) + "}", text)

@@ -4,7 +4,8 @@ Tests and expected values never share a process with the program: what is expect
 and tests run in a sandbox program of their own, to which the solution's gives plain data (code_dialogue.py).
 
 Ground truths, as a mapping or as its JSON:
-    {"tests": ["assert add(1, 2) == 3", ...]}          Python that calls what the program defines, each by itself
+    {"tests": ["assert add(1, 2) == 3", ...]}          Python that calls what the program defines, each by itself;
+                                                       functions test_... and unittest's classes are run, too
     {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}  standard input, and what must be printed for it
 or a string that is no such JSON: Python, one test.
 """
@@ -37,8 +38,8 @@ class CodeVerifier:
 
     The program is the last fenced block of Python after the last `</think>`. What it causes, by an error, a time-out, a
     wrong or unreadable result, or a sandbox that is lost with it twice but runs another program in between, is the
-    model's failure. The verdict "unknown" is left for a sandbox that fails whatever it runs, and for a test that fails
-    without any program.
+    model's failure. The verdict "unknown" is left for a sandbox that fails whatever it runs, and for a test that is no
+    test of any program: it passes or fails without one, or passes what is no data.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+from verl_ext.reward.verifiers.code_collect import call_collected
 from verl_ext.reward.verifiers.code_handles import BUILTIN_NAMES
 from verl_ext.reward.verifiers.code_solution import LOADED, PAUSED
 from verl_ext.sandbox.client import RunResult
@@ -58,7 +59,7 @@ class Dialogue:
         self._first: dict[str, dict[str, Any]] = {}
 
     async def passes(self, program: str, test: str) -> tuple[bool | None, str]:
-        """Whether a solution passes a test, and why not; None where the sandbox failed, or the test fails by itself.
+        """Whether a solution passes a test, and why not; None where the sandbox failed, or the test is no test of it.
 
         Raises:
             ValueError: the test is no Python.
@@ -69,8 +70,8 @@ class Dialogue:
             report = await self._run_test(prepared, [], [])
             if report is None:
                 return None, SANDBOX_FAILURE
-            if "need" not in report and not report["passed"]:  # it imports what is not there, say
-                return None, f"a test fails before it asks the program for anything ({report['why']})"
+            if reason := _why_no_test(report):
+                return None, reason
             if len(self._first) >= MAX_FIRST_REQUESTS:
                 self._first.clear()
             self._first[test] = report
@@ -122,6 +123,17 @@ class Dialogue:
         return {"passed": False, "why": f"the test ended without a report: {result.status}"}
 
 
+def _why_no_test(first: dict[str, Any]) -> str:
+    """Why no program can pass a test, or fail it, by the report of its run without one; "" for any other test."""
+    if "unpassable" in first:
+        return first["unpassable"]
+    if "need" in first:
+        return ""
+    if first["passed"]:
+        return "a test passes and never asks the program for anything"
+    return f"a test fails before it asks the program for anything ({first['why']})"  # it imports what is not there, say
+
+
 def solution_program(program: str, requests: list[Any], known: int) -> str:
     """What the sandbox runs for a solution: its code, and the calls to make; answers from number `known` on are new."""
     requests_json = json.dumps(requests)
@@ -165,7 +177,7 @@ def prepare(test: str) -> Prepared:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"The test {test[:200]!r} is no Python ({error}). Check the data row.") from error
-    source = ast.unparse(ast.fix_missing_locations(_TolerantAsserts().visit(tree)))
+    source = ast.unparse(ast.fix_missing_locations(_TolerantAsserts().visit(call_collected(tree))))
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
     functions = [

@@ -10,7 +10,8 @@ import types
 CHUNK = 64  # items of an iterator that are asked for at once
 BUILTIN_NAMES = {name for kind in (str, bytes, int, float, list, dict, set, tuple) for name in dir(kind)}
 # What an object could say of an expected value that it is shown: asked only of objects of a class under test.
-VERDICTS = {"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "equals"}
+VERDICTS = {"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "equals", "count", "index", "find"}
+VERDICTS |= {name for name in BUILTIN_NAMES if name.startswith("is")}
 DESCRIPTIONS = {
     "__name__",
     "__qualname__",

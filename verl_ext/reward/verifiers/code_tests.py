@@ -25,6 +25,10 @@ MAX_REQUESTS = 4000  # asked for in one round
 MAX_REPORT = 700_000  # characters; the sandbox keeps a million bytes of output
 
 
+class Unpassable(TypeError):
+    """The test passes what is no data, so that no program can be called with it."""
+
+
 class Run:
     """One run of a test, with the answers that are known."""
 
@@ -32,11 +36,15 @@ class Run:
         self.mark, self.played, self.functions, self.output = mark, played, functions, output
         self.modules, self.classes, self.own_builtin = modules, classes, own_builtin
         self.count, self.guessing, self.asked, self.written = 0, False, [], 0
-        self.handles, self.exceptions, self.names = {}, {}, {}
+        self.handles, self.exceptions, self.names, self.unpassable = {}, {}, {}, {}
 
     def ask(self, verb, args, kwargs, level):
         number, self.count = self.count, self.count + 1
-        request = [verb, [self.encode(arg) for arg in args], {name: self.encode(kwargs[name]) for name in kwargs}]
+        try:
+            request = [verb, [self.encode(arg) for arg in args], {name: self.encode(kwargs[name]) for name in kwargs}]
+        except Unpassable as error:
+            self.unpassable = {"unpassable": str(error)}
+            raise
         if not self.guessing and number < len(self.played):
             asked, answer = self.played[number]
             if json.dumps(self.resolve(asked)) == json.dumps(request):
@@ -92,7 +100,7 @@ class Run:
         signal.setitimer(signal.ITIMER_PROF, GUESS_S)
 
     def stop(self):
-        self.report({"from": self.start, "need": self.asked})
+        self.report({"from": self.start, "need": self.asked} | self.unpassable)
 
     def report(self, report):
         self.write(report)
@@ -117,14 +125,14 @@ class Run:
             return self.function(value)
         if hasattr(value, "__next__"):
             return ["iterator", [self.encode(item) for item in value]]
-        raise TypeError(f"the test passes an object of {type(value).__name__!r}, which is no plain data")
+        raise Unpassable(f"the test passes an object of {type(value).__name__!r}, which is no plain data")
 
     def function(self, value):
         """As what the other side can import, or as the source of a function that needs nothing else."""
         module, name = getattr(value, "__module__", None) or "builtins", value.__qualname__
         owner = getattr(value, "__self__", None)
         if not (owner is None or isinstance(owner, types.ModuleType)):
-            raise TypeError(f"the test passes {name!r} of an object, which is no plain data")
+            raise Unpassable(f"the test passes {name!r} of an object, which is no plain data")
         if module in sys.stdlib_module_names and module != "__main__":
             return ["import", module, name]
         code = getattr(value, "__code__", None)
@@ -134,7 +142,7 @@ class Run:
                 exec(f"_function = {source}" if source.startswith("lambda") else source, made)
                 if made.get("_function", made.get(name)).__code__.co_code == code.co_code:
                     return ["function", source, value.__name__]
-        raise TypeError(f"the test passes the function {name!r}, which needs more than its own source")
+        raise Unpassable(f"the test passes the function {name!r}, which needs more than its own source")
 
     def decode(self, data, level=OTHER):
         return decode(data, lambda data: self.from_handle(data, level))

@@ -83,6 +83,56 @@ def test_test_that_fails_without_any_program_leaves_the_verdict_open(url, test):
     assert "fails before it asks the program for anything" in score.method
 
 
+PYTEST_STYLE = "import math\n\ndef test_add(unit=1):\n    assert math.isclose(add(1, 2), 3)"
+UNITTEST_STYLE = """
+import unittest
+class TestAdd(unittest.TestCase):
+    def setUp(self):
+        self.one = 1
+    def test_add(self):
+        self.assertEqual(add(self.one, 2), 3)
+    def test_text(self):
+        with self.assertRaises(TypeError):
+            add(1, "a")
+"""
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        PYTEST_STYLE,
+        UNITTEST_STYLE,
+        f"{UNITTEST_STYLE}\nif __name__ == '__main__':\n    unittest.main()",
+        f"{UNITTEST_STYLE}\nunittest.main(argv=[''], exit=False)",
+        f"{UNITTEST_STYLE}\nunittest.TextTestRunner().run(unittest.TestLoader().loadTestsFromTestCase(TestAdd))",
+    ],
+)
+def test_tests_that_a_runner_would_collect_are_run(url, test):
+    assert verify(url, ADD, test).verdict == "correct"
+    assert verify(url, "def add(a, b):\n    return 0", test).verdict == "wrong"
+    assert verify(url, "import unittest\ndef add(a, b):\n    raise unittest.SkipTest", test).verdict == "wrong"
+
+
+@pytest.mark.parametrize(
+    "test", ["x = 1", "def check(candidate):\n    assert candidate(1, 2) == 3", "def test_f(add): pass"]
+)
+def test_test_that_asks_for_nothing_leaves_the_verdict_open(url, test):
+    score = verify(url, ADD, {"tests": [test]})
+    assert (score.acc, score.verdict) == (None, "unknown") and "never asks the program" in score.method
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "class Node: pass\nassert size(Node()) == 1",
+        "k = 3\nassert size(lambda x: x + k) == 1",
+    ],
+)
+def test_test_that_passes_what_is_no_data_leaves_the_verdict_open(url, test):
+    score = verify(url, "def size(node): return 1", {"tests": [test]})
+    assert (score.acc, score.verdict) == (None, "unknown") and "the test passes" in score.method
+
+
 def test_test_that_is_no_python_is_an_error_of_the_data(url):
     with pytest.raises(ValueError, match="is no Python"):
         verify(url, ADD, "assert add(1, 2) ==")
