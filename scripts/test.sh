@@ -5,7 +5,7 @@ set -euo pipefail
 usage() {
     cat <<'EOF'
 Usage: bash scripts/test.sh [unit|slow|all] [pytest arguments]
-  unit   ruff, then the fast tests (two to four minutes)
+  unit   ruff, then the fast tests (about ten minutes)
   slow   only the tests that run the real commands end to end
   all    ruff, the fast tests, then the slow ones (default)
 Example: bash scripts/test.sh unit -k lock -x
