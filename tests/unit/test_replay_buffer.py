@@ -156,7 +156,7 @@ def test_the_metric_of_the_configuration_decides_what_is_equal(make):
     [(SANDBOX_DOWN, "sandbox_failure"), (UNVERIFIED, "verifier_unknown"), (ABORTED, "aborted"), (RAISED, "raised")]
     + [(SCORED_BY_OTHERS, "aborted")],
 )
-def test_groups_that_the_world_failed_are_replaced_and_never_returned(make, failed, reason, enable, mode):
+def test_groups_that_infrastructure_failed_are_replaced_and_never_returned(make, failed, reason, enable, mode):
     queue, buffer = make([failed, MIXED, failed, MIXED, failed, MIXED], batch_size=3, enable=enable, mode=mode)
     batch, metrics = buffer.sample(1, "train", 3)
     assert sampled(batch) == [1, 3, 5]

@@ -111,7 +111,7 @@ def test_places_without_their_kind_are_filled_without_repeats():
     assert len({pick.prompt for pick in picks}) == 10
 
 
-def test_a_sample_that_the_world_failed_is_shown_as_not_judged():
+def test_a_sample_that_infrastructure_failed_is_shown_as_not_judged():
     (pick,) = pick_rollouts([], [sample("p", acc=0.0, failed=True)])
     assert pick.verdict == "not judged"
 

@@ -56,7 +56,7 @@ def test_dumps_of_two_templates_are_both_understood():
     assert list(matches.values()) == [[0], [1], [2], [3], [4], [5]]
 
 
-def test_samples_that_the_world_failed_count_neither_way(tmp_path):
+def test_samples_that_infrastructure_failed_count_neither_way(tmp_path):
     rows = [sample_row("a", 1, 0), sample_row("a", 0, 1), sample_row("a", 0, 2, sandbox_failure=1.0)]
     rows += [sample_row("b", 0, 0, unverified=1.0), sample_row("c", 1, 0)]
     tallies, unknown = tally(read_dump(write_dump(tmp_path / "0.jsonl", rows)), [prompt("a"), prompt("b")])

@@ -105,7 +105,7 @@ def test_k_beyond_the_samples_is_refused(samples):
         ({"sandbox_failure": 1.0, "unverified": 1.0}, "sandbox_failure"),
     ],
 )
-def test_a_sample_that_the_world_failed_is_not_wrong_but_counted_apart(samples, failure, kind):
+def test_a_sample_that_infrastructure_failed_is_not_wrong_but_counted_apart(samples, failure, kind):
     rows = [row("a", 0, 1), row("a", 1, 0, tool_errors=1.0) | failure, row("b", 0, 1), row("b", 1, 1)]
     each = evaluate(samples(rows), draws=10)["tiny_tools"]
     assert each.metrics["acc/mean@k"] == Estimate(1.0, pytest.approx(0.025**0.5), 1.0)  # 2 of 2 problems

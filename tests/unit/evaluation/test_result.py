@@ -27,7 +27,7 @@ def test_a_result_has_the_figures_the_settings_and_the_tool_metrics(tmp_path):
     assert "not judged" not in text
 
 
-def test_samples_that_the_world_failed_are_said_first_and_are_in_no_figure(tmp_path):
+def test_samples_that_infrastructure_failed_are_said_first_and_are_in_no_figure(tmp_path):
     failed = row("q", 0, 0, failure="server_failure", finish_reason="server_failure", tool_use=None, model_spans=None)
     del failed["tool_use"], failed["model_spans"]
     unknown = row("q", 1, 0, failure="unverified", unverified=1.0)

@@ -157,7 +157,7 @@ async def test_text_that_is_longer_in_tokens_here_stays_within_the_budget(tokeni
 
 
 @pytest.mark.parametrize("status", [500, 503, 429, 408])
-async def test_what_the_world_fails_is_asked_again_and_then_said(tokenizer, status):
+async def test_what_infrastructure_fails_is_asked_again_and_then_said(tokenizer, status):
     answers = iter([(status, "busy"), (status, "busy"), {"text": "\\boxed{2}", "finish_reason": "stop"}])
     current = [text_only("")]
     async with connected(tokenizer, lambda request: current[0](request)) as (server, requests):

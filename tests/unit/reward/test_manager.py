@@ -147,7 +147,7 @@ def test_unverified_answer_is_flagged_and_not_scored_as_wrong(make_manager, monk
 
 
 @pytest.mark.parametrize(("finish_reason", "flag"), [("sandbox_failure", 1.0), ("aborted", 0.0)])
-def test_what_the_world_failed_is_named_and_not_scored_as_wrong(make_manager, finish_reason, flag):
+def test_what_infrastructure_failed_is_named_and_not_scored_as_wrong(make_manager, finish_reason, flag):
     failed = {"finish_reason": finish_reason}
     manager = make_manager(max_response_length=20, overlong_buffer_cfg={"enable": True, "len": 10})
     reward, info = score(manager, "<code>print(6*7)</code>", extra_fields=failed)

@@ -158,7 +158,7 @@ async def test_many_calls_at_once_get_their_own_answers(url):
         lambda: web.json_response({"status": "Odd", "run_result": {}}),
     ],
 )
-async def test_error_of_the_world_is_tried_again(start, failure):
+async def test_infrastructure_error_is_tried_again(start, failure):
     server = await start(failure, failure, answer)
     assert await call(server.url) == RunResult("ok", "out", "err", 0, pytest.approx(0.25, abs=0.2), 0.5, 3, "")
     assert len(server.bodies) == 3

@@ -103,7 +103,7 @@ def test_time_out_of_any_response_is_unknown():
     assert "did not answer within 0.1 s" in score.method
 
 
-def test_errors_of_the_world_are_tried_again():
+def test_infrastructure_errors_are_tried_again():
     score, requests = judge(503, 429, "Score: 0.5")
     assert (score.acc, len(requests)) == (0.5, 3)
     assert judge(500, max_attempts=2)[0].verdict == "unknown"
