@@ -29,8 +29,11 @@ def server() -> Iterator[Server]:
 
 
 @asynccontextmanager
-async def load(client: SandboxClient) -> AsyncIterator[Counter]:
+async def load(client: SandboxClient, answered: Counter | None = None) -> AsyncIterator[Counter]:
     """CLIENTS tasks that send programs for the length of the block; counts the statuses of the answers.
+
+    Args:
+        answered: counts the answers of each task, if given.
 
     Raises:
         AssertionError: an answer was another program's.
@@ -45,6 +48,8 @@ async def load(client: SandboxClient) -> AsyncIterator[Counter]:
             result = await client.run(f"print({nonce})", timeout_s=10)
             assert result.stdout == ("" if result.status == "sandbox_failure" else f"{nonce}\n")
             statuses[result.status] += 1
+            if answered is not None:
+                answered[number] += 1
 
     tasks = [asyncio.create_task(send(number)) for number in range(CLIENTS)]
     yield statuses
@@ -62,9 +67,11 @@ async def until(condition: Callable[[], bool], timeout_s: float = 30) -> None:
 @pytest.mark.parametrize("which", ["zygote", "worker"])
 async def test_killed_processes_cost_no_answer(server: Server, which: str) -> None:
     client = SandboxClient([server.url], max_concurrency=CLIENTS, backoff_s=0.05)
-    async with load(client) as statuses:
+    answered: Counter[int] = Counter()
+    async with load(client, answered) as statuses:
         for _ in range(5):
-            await more_answers(statuses, 50)
+            # A program that is lost twice is blamed: what the last kill cost is answered before the next kill.
+            await an_answer_to_each(answered)
             zygote, *others = server.descendants()  # workers and their programs outlive a zygote, and would go on
             for victim in [zygote, *others] if which == "zygote" else random.sample(zygote.children(), 1):
                 with suppress(psutil.NoSuchProcess):
@@ -81,6 +88,11 @@ async def test_killed_processes_cost_no_answer(server: Server, which: str) -> No
 async def more_answers(statuses: Counter, count: int) -> None:
     enough = sum(statuses.values()) + count
     await until(lambda: sum(statuses.values()) >= enough)
+
+
+async def an_answer_to_each(answered: Counter) -> None:
+    before = answered.copy()
+    await until(lambda: all(answered[number] > before[number] for number in range(CLIENTS)))
 
 
 async def test_full_queue_answers_each_request_once_and_drains(server: Server) -> None:
