@@ -9,9 +9,9 @@ Stops if an answer is no integer from 0 to 999, or a problem is there twice.
 import argparse
 from pathlib import Path
 
-from verl_ext.data.problems import BUILT_IN, clean_problems, read_problems, write_problems
-from verl_ext.data.rows import DataError
-from verl_ext.data.text import PROMPTS
+from verl_ext.datasets.problems import BUILT_IN, clean_problems, read_problems, write_problems
+from verl_ext.datasets.rows import DataError
+from verl_ext.datasets.text import PROMPTS
 
 FOLDER = Path(__file__).resolve().parent
 

@@ -11,9 +11,9 @@ minutes and 2 GB.
 import argparse
 from pathlib import Path
 
-from verl_ext.data.problems import clean_problems, evaluation_problems, read_problems, write_problems
-from verl_ext.data.rows import DataError
-from verl_ext.data.text import PROMPTS
+from verl_ext.datasets.problems import clean_problems, evaluation_problems, read_problems, write_problems
+from verl_ext.datasets.rows import DataError
+from verl_ext.datasets.text import PROMPTS
 
 HUB = "BytedTsinghua-SIA/DAPO-Math-17k"  # Apache-2.0
 

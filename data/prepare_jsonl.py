@@ -11,9 +11,9 @@ Of a prompt in verl's form the last user message is the problem; its other messa
 import argparse
 from pathlib import Path
 
-from verl_ext.data.problems import clean_problems, evaluation_problems, read_problems, write_problems
-from verl_ext.data.rows import DataError
-from verl_ext.data.text import PROMPTS
+from verl_ext.datasets.problems import clean_problems, evaluation_problems, read_problems, write_problems
+from verl_ext.datasets.rows import DataError
+from verl_ext.datasets.text import PROMPTS
 
 
 def main() -> None:

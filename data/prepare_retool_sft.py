@@ -10,10 +10,10 @@ and interpreter's output inside the assistant's text (the original), or with the
 import argparse
 from pathlib import Path
 
-from verl_ext.data.problems import evaluation_problems
-from verl_ext.data.rows import DataError
-from verl_ext.data.text import PROMPTS
-from verl_ext.data.traces import clean_traces, read_traces, write_traces
+from verl_ext.datasets.problems import evaluation_problems
+from verl_ext.datasets.rows import DataError
+from verl_ext.datasets.text import PROMPTS
+from verl_ext.datasets.traces import clean_traces, read_traces, write_traces
 
 HUB = "JoeYing/ReTool-SFT"  # 2,000 traces
 

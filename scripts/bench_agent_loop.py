@@ -93,7 +93,7 @@ def script_turns(tokenizer: Any, rng: random.Random) -> list[list[int]]:
 def make_loop(tokenizer: Any, engine: Engine) -> Any:
     from omegaconf import OmegaConf
 
-    from verl_ext.agent_loop.tool_loop import RetoolAgentLoop
+    from verl_ext.rollout.loop import RetoolAgentLoop
 
     config = OmegaConf.load(REPO / "configs" / "tiny_dapo.yaml")
     retool = config.retool

@@ -21,8 +21,9 @@ import psutil
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from verl_ext.data.rows import progress_bar  # noqa: E402
-from verl_ext.reward import score_answer, symbolic  # noqa: E402
+from verl_ext.datasets.rows import progress_bar  # noqa: E402
+from verl_ext.reward import score_answer  # noqa: E402
+from verl_ext.reward.maths import symbolic  # noqa: E402
 from verl_ext.reward.verifiers.mathematics import MathVerifier  # noqa: E402
 
 MEDIAN_MS, MEAN_MS, STEP_S, DELAY = 1.0, 10.0, 60.0, 2.0

@@ -27,7 +27,7 @@ import httpx
 import psutil
 
 from verl_ext.sandbox import SandboxClient, running_server
-from verl_ext.sandbox.pool import PRELOAD
+from verl_ext.sandbox.server.pool import PRELOAD
 
 # (name, program, target): ours / baseline at most
 PROGRAMS = [

@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from verl_ext.pipeline import SANDBOX_OPTIONS
-from verl_ext.run_record import read_metrics
+from verl_ext.quickstart.pipeline import SANDBOX_OPTIONS
+from verl_ext.quickstart.supervise import Supervisor
+from verl_ext.records.run_record import read_metrics
 from verl_ext.sandbox.launch import running_server
-from verl_ext.supervise import Supervisor
 
 REPO = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # steps left out of the medians

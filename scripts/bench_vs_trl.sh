@@ -34,7 +34,7 @@ if [[ ! -e $TRL/ready ]] || ! cmp -s "$TRL/ready" requirements/trl.txt; then
 fi
 
 if [[ ! -e $RUN/sft/merged ]]; then
-  .venv/bin/python -m verl_ext.pipeline --out "$RUN" --stage data --stage sft --stage merge
+  .venv/bin/python -m verl_ext.quickstart --out "$RUN" --stage data --stage sft --stage merge
 fi
 exec .venv/bin/python scripts/bench_vs_trl.py --run "$RUN" --trl-python "$TRL/bin/python" \
   --out outputs/bench_vs_trl/runs "$@"

@@ -25,9 +25,9 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
 from verl_ext.reward import Score, score_answer  # noqa: E402
-from verl_ext.reward.extraction import extract_answer  # noqa: E402
 from verl_ext.reward.grade import judge_by_math_verify  # noqa: E402
-from verl_ext.reward.rationals import NotANumber, read_quantity  # noqa: E402
+from verl_ext.reward.maths.extraction import extract_answer  # noqa: E402
+from verl_ext.reward.maths.rationals import NotANumber, read_quantity  # noqa: E402
 from verl_ext.reward.score import compare  # noqa: E402
 
 MIN_RIGHT = 0.98

@@ -18,9 +18,9 @@ import jinja2
 import yaml
 from markupsafe import Markup
 
-from verl_ext.charts import HEIGHT, WIDTH, Series, line_chart
-from verl_ext.run_record import Metrics, read_metrics
-from verl_ext.verdict import held_out_source
+from verl_ext.records.run_record import Metrics, read_metrics
+from verl_ext.report.charts import HEIGHT, WIDTH, Series, line_chart
+from verl_ext.report.verdict import held_out_source
 
 REPO = Path(__file__).resolve().parents[1]
 PUBLISHED = REPO / "data" / "published"
@@ -253,7 +253,7 @@ def chart(part: Part, metric: Compared) -> Markup | None:
 def write_page(parts: Sequence[Part], out: Path) -> None:
     """The page, with all charts, tables and the columns' names."""
     env = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([Path(__file__).parent, REPO / "verl_ext"]),
+        loader=jinja2.FileSystemLoader([Path(__file__).parent, REPO / "verl_ext" / "report"]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -274,7 +274,7 @@ def write_page(parts: Sequence[Part], out: Path) -> None:
 
 def write_picture(parts: Sequence[Part], out: Path) -> None:
     """The charts alone, three in a row, as one SVG file in the page's light colours."""
-    style = (REPO / "verl_ext" / "page_style.html").read_text(encoding="utf-8")
+    style = (REPO / "verl_ext" / "report" / "page_style.html").read_text(encoding="utf-8")
     colours = dict(re.findall(r"(--[\w-]+): (#\w+);", style.partition("@media")[0]))
     rules = "".join(re.findall(r"^svg (?:\.|text).*$", style, re.MULTILINE))
     cells = []

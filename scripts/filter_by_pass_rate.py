@@ -29,11 +29,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from verl_ext.data.pass_rates import Tally, histogram, is_kept, record, tally
-from verl_ext.data.past_samples import check_match, read_past_samples
-from verl_ext.run_folder import NoRun
+from verl_ext.evaluation.pass_rates import Tally, histogram, is_kept, record, tally
+from verl_ext.evaluation.past_samples import check_match, read_past_samples
+from verl_ext.quickstart.supervise import CommandFailed, Supervisor
+from verl_ext.records.run_folder import NoRun
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
-from verl_ext.supervise import CommandFailed, Supervisor
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN
 
 REPO = Path(__file__).resolve().parents[1]

@@ -18,8 +18,9 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from verl_ext.reward import score_answer, symbolic  # noqa: E402
-from verl_ext.reward.symbolic import CPU_S, QUICK_CPU_S  # noqa: E402
+from verl_ext.reward import score_answer  # noqa: E402
+from verl_ext.reward.maths import symbolic  # noqa: E402
+from verl_ext.reward.maths.symbolic import CPU_S, QUICK_CPU_S  # noqa: E402
 
 OWN_CPU_S = 2.0  # of this process, per response
 WALL_S = 30.0 + 2 * CPU_S + QUICK_CPU_S  # per response and its gold, on a machine that does other things too

@@ -33,30 +33,42 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mutants import Mutant, find_mutants
 
 REPO = Path(__file__).resolve().parents[1]
-AGENT, UNIT = "verl_ext/agent_loop", "tests/unit"
+UNIT = "tests/unit"
 TESTS = {  # source -> its unit tests, the fastest first
-    f"{AGENT}/tool_loop.py": ["agent_loop/test_tool_loop.py", "agent_loop/test_hermes.py"],
-    f"{AGENT}/protocol.py": [
-        "agent_loop/test_protocol_turns.py",
-        "agent_loop/test_protocol.py",
-        "agent_loop/test_tool_loop.py",
-    ],
-    f"{AGENT}/code_protocol.py": ["agent_loop/test_protocol_turns.py", "agent_loop/test_protocol.py"],
-    f"{AGENT}/hermes_protocol.py": ["agent_loop/test_hermes.py", "agent_loop/test_protocol_turns.py"],
-    f"{AGENT}/call_json.py": ["agent_loop/test_hermes.py", "agent_loop/test_protocol_turns.py"],
+    "verl_ext/rollout/loop.py": ["rollout/test_loop.py", "protocols/test_hermes.py"],
+    "verl_ext/protocols/base.py": ["protocols/test_turns.py", "protocols/test_base.py", "rollout/test_loop.py"],
+    "verl_ext/protocols/code.py": ["protocols/test_turns.py", "protocols/test_base.py"],
+    "verl_ext/protocols/hermes.py": ["protocols/test_hermes.py", "protocols/test_turns.py"],
+    "verl_ext/protocols/call_json.py": ["protocols/test_hermes.py", "protocols/test_turns.py"],
     "verl_ext/reward/manager.py": ["reward/test_manager.py"],
-    "verl_ext/replay_buffer.py": ["test_replay_buffer.py", "test_exclusions.py"],
-    "verl_ext/exclusions.py": ["test_exclusions.py", "test_replay_buffer.py", "trainer/test_failed_samples.py"],
+    "verl_ext/trainer/sampler.py": ["trainer/test_sampler.py", "records/test_exclusions.py"],
+    "verl_ext/records/exclusions.py": [
+        "records/test_exclusions.py",
+        "trainer/test_sampler.py",
+        "trainer/test_failed_samples.py",
+    ],
     "verl_ext/trainer/failed_samples.py": ["trainer/test_failed_samples.py", "trainer/test_run_trainer.py"],
-    "verl_ext/estimators.py": ["test_estimators.py"],
+    "verl_ext/evaluation/estimators.py": ["evaluation/test_estimators.py"],
     "verl_ext/trainer/validation.py": ["trainer/test_validation.py", "trainer/test_run_trainer.py"],
     "verl_ext/trainer/early_stop.py": ["trainer/test_early_stop.py"],
-    "verl_ext/trainer/journal.py": ["trainer/test_journal.py", "test_power_loss.py"],
-    "verl_ext/checkpoints.py": ["test_checkpoints.py", "test_durable.py", "test_power_loss.py"],
-    "verl_ext/manifest.py": ["test_manifest.py", "test_checkpoints.py", "test_power_loss.py"],
-    "verl_ext/durable.py": ["test_durable.py", "test_manifest.py", "test_power_loss.py"],
-    "verl_ext/checkpoint_patches.py": ["test_checkpoint_patches.py", "test_power_loss.py"],
-    "verl_ext/sft_dataset.py": ["test_sft_dataset.py"],
+    "verl_ext/records/journal.py": ["records/test_journal.py", "checkpoints/test_power_loss.py"],
+    "verl_ext/checkpoints/folder.py": [
+        "checkpoints/test_folder.py",
+        "records/test_durable.py",
+        "checkpoints/test_power_loss.py",
+    ],
+    "verl_ext/checkpoints/manifest.py": [
+        "checkpoints/test_manifest.py",
+        "checkpoints/test_folder.py",
+        "checkpoints/test_power_loss.py",
+    ],
+    "verl_ext/records/durable.py": [
+        "records/test_durable.py",
+        "checkpoints/test_manifest.py",
+        "checkpoints/test_power_loss.py",
+    ],
+    "verl_ext/checkpoints/hooks.py": ["checkpoints/test_hooks.py", "checkpoints/test_power_loss.py"],
+    "verl_ext/datasets/sft.py": ["datasets/test_sft.py"],
 }
 PRELOADED = (
     "torch tensordict transformers ray torchdata.stateful_dataloader datasets peft accelerate hydra pytest hypothesis"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job in one command: set up .venv, then teach a tiny language model to use a code interpreter, on a CPU.
-# Needs Python 3.11 or 3.12, gcc and git. The stages are in verl_ext/pipeline.py.
+# Needs Python 3.11 or 3.12, gcc and git. The stages are in verl_ext/quickstart/pipeline.py.
 set -euo pipefail
 
 usage() { # here, and not only in pipeline.py: it must also work where nothing is installed yet
@@ -25,9 +25,9 @@ for arg in "$@"; do
 done
 for python in "${PYTHON:-python3}" python3 python3.12 python3.11; do # a wrong option is told before the install
     if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then
-        "$python" -I verl_ext/quickstart_options.py "$@"
+        "$python" -I verl_ext/quickstart/options.py "$@"
         break
     fi
 done
 bash scripts/setup_env.sh
-exec .venv/bin/python -m verl_ext.pipeline "$@"
+exec .venv/bin/python -m verl_ext.quickstart "$@"

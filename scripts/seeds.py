@@ -19,7 +19,7 @@ REPO = Path(__file__).resolve().parents[1]
 def run(out: Path, *arguments: str) -> dict:
     """Run the quickstart into `out`; returns its summary."""
     print(f"== {out}", flush=True)
-    subprocess.run([sys.executable, "-m", "verl_ext.pipeline", "--out", str(out), *arguments], cwd=REPO, check=True)
+    subprocess.run([sys.executable, "-m", "verl_ext.quickstart", "--out", str(out), *arguments], cwd=REPO, check=True)
     return json.loads((out / "summary.json").read_text())
 
 

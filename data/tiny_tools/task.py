@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl_ext.agent_loop.protocol import format_output
+from verl_ext.protocols.base import format_output
 
 NAMES = ["Tom", "Ana", "Lee", "Mia", "Sam", "Eva"]
 THINGS = ["apples", "pens", "books", "coins", "cards", "eggs"]

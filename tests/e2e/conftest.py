@@ -36,7 +36,7 @@ def python() -> Iterator[str]:
 
 def pipeline(out: Path, *arguments: str, timeout_s: float = 900) -> str:
     """Run the quickstart's pipeline; returns its output, and fails with it."""
-    command = [sys.executable, "-m", "verl_ext.pipeline", "--out", str(out), *SMALL_DATA, *arguments]
+    command = [sys.executable, "-m", "verl_ext.quickstart", "--out", str(out), *SMALL_DATA, *arguments]
     result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=timeout_s)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout

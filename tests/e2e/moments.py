@@ -85,7 +85,7 @@ def wait_for_tracker(checkpoint: Path) -> None:
 
 
 if MOMENT == "rollout":
-    wrapt.register_post_import_hook(stop_in_rollout, "verl_ext.replay_buffer")
+    wrapt.register_post_import_hook(stop_in_rollout, "verl_ext.trainer.sampler")
 elif MOMENT == "update":
     wrapt.register_post_import_hook(stop_in_update, "verl.workers.engine.fsdp.transformer_impl")
 else:

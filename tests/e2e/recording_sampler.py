@@ -8,7 +8,7 @@ from typing import Any
 
 from verl.trainer.ppo.v1 import trainer_base
 
-from verl_ext.replay_buffer import DapoReplayBuffer
+from verl_ext.trainer.sampler import DapoReplayBuffer
 
 
 class RecordingReplayBuffer(DapoReplayBuffer):

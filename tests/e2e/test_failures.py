@@ -250,7 +250,7 @@ def test_the_asynchronous_trainer_takes_the_same_sampler(small: Path, tmp_path: 
             small,
             faulty_url,
             "trainer.v1.trainer_mode=colocate_async",
-            "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.agent_loop.manager.LeanAgentLoopManager",
+            "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager",
             steps=3,
         ).finish()
     assert [step for step, _ in run.metrics()] == [1, 2, 3]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.data.problems import FEATURES
-from verl_ext.data.rows import write_parquet
+from verl_ext.datasets.problems import FEATURES
+from verl_ext.datasets.rows import write_parquet
 
 REPO = Path(__file__).resolve().parents[2]
 SHARE = 1 if os.environ.get("RETOOL_FULL_SCALE") else 20

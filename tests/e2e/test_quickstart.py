@@ -119,7 +119,7 @@ def test_a_second_call_does_nothing_again(run: tuple) -> None:
 
 def test_ctrl_c_in_the_middle_of_rl_leaves_nothing_behind(run: tuple, small: Path, tmp_path: Path) -> None:
     before = traces()
-    command = [sys.executable, "-m", "verl_ext.pipeline", "--out", str(small), *SMALL_DATA]
+    command = [sys.executable, "-m", "verl_ext.quickstart", "--out", str(small), *SMALL_DATA]
     command += ["--sft=trainer.total_training_steps=30", "--rl=trainer.total_training_steps=500", "--stage=rl"]
     with open(tmp_path / "output.txt", "w+") as output:
         process = subprocess.Popen(command, cwd=REPO, stdout=output, stderr=output)

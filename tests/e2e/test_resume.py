@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import kill_tree, launch, read_metrics, run_to_end
-from verl_ext import checkpoints
+from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -43,7 +43,7 @@ MODES = {
     "sync": [],
     "colocate_async": [
         "trainer.v1.trainer_mode=colocate_async",
-        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.agent_loop.manager.LeanAgentLoopManager",
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager",
     ],
     "separate_async": ["hardware=cpu_separate"],
     "sync, epochs of 2 steps": ["data.train_max_samples=8"],

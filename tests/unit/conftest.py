@@ -134,7 +134,7 @@ def roll_out() -> Callable[..., Any]:
     """Run the real RetoolAgentLoop between scripted server and sandbox; returns (output, server, sandbox)."""
     from omegaconf import OmegaConf
 
-    from verl_ext.agent_loop.tool_loop import RetoolAgentLoop
+    from verl_ext.rollout.loop import RetoolAgentLoop
 
     def run(
         tokenizer: Any,
@@ -146,7 +146,7 @@ def roll_out() -> Callable[..., Any]:
         logprobs: bool = True,
         tools: Iterable[Any] = (),
         max_parallel_calls: int = 1,
-        agent_loop_manager_class: str | None = "verl_ext.agent_loop.manager.LeanAgentLoopManager",
+        agent_loop_manager_class: str | None = "verl_ext.rollout.workers.LeanAgentLoopManager",
         prompt: dict[str, Any] | None = None,
         **settings: Any,
     ) -> tuple[Any, ScriptedServer, ScriptedSandbox]:

@@ -18,7 +18,7 @@ import pytest
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 
-from verl_ext.checkpoints import Rolling
+from verl_ext.checkpoints.folder import Rolling
 from verl_ext.doctor.schema import (
     KEYS_WITHOUT_EFFECT,
     OPEN_SECTIONS,
@@ -239,7 +239,7 @@ def test_every_class_that_a_config_names_exists(run: str):
 
 @pytest.mark.parametrize("run", RL_RUNS)
 def test_the_workers_of_a_run_write_its_trajectories(run: str):
-    from verl_ext.agent_loop.trajectory_log import check_trajectory_log
+    from verl_ext.records.trajectories import check_trajectory_log
 
     config = composed_once(run)
     assert config.retool.trajectory_log.enable

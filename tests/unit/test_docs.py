@@ -9,8 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from verl_ext.agent_loop.protocol import MALFORMED_KINDS
-from verl_ext.exclusions import CAUSES
+from verl_ext.protocols.base import MALFORMED_KINDS
+from verl_ext.records.exclusions import CAUSES
 
 REPO = Path(__file__).resolve().parents[2]
 VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
@@ -64,7 +64,7 @@ def test_the_test_that_a_row_names_starts_that_launcher():
         for test in tests:
             source = (REPO / test).read_text(encoding="utf-8")
             if test.endswith("test_quickstart.py"):
-                source += (REPO / "verl_ext" / "pipeline.py").read_text(encoding="utf-8")
+                source += (REPO / "verl_ext" / "quickstart" / "pipeline.py").read_text(encoding="utf-8")
             run = name.removeprefix("run_").removesuffix(".sh")
             assert f'"{run}"' in source or name in source, f"{test} does not start {name}"
 

@@ -4,7 +4,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl_ext import checkpoints, manifest
+from verl_ext.checkpoints import folder as checkpoints
+from verl_ext.checkpoints import manifest
 from verl_ext.doctor.finding import Finding, Topic
 from verl_ext.doctor.memory import estimate
 from verl_ext.doctor.run import Run, size
@@ -144,7 +145,7 @@ def _named(path: Path | None) -> Path:
 
 
 def check_resume(run: Run) -> Iterator[Finding]:
-    """Which checkpoint the run goes on from, as verl_ext/checkpoints.py decides, and what there is left to do."""
+    """Which checkpoint the run goes on from, as verl_ext/checkpoints decides, and what there is left to do."""
     folder, mode = run.output_folder, run.get("trainer.resume_mode", "auto")
     path = run.get("trainer.resume_from_path")
     said: list[str] = []
@@ -166,7 +167,7 @@ def check_resume(run: Run) -> Iterator[Finding]:
         if chosen:
             manifest.require_ranks(chosen / "actor" if run.is_rl else chosen, run.gpus)
             states = len(list(chosen.glob("data_*.pt")))
-            if not run.is_rl and states != run.data_parallel:  # verl_ext/checkpoint_patches.py refuses it, too
+            if not run.is_rl and states != run.data_parallel:  # verl_ext/checkpoints/hooks.py refuses it, too
                 yield topic.fail(
                     f"{chosen} holds the data-loader states of {states} data-parallel ranks, but this run has "
                     f"{run.data_parallel}",

@@ -125,7 +125,7 @@ def _check_traces(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, fi
     """As RetoolSFTDataset reads them: rows that are no trace, or too long."""
     from omegaconf import OmegaConf
 
-    from verl_ext.sft_dataset import RetoolSFTDataset
+    from verl_ext.datasets.sft import RetoolSFTDataset
 
     lenient = {"retool": {"protocol": run.protocol, "bad_rows": "drop"}, "truncation": "drop"}
     config = OmegaConf.merge(run.config.data, lenient)
@@ -164,9 +164,9 @@ def _check_traces(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, fi
 
 
 def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, files: list[Path]) -> Iterator[Finding]:
-    from verl_ext.data.problems import evaluation_problems
-    from verl_ext.data.rows import DataError, field, read_rows
-    from verl_ext.data.text import bare_problem, same_problem_key
+    from verl_ext.datasets.problems import evaluation_problems
+    from verl_ext.datasets.rows import DataError, field, read_rows
+    from verl_ext.datasets.text import bare_problem, same_problem_key
 
     prompt_key = run.get("data.prompt_key", "prompt")
     measure = _PromptLength(run, tokenizer)
@@ -254,9 +254,9 @@ class _PromptLength:
 
 def _held_out(run: Run) -> set[str]:
     """Keys of the validation files' problems; of files that cannot be read none (told for themselves)."""
-    from verl_ext.data.problems import read_problems
-    from verl_ext.data.rows import DataError
-    from verl_ext.data.text import same_problem_key
+    from verl_ext.datasets.problems import read_problems
+    from verl_ext.datasets.rows import DataError
+    from verl_ext.datasets.text import same_problem_key
 
     keys = set()
     for path in run.files("val"):

@@ -151,9 +151,9 @@ SETTINGS: dict[str, Callable[[Run], Iterable[str]]] = {
     "actor_rollout_ref.rollout.checkpoint_engine.backend": _checkpoint_engines,
     "reward.reward_manager.source": lambda _: compared(VERL / "workers/config/reward.py", "source"),
     "reward.reward_kwargs.overlong_counts": lambda _: compared(OURS / "reward/manager.py", "overlong_counts"),
-    "retool.protocol": lambda _: compared(OURS / "agent_loop/protocols.py", "name"),
-    "retool.traceback": lambda _: compared(OURS / "agent_loop/protocol.py", "traceback"),
-    "retool.checkpoints.best_mode": lambda _: compared(OURS / "checkpoints.py", "best_mode"),
+    "retool.protocol": lambda _: compared(OURS / "protocols/by_name.py", "name"),
+    "retool.traceback": lambda _: compared(OURS / "protocols/base.py", "traceback"),
+    "retool.checkpoints.best_mode": lambda _: compared(OURS / "checkpoints/folder.py", "best_mode"),
     "trainer.v1.trainer_mode": lambda _: registered(TRAINERS, "register_trainer"),
     "trainer.v1.sampler.max_off_policy_strategy": lambda _: compared(
         TRAINERS / "replay_buffer.py", "max_off_policy_strategy"
@@ -162,8 +162,8 @@ SETTINGS: dict[str, Callable[[Run], Iterable[str]]] = {
     "trainer.device": lambda _: {"cpu", *registered(ENGINES, "EngineRegistry.register", "device")},
     "trainer.resume_mode": lambda _: compared(VERL / "utils/checkpoint/checkpoint_handler.py", "resume_mode"),
     # of SFT alone
-    "data.retool.protocol": lambda _: compared(OURS / "agent_loop/protocols.py", "name"),
-    "data.retool.bad_rows": lambda _: compared(OURS / "sft_dataset.py", "bad_rows"),
+    "data.retool.protocol": lambda _: compared(OURS / "protocols/by_name.py", "name"),
+    "data.retool.bad_rows": lambda _: compared(OURS / "datasets/sft.py", "bad_rows"),
     "engine.strategy": lambda _: registered(ENGINES, "EngineRegistry.register", "backend"),
     "optim.lr_scheduler_type": _schedules,
     "optim.lr_decay_type": lambda _: listed(OURS / "trainer/lr_schedule.py", "DECAY_TYPES"),

@@ -21,7 +21,7 @@ VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
 # Sections whose keys verl's YAML does not list, and who refuses a wrong key instead.
 OPEN_SECTIONS = {
     "retool": "ours: compared with the `retool` section of qwen2-32b_dapo.yaml",
-    "data.retool": "ours: verl_ext/sft_dataset.py",
+    "data.retool": "ours: verl_ext/datasets/sft.py",
     "reward.reward_kwargs": "verl's `dapo` reward manager and ours read it; no YAML of verl lists it",
     "ray_kwargs.ray_init": "keyword arguments of ray.init, which refuses unknown ones",
     "hydra": "Hydra's own, checked by Hydra",

@@ -19,7 +19,7 @@ from verl_ext.doctor.schema import CONFIGS, compose_run
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl_ext.agent_loop.protocol import ToolProtocol
+    from verl_ext.protocols.base import ToolProtocol
 
 topic = Topic("template")
 QUESTION, CODE, OUTPUT, ANSWER = "1+1?", "print(1+1)", "2", "\\boxed{2}"  # short, and within the tiny task's vocabulary
@@ -52,7 +52,7 @@ def template_kwargs(run: Run) -> dict[str, Any]:
 
 
 def protocol_of(run: Run, tokenizer: "PreTrainedTokenizerBase") -> "ToolProtocol":
-    from verl_ext.agent_loop.protocols import make_protocol
+    from verl_ext.protocols.by_name import make_protocol
 
     calls = run.get("actor_rollout_ref.rollout.multi_turn.max_parallel_calls", 1) if run.is_rl else 1
     return make_protocol(run.protocol, tokenizer, template_kwargs(run), max_parallel_calls=calls)
@@ -60,7 +60,7 @@ def protocol_of(run: Run, tokenizer: "PreTrainedTokenizerBase") -> "ToolProtocol
 
 def tool_schemas(run: Run) -> dict[str, dict]:
     """Name -> schema of the tools in the prompt: the interpreter, and those of the tool YAML."""
-    from verl_ext.agent_loop.protocol import CODE_SCHEMA, CODE_TOOL
+    from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL
 
     schemas = {CODE_TOOL: CODE_SCHEMA}
     path = run.get("actor_rollout_ref.rollout.multi_turn.tool_config_path")
@@ -104,7 +104,7 @@ def check_tokenizer(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[
 def _check_tags(
     run: Run, tokenizer: "PreTrainedTokenizerBase", protocol: "ToolProtocol", replies: list[str]
 ) -> Iterator[Finding]:
-    from verl_ext.agent_loop.protocol import CODE_TOOL, Call
+    from verl_ext.protocols.base import CODE_TOOL, Call
 
     call = protocol.write("", [Call(CODE_TOOL, {"code": CODE}, 0)])
     for text in (call, *replies):
@@ -215,8 +215,8 @@ def _partners(run: Run) -> tuple[Run | None, Run | None]:
 
 def sft_tokens(run: Run, tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int], list | None]:
     """(ids, loss mask) of TRACE as RetoolSFTDataset makes them, and the tools in its prompt."""
-    from verl_ext.agent_loop.protocol import SegmentEncoder
-    from verl_ext.sft_trace import Segment, split_trace
+    from verl_ext.protocols.base import SegmentEncoder
+    from verl_ext.protocols.trace import Segment, split_trace
 
     tools = list(tool_schemas(run).values()) if run.is_rl else None
     prompt, schemas, response = split_trace(TRACE, tools, protocol_of(run, tokenizer), tokenizer.eos_token)
@@ -241,7 +241,7 @@ async def _roll_out(
     """
     from verl.workers.rollout.replica import TokenOutput
 
-    from verl_ext.agent_loop.tool_loop import RetoolAgentLoop
+    from verl_ext.rollout.loop import RetoolAgentLoop
     from verl_ext.sandbox.client import RunResult
 
     turns = iter([[i for i, _ in group] for own, group in groupby(zip(ids, mask, strict=True), lambda x: x[1]) if own])

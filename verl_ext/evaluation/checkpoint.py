@@ -11,7 +11,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
-from verl_ext import checkpoints
+from verl_ext.checkpoints import folder as checkpoints
 
 REPO = Path(__file__).resolve().parents[2]
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.estimators import (
+from verl_ext.evaluation.estimators import (
     Estimate,
     PairedTest,
     bootstrap_ratios,

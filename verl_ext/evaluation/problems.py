@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_ext.data.problems import BUILT_IN, read_problems
-from verl_ext.data.rows import DataError, field, read_rows
-from verl_ext.data.text import PROMPTS, bare_problem
+from verl_ext.datasets.problems import BUILT_IN, read_problems
+from verl_ext.datasets.rows import DataError, field, read_rows
+from verl_ext.datasets.text import PROMPTS, bare_problem
 
 NAMES = tuple(sorted(path.stem for path in BUILT_IN.glob("*.jsonl")))
 

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl_ext.agent_loop.tool_use import tool_metrics
-from verl_ext.estimators import Estimate
+from verl_ext.evaluation.estimators import Estimate
 from verl_ext.evaluation.figures import (
     FAILURES,
     Sample,
@@ -24,7 +23,8 @@ from verl_ext.evaluation.figures import (
     to_json,
 )
 from verl_ext.evaluation.store import SAMPLES, SETTINGS, flatten
-from verl_ext.run_folder import dumps_of, evaluations_of
+from verl_ext.records.run_folder import dumps_of, evaluations_of
+from verl_ext.rollout.tool_use import tool_metrics
 
 
 class NoSamples(ValueError):

@@ -19,13 +19,13 @@ from transformers import PreTrainedTokenizerBase
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.tools.tool_registry import load_all_tools
 
-from verl_ext.agent_loop.seeds import seed_of
-from verl_ext.agent_loop.tool_loop import RetoolAgentLoop
-from verl_ext.data.rows import DataError, progress_bar
+from verl_ext.datasets.rows import DataError, progress_bar
 from verl_ext.evaluation.figures import NUMBERS, TEXTS
 from verl_ext.evaluation.servers import Server, ServerFailure
 from verl_ext.evaluation.store import Store
 from verl_ext.reward.manager import RetoolRewardManager
+from verl_ext.rollout.loop import RetoolAgentLoop
+from verl_ext.rollout.seeds import seed_of
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 from verl.workers.rollout.replica import TokenOutput
 
-from verl_ext.agent_loop.code_protocol import CODE_START
+from verl_ext.protocols.code import CODE_START
 
 MAX_BACKOFF_S = 30.0
 # Of `sampling_params`, what every server is told, so that no generation_config.json decides in its place.

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.reward.guards import refusal
-from verl_ext.reward.normalisation import normalise
+from verl_ext.reward.maths.normalisation import normalise
 from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers import Verifiers, verify_response
 

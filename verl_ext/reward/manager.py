@@ -21,9 +21,9 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager import register
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
-from verl_ext.agent_loop.trajectory_log import check_trajectory_log
+from verl_ext.objectives.shaping import PIECEWISE, overlong_penalty, piecewise_length_penalty, tool_bonus
+from verl_ext.records.trajectories import check_trajectory_log
 from verl_ext.reward.score import Score
-from verl_ext.reward.shaping import PIECEWISE, overlong_penalty, piecewise_length_penalty, tool_bonus
 from verl_ext.reward.unverified import UnverifiedLog
 from verl_ext.reward.verifiers import Verifiers, verify_response
 
@@ -118,7 +118,7 @@ class RetoolRewardManager(RewardManagerBase):
     A sample that the infrastructure failed (`extra_fields.finish_reason` "sandbox_failure" or "aborted", or an answer
     that could not be verified, for which its own text is never the reason) is not scored as wrong: it gets the reward
     0.0, halfway between right and wrong, and the flag `sandbox_failure` or `unverified` or the finish reason, by which
-    the sampler keeps it out of training (verl_ext/replay_buffer.py), and the figures of a validation
+    the sampler keeps it out of training (verl_ext/trainer/sampler.py), and the figures of a validation
     (verl_ext/trainer/failed_samples.py) and of a dump (verl_ext/evaluation/figures.py) leave it out. A row that is
     broken, such as one without a ground truth, raises: it has no score.
     """

@@ -8,12 +8,12 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_ext.reward import symbolic
-from verl_ext.reward.extraction import extract_answer
 from verl_ext.reward.guards import refusal
-from verl_ext.reward.normalisation import normalise
-from verl_ext.reward.rationals import NotANumber, Quantity, read_quantity
-from verl_ext.reward.structure import Comparison, compare_answers
+from verl_ext.reward.maths import symbolic
+from verl_ext.reward.maths.extraction import extract_answer
+from verl_ext.reward.maths.normalisation import normalise
+from verl_ext.reward.maths.rationals import NotANumber, Quantity, read_quantity
+from verl_ext.reward.maths.structure import Comparison, compare_answers
 
 MAX_ANSWER_CHARS = 2000
 # Comparisons by computer algebra for one answer; beyond it is wrong. Only lists need more than one: at most 64 ordered

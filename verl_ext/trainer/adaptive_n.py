@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.trainer.journal import StepJournal
+from verl_ext.records.journal import StepJournal
 from verl_ext.trainer.settings import check_phases, in_phase
 
 PASS_RATE_COLUMN = "pass_rate"  # of a data file (scripts/filter_by_pass_rate.py); null where it is not known

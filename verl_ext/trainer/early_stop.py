@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from verl_ext.trainer.journal import StepJournal
+from verl_ext.records.journal import StepJournal
 
 _MEAN_ACC = re.compile(r"val-core/.+/acc/mean@\d+")
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from verl.trainer.ppo.metric_utils import bootstrap_metric, calc_maj_val
 
-from verl_ext.exclusions import FAILURES, failure
+from verl_ext.records.exclusions import FAILURES, failure
 
 MISSING = "raised"  # of a session that stored nothing, because its rollout raised
 CAUSES = (*FAILURES, MISSING)

@@ -3,7 +3,7 @@
 For audits, and to find by bisection which change altered a figure. It is slow: vLLM generates one response at a time.
 configs/repeatable/cpu.yaml (`+repeatable=cpu`) sets this key and those that it needs. Here is what verl 0.9.1 leaves to
 chance in the trainer's process: names of groups (uuid4), the order in which rollouts arrive, and decisions on what has
-arrived by now. The seed of each request is set in verl_ext/agent_loop/tool_loop.py.
+arrived by now. The seed of each request is set in verl_ext/rollout/loop.py.
 
 What a clock decides stays so: a program or a verification that reaches its time limit on a busy machine, and code of
 the model that prints the time, an address in memory or an unseeded random number.
@@ -16,7 +16,7 @@ from uuid import UUID
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.agent_loop.tool_use import TIME_METRICS
+from verl_ext.rollout.tool_use import TIME_METRICS
 
 _NEEDED = {
     "trainer.v1.trainer_mode": "sync",

@@ -22,11 +22,11 @@ from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from verl_ext.exclusions import REMEDIES, ExclusionWatch, FailedSamples, NothingStored, describe
+from verl_ext.records.exclusions import REMEDIES, ExclusionWatch, FailedSamples, NothingStored, describe
+from verl_ext.records.journal import StepJournal
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveN, AdaptiveSampling
 from verl_ext.trainer.early_stop import EarlyStop, EarlyStopWatch
 from verl_ext.trainer.failed_samples import ALL_RAISED, find_failed, judged_figures
-from verl_ext.trainer.journal import StepJournal
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
 from verl_ext.trainer.settings import read_settings
 from verl_ext.trainer.validation import (
@@ -74,7 +74,7 @@ class RunTrainer(PPOTrainer):
                 raise ValueError(
                     "retool.adaptive_n needs GRPO's baselines and a sampler that tells how groups ended, got algorithm."
                     f"adv_estimator={config.algorithm.adv_estimator} and {type(self.replay_buffer).__name__}. "
-                    "Name verl_ext.replay_buffer.DapoReplayBuffer under trainer.v1.sampler.custom_sampler."
+                    "Name verl_ext.trainer.sampler.DapoReplayBuffer under trainer.v1.sampler.custom_sampler."
                 )
             self.replay_buffer.on_group_end = self._sampling.observe
 

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from verl_ext import checkpoints
+from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.doctor.checkpoints import check_disk, check_resume, check_steps, count_rows
 from verl_ext.doctor.data import check_files
 from verl_ext.doctor.finding import Level

@@ -6,12 +6,12 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from verl_ext.data.text import PROMPTS
+from verl_ext.datasets.text import PROMPTS
 from verl_ext.doctor.data import FIRST_ROWS, check_agent_names, check_protocol
 from verl_ext.doctor.finding import Level
 
 ROOT = Path(__file__).parents[3]
-LOOPS = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT}/verl_ext/agent_loop/agent_loops.yaml"
+LOOPS = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT}/verl_ext/rollout/agent_loops.yaml"
 PLAIN = "What is 1+1?"
 HERMES = 'Call tools as <tool_call>{"name": ...}</tool_call>. What is 1+1?'
 CODE = PROMPTS["code"].format(problem=PLAIN)

@@ -11,7 +11,7 @@ from verl_ext.doctor.schema import CONFIGS
 
 ROOT = Path(__file__).parents[3]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path={ROOT}/verl_ext/agent_loop/agent_loops.yaml"
+LOOPS = f"{ROLLOUT}.agent.agent_loop_config_path={ROOT}/verl_ext/rollout/agent_loops.yaml"
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_our_own_runs_name_what_is_there(name, hardware, run, only_ok):
         (f"{ACTOR}.optim._target_=verl_ext.trainer.lr_schedule.Config", "that verl_ext.trainer.lr_schedule defines"),
         (f"{ROLLOUT}.name=vlm", "Did you mean vllm?"),
         (f"{ROLLOUT}.agent.default_agent_loop=retol", "Did you mean retool?"),
-        (f"{ROLLOUT}.agent.agent_loop_manager_class=verl_ext.agent_loop.manager.LeanManager", "LeanAgentLoopManager?"),
+        (f"{ROLLOUT}.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanManager", "LeanAgentLoopManager?"),
         (f"{ROLLOUT}.agent.agent_loop_manager_class=verl_ext.agents.Manager", "expected a module that is there"),
         (f"{ROLLOUT}.checkpoint_engine.backend=ncll", "Did you mean nccl?"),
         ("reward.reward_manager.source=import", "is 'import'"),
@@ -133,7 +133,7 @@ def test_a_reward_manager_of_verls_own(run, told, only_ok):
 
 
 def test_the_classes_of_a_yaml(run, told, tmp_path):
-    (tmp_path / "loops.yaml").write_text("- {name: retool, _target_: verl_ext.agent_loop.tool_loop.RetoolLoop}\n")
+    (tmp_path / "loops.yaml").write_text("- {name: retool, _target_: verl_ext.rollout.loop.RetoolLoop}\n")
     (tmp_path / "tools.yaml").write_text("tools: [{class_name: verl_ext.sandbox.tools.CodeInterpreter}]\n")
     own = [f"{ROLLOUT}.agent.agent_loop_config_path=loops.yaml", f"{ROLLOUT}.multi_turn.tool_config_path=tools.yaml"]
     texts = told(check_names(run("qwen2-32b_dapo", *own)), Level.FAIL)

@@ -27,7 +27,7 @@ def tiny_run(make_run, tiny_tools, tokenizer, tmp_path):
     tiny_tools.build_model.build_model(tokenizer, seed=0).save_pretrained(tmp_path / "model")
 
     def make(name="tiny_dapo", *overrides):
-        loops = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT}/verl_ext/agent_loop/agent_loops.yaml"
+        loops = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT}/verl_ext/rollout/agent_loops.yaml"
         return make_run(name, *([loops] if "_dapo" in name else []), *overrides)
 
     return make
@@ -117,7 +117,7 @@ def test_qwens_template_renders_the_whole_conversation_as_the_rollout_does(tiny_
 
 
 def test_sft_that_shows_the_interpreters_output_otherwise(tiny_run, tokenizer, monkeypatch, told):
-    monkeypatch.setattr("verl_ext.sft_trace.format_output", lambda stdout, stderr: f"{stdout} {stdout}")
+    monkeypatch.setattr("verl_ext.protocols.trace.format_output", lambda stdout, stderr: f"{stdout} {stdout}")
     text = told(check_agreement(tiny_run(), tokenizer), Level.FAIL)[0]
     assert "SFT and rollout make different tokens of the same trace: at token" in text
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.checkpoints import vouch
+from verl_ext.checkpoints.folder import vouch
 from verl_ext.evaluation.checkpoint import CheckpointError, find_checkpoint, merge, settings_of
 
 

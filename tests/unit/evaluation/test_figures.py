@@ -3,7 +3,6 @@ import random
 
 import pytest
 
-from verl_ext.estimators import Estimate
 from verl_ext.evaluation import (
     FAILURES,
     compare,
@@ -13,6 +12,7 @@ from verl_ext.evaluation import (
     latest_dump,
     read_dump,
 )
+from verl_ext.evaluation.estimators import Estimate
 from verl_ext.evaluation.figures import by_k
 
 

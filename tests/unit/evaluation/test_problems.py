@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from verl_ext.data.rows import DataError
+from verl_ext.datasets.rows import DataError
 from verl_ext.evaluation.problems import NAMES, fingerprint, read_sets
 
 ROW = {

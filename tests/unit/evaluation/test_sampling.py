@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verl_ext.data.rows import DataError
+from verl_ext.datasets.rows import DataError
 from verl_ext.evaluation.store import Store
 
 SETTINGS = {"n": 2}

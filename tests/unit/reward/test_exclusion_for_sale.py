@@ -10,8 +10,9 @@ import time
 import pytest
 from aiohttp import web
 
-from verl_ext.reward import score_answer, symbolic
-from verl_ext.reward.extraction import extract_answer
+from verl_ext.reward import score_answer
+from verl_ext.reward.maths import symbolic
+from verl_ext.reward.maths.extraction import extract_answer
 from verl_ext.reward.verifiers.code import CodeVerifier
 from verl_ext.reward.verifiers.exact import ChoiceVerifier, ExactVerifier
 from verl_ext.reward.verifiers.ifeval import CHECKS

@@ -2,7 +2,8 @@
 
 import pytest
 
-from verl_ext.reward import Score, symbolic
+from verl_ext.reward import Score
+from verl_ext.reward.maths import symbolic
 
 
 @pytest.fixture(scope="module")

@@ -107,7 +107,7 @@ def test_spans_outside_the_response_are_our_error(make_manager):
 
 
 def test_every_sample_carries_the_same_keys_of_the_same_types(make_manager, monkeypatch):
-    from verl_ext.reward import symbolic
+    from verl_ext.reward.maths import symbolic
 
     monkeypatch.setattr(symbolic, "is_equal", lambda *_: None)
     manager = make_manager()
@@ -135,7 +135,7 @@ def test_response_tokens_are_the_models_own(make_manager):
 
 
 def test_unverified_answer_is_flagged_and_not_scored_as_wrong(make_manager, monkeypatch, caplog):
-    from verl_ext.reward import symbolic
+    from verl_ext.reward.maths import symbolic
 
     monkeypatch.setattr(symbolic, "is_equal", lambda *_: None)
     manager = make_manager()
@@ -239,7 +239,7 @@ def test_failed_sample_gets_no_part_of_any_penalty_or_bonus(make_manager):
 
 
 def test_unverified_response_is_kept_for_grading_again(make_manager, monkeypatch, tmp_path):
-    from verl_ext.reward import symbolic
+    from verl_ext.reward.maths import symbolic
 
     monkeypatch.setattr(symbolic, "is_equal", lambda *_: None)
     manager = make_manager(unverified_dir=str(tmp_path / "unverified"))

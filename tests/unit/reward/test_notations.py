@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from verl_ext.reward.intervals import condition_of, intervals_of, read_reals
-from verl_ext.reward.normalisation import normalise
+from verl_ext.reward.maths.intervals import condition_of, intervals_of, read_reals
+from verl_ext.reward.maths.normalisation import normalise
+from verl_ext.reward.maths.unicode_signs import to_latex
 from verl_ext.reward.score import compare
-from verl_ext.reward.unicode_signs import to_latex
 
 M, TWICE_M = r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{pmatrix}2&4\\6&8\end{pmatrix}"
 

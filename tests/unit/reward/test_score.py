@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ext.reward import Score, score_answer, symbolic
+from verl_ext.reward import Score, score_answer
+from verl_ext.reward.maths import symbolic
 from verl_ext.reward.score import compare
 
 # (what stands in the box, ground truth, is it right, why)

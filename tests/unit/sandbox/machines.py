@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from tests.unit.sandbox.server.test_isolation import OPEN_INTERPRETER, REFUSE, SECCOMP, UNSHARE
 from tests.unit.sandbox.server_process import LAUNCHER
-from tests.unit.sandbox.test_isolation import OPEN_INTERPRETER, REFUSE, SECCOMP, UNSHARE
 
 NOBODY = 'isolation.set_uid(65534)\nos.environ["HOME"] = "/"\n'
 AS_NOBODY = (

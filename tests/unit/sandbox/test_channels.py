@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.sandbox.machines import MACHINES, machines
+from tests.unit.sandbox.server.test_isolation import ALLOWED, EPERM, evaluate, needs_x86_64
 from tests.unit.sandbox.server_process import Server
-from tests.unit.sandbox.test_isolation import ALLOWED, EPERM, evaluate, needs_x86_64
-from verl_ext.sandbox import seccomp
+from verl_ext.sandbox.server import seccomp
 
 PRETENDED = 0x00050000
 

@@ -25,7 +25,7 @@ import pytest
 
 from tests.unit.sandbox.server_process import IS_BELOW_TMP, REPOSITORY, SECRET, Server
 
-MARK = f"verl-hostile-{os.getpid()}"  # in the name of everything that a program tries to leave
+MARK = f"verl-hostile-{os.getppid()}"  # in the name of everything that a program tries to leave
 ISOLATION = os.environ.get("SANDBOX_TEST_ISOLATION", "auto")
 ALL_LAYERS = {"namespaces", "root", "proc", "landlock", "seccomp", "uid"}
 SECCOMP, ROOT, PROC, NAMESPACES = {"seccomp"}, {"root"}, {"proc"}, {"namespaces"}

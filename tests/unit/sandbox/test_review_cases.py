@@ -56,7 +56,7 @@ WALK = "import os\nfor d,_,fs in os.walk({folder!r}):\n  for f in fs: print('REA
 FOLDERS = ("/usr/src", "/usr/etc", "/usr/share", "/usr/local/src", "/usr/local/etc", "/usr/local/share", "/usr/games")
 HOST_WITH_SOURCES = f"""
 import os, sys
-from verl_ext.sandbox import namespaces as n
+from verl_ext.sandbox.server import namespaces as n
 n._unshare(n.CLONE_NEWNS)
 n._mount(None, "/", None, n.MS_REC | n.MS_PRIVATE)
 for folder in {FOLDERS!r}:

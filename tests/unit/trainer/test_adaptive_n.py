@@ -2,8 +2,8 @@ import math
 
 import pytest
 
+from verl_ext.records.journal import StepJournal
 from verl_ext.trainer.adaptive_n import AdaptiveN, AdaptiveSampling, difficulty, number_of_responses
-from verl_ext.trainer.journal import StepJournal
 
 WRITE_UP = {
     "phases": [[0, 24], [30, 16], [80, 12]],

@@ -89,6 +89,6 @@ def test_the_worst_source_decides():
     ],
 )
 def test_what_kept_a_sample_from_being_judged(info, cause):
-    from verl_ext.exclusions import failure
+    from verl_ext.records.exclusions import failure
 
     assert failure(info) == cause

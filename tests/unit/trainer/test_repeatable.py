@@ -25,7 +25,7 @@ def composed(run: str, *overrides: str) -> DictConfig:
 
 
 def rollout(rng: random.Random) -> dict[str, Any]:
-    from verl_ext.agent_loop.tool_use import ToolUse
+    from verl_ext.rollout.tool_use import ToolUse
 
     acc = float(rng.random() < 0.3)
     failed = float(rng.random() < 0.1)
@@ -84,8 +84,8 @@ def sample(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple]:
     """One step: what was taken, in order, what was submitted, and the metrics."""
     import transfer_queue
 
-    from verl_ext.replay_buffer import DapoReplayBuffer
     from verl_ext.trainer.repeatable import CompletedRounds, CountedNames, move_measured
+    from verl_ext.trainer.sampler import DapoReplayBuffer
 
     def sample(arrival: int, *, repeatable: bool) -> tuple:
         queue = Queue(CountedNames(lambda: 1).uuid4 if repeatable else uuid.uuid4, arrival)

@@ -237,7 +237,7 @@ def test_a_validation_that_lost_too_much_is_void_and_moves_nothing(
     make, monkeypatch, caplog, tmp_path, source_of_the_failed
 ):
     """2 of 4 samples of one data source, beside 8 good ones of another: 50% of that source is above 25%."""
-    from verl_ext.checkpoints import Rolling
+    from verl_ext.checkpoints.folder import Rolling
 
     good = columns(*[(problem, *RIGHT) for problem in "abcdefgh" for _ in range(4)])
     bad = columns(*[("z", *RIGHT)] * 2, *[("z", *DOWN)] * 2, source=source_of_the_failed)
@@ -616,14 +616,14 @@ def test_a_step_submits_as_many_prompts_less_as_groups_wait_for_it(make, monkeyp
 def test_exclusions_are_logged_per_step_and_per_run_and_follow_a_resume(make, caplog, tmp_path):
     from collections import Counter
 
-    from verl_ext.exclusions import Ended
+    from verl_ext.records.exclusions import Ended
 
     trainer, calls = make("trainer.test_freq=-1", steps=3)
     excluded = {1: 0, 2: 1, 3: 60}
     trainer.replay_buffer.take_ended = lambda: Ended(
         rollouts=100, groups=10, excluded=Counter(verifier_unknown=excluded[trainer.global_steps])
     )
-    with caplog.at_level(logging.WARNING, logger="verl_ext.exclusions"):
+    with caplog.at_level(logging.WARNING, logger="verl_ext.records.exclusions"):
         trainer.fit(None)
     shares = {step: data["failure/share_verifier_unknown"] for step, data in calls.logged.items()}
     assert shares == {1: 0.0, 2: 0.01, 3: 0.6}

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from verl_ext.reward.extraction import extract_answer, strip_tool_blocks
+from verl_ext.reward.maths.extraction import extract_answer, strip_tool_blocks
 from verl_ext.reward.score import Score
 
 _TEXT = re.compile(r"\\text(?:bf|it|rm)?\s*\{([^{}]*)\}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import aiohttp
 
-from verl_ext.reward.extraction import strip_tool_blocks
+from verl_ext.reward.maths.extraction import strip_tool_blocks
 from verl_ext.reward.score import Score
 
 CONTROL_RESPONSE = "I do not know."  # what any judge can score

@@ -1,0 +1,291 @@
+"""Whose error an exception of a tool is: tools as verl's BaseTool and FunctionTool have them, in the real loop."""
+
+import errno
+import http.client
+import json
+import socket
+import ssl
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import aiohttp
+import httpx
+import pytest
+import requests
+
+from verl_ext.environments import toolbox
+from verl_ext.environments.tool_errors import ToolError, ToolUnavailable, who_is_at_fault
+
+SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks something up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"what": {"type": "string", "description": "what"}},
+            "required": ["what"],
+        },
+    },
+}
+
+
+def function_tool(fn):
+    from verl.tools.function_tool import FunctionTool
+    from verl.tools.schemas import OpenAIFunctionToolSchema
+
+    return FunctionTool("look_up", fn, OpenAIFunctionToolSchema.model_validate(SCHEMA))
+
+
+def base_tool(fn):
+    from verl.tools.base_tool import BaseTool
+    from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+    class LookUp(BaseTool):
+        async def execute(self, instance_id, parameters, **kwargs):
+            return ToolResponse(text=fn(**parameters)), 0.0, {}
+
+    return LookUp({}, OpenAIFunctionToolSchema.model_validate(SCHEMA))
+
+
+def fails(error):
+    def fn(what):
+        raise error
+
+    return fn
+
+
+@pytest.fixture
+def call(roll_out, tokenizer, monkeypatch):
+    """Roll out one call of a tool that runs `fn`; returns the rollout's fields, its text, and the calls of `fn`."""
+    monkeypatch.setattr(toolbox, "TOOL_BACKOFF_S", 0.001)
+
+    def call(fn, what="x", make=function_tool, **more):
+        calls = []
+
+        def counted(**arguments):
+            calls.append(arguments)
+            return fn(**arguments)
+
+        text = json.dumps({"name": "look_up", "arguments": {"what": what} | more})
+        turns = [f"<tool_call>{text}</tool_call>", "\\boxed{2}"]
+        ids = [tokenizer.encode(turn, add_special_tokens=False) + [tokenizer.eos_token_id] for turn in turns]
+        settings = {"protocol": "hermes", "response_length": 900, "max_tool_response_tokens": 300}
+        output, *_ = roll_out(tokenizer, ids, tools=[make(counted)], **settings)
+        return output.extra_fields, tokenizer.decode(output.response_ids), calls
+
+    return call
+
+
+@pytest.mark.parametrize("make", [function_tool, base_tool])
+def test_the_error_that_a_tool_declares_is_told_to_the_model(call, make):
+    fields, text, calls = call(fails(ToolError("there is no city 'Atlantis'")), make=make)
+    assert fields["finish_reason"] == "answer" and len(calls) == 1
+    assert fields["tool_use"]["errors"] == {"ToolError": 1}
+    assert "<|im_start|>tool\nToolError: there is no city 'Atlantis'<|im_end|>" in text
+
+
+@pytest.mark.parametrize("make", [function_tool, base_tool])
+@pytest.mark.parametrize(
+    "bug",
+    [
+        lambda what: {"answer": 1}["result"],  # the backend's answer has no such key
+        lambda what: {"answer": None}["answer"]["result"],
+        lambda what: json.loads("<html>502 Bad Gateway</html>")["result"],
+        lambda what: [][0],
+        lambda what: 1 / 0,
+        lambda what: int("twelve"),
+        lambda what: what.answer,
+        lambda what: open("/no/such/folder/of/the/tool.json"),
+        fails(FileNotFoundError("no data")),
+        fails(PermissionError(errno.EACCES, "Permission denied", "/etc/shadow")),
+        lambda what: None,
+    ],
+    ids=[
+        "KeyError",
+        "TypeError",
+        "JSON",
+        "IndexError",
+        "division",
+        "ValueError",
+        "AttributeError",
+        "own file",
+        "no file",
+        "no right",
+        "None",
+    ],
+)
+def test_any_other_exception_is_a_bug_and_raised_with_the_tools_name(call, make, bug):
+    with pytest.raises(Exception, match="look_up"):
+        call(bug, make=make)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError("gone"),
+        TimeoutError("no answer"),
+        socket.gaierror(-2, "Name or service not known"),
+        ssl.SSLError("handshake"),
+        OSError(errno.ENETUNREACH, "Network is unreachable"),
+        OSError(errno.EMFILE, "Too many open files", "/etc/hosts"),
+        http.client.RemoteDisconnected("closed"),
+        aiohttp.ServerDisconnectedError(),
+        aiohttp.ContentTypeError(None, (), status=200, message="unexpected mimetype: text/html"),
+        httpx.ConnectError("refused"),
+        httpx.ReadTimeout("no answer"),
+        requests.ConnectionError("refused"),
+        requests.JSONDecodeError("Expecting value", "<html>", 0),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_error_of_a_connection_is_tried_again_and_then_marks_the_sample(call, error):
+    fields, text, calls = call(fails(error))
+    assert fields["finish_reason"] == "sandbox_failure" and fields["tool_use"]["errors"] == {}
+    assert len(calls) == toolbox.TOOL_ATTEMPTS and "<|im_start|>tool" not in text
+
+
+def test_a_tool_that_says_it_is_unavailable_is_not_tried_again(call):
+    fields, _, calls = call(fails(ToolUnavailable("no answer in 30 s")))
+    assert fields["finish_reason"] == "sandbox_failure" and len(calls) == 1
+
+
+def test_a_call_that_succeeds_after_all_is_an_ordinary_call(call):
+    answers = iter([ConnectionResetError("gone"), TimeoutError(), None])
+
+    def fn(what):
+        if (error := next(answers)) is not None:
+            raise error
+        return "7"
+
+    fields, text, calls = call(fn)
+    assert fields["tool_use"]["ok"] == 1 and len(calls) == 3 and "<|im_start|>tool\n7<|im_end|>" in text
+
+
+@pytest.mark.parametrize("make", [function_tool, base_tool])
+@pytest.mark.parametrize(
+    "what", ["no_such.csv", "../no_such.csv", "/etc/passwd/no_such.csv", "no_such", "folder", "a" * 300]
+)
+def test_a_file_that_the_model_named_and_that_cannot_be_read_is_its_own_error(call, make, what, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder.csv").mkdir()
+
+    def fn(what):
+        name = what if what.endswith(".csv") else f"{what}.csv"
+        return (tmp_path / name).read_text()
+
+    fields, text, calls = call(fn, what, make)
+    assert fields["finish_reason"] == "answer" and len(calls) == 1
+    assert sum(fields["tool_use"]["errors"].values()) == 1 and "<|im_start|>tool\n" in text
+
+
+@pytest.mark.parametrize("make", [function_tool, base_tool])
+def test_an_argument_that_the_schema_does_not_have_is_the_models_error(call, make):
+    fields, text, calls = call(lambda what: "7", make=make, colour="red")
+    assert calls == [] and fields["tool_use"]["errors"] == {"ToolError": 1}
+    assert "ToolError: look_up has no argument 'colour'; it has what" in text
+
+
+def test_a_path_that_cannot_be_encoded_never_reaches_the_tool(call):
+    for what in ("a\0b", "a\ud800"):
+        fields, _, calls = call(lambda what: Path(what).read_text(), what)
+        assert calls == [] and fields["tool_use"]["malformed"] == {"bad_json": 1}
+
+
+@pytest.fixture
+def backend() -> Iterator[tuple[str, dict]]:
+    """A server that answers as `answer` says: status, type and body."""
+    answer = {"status": 200, "type": "application/json", "body": b'{"result": "7"}'}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(answer["status"])
+            self.send_header("Content-Type", answer["type"])
+            self.send_header("Content-Length", str(len(answer["body"])))
+            self.end_headers()
+            self.wfile.write(answer["body"])
+
+        def log_message(self, *args: object) -> None:
+            return None
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", answer
+    server.shutdown()
+    server.server_close()
+
+
+def by_httpx(url):
+    return httpx.get(url).raise_for_status().json()["result"]
+
+
+def by_requests(url):
+    answer = requests.get(url)
+    answer.raise_for_status()
+    return answer.json()["result"]
+
+
+def by_urllib(url):
+    with urllib.request.urlopen(url) as answer:
+        return json.load(answer)["result"]
+
+
+@pytest.mark.parametrize("get", [by_httpx, by_requests, by_urllib])
+def test_what_a_backend_answers_is_never_the_models_error(call, backend, get):
+    url, answer = backend
+    fields, text, _ = call(lambda what: get(url))
+    assert fields["tool_use"]["ok"] == 1 and "<|im_start|>tool\n7<|im_end|>" in text
+
+    page = {"type": "text/html", "body": b"<html>502 Bad Gateway</html>"}
+    answer.update(page, status=502)
+    fields, _, calls = call(lambda what: get(url))
+    assert fields["finish_reason"] == "sandbox_failure" and len(calls) == 3
+
+    answer.update(status=404)  # the tool asks for what is not there: only it can know whether the model is to blame
+    with pytest.raises(Exception, match="look_up"):
+        call(lambda what: get(url))
+
+    answer.update(status=200, type="application/json", body=b'{"error": null}')
+    with pytest.raises(KeyError, match="look_up"):
+        call(lambda what: get(url))
+
+
+@pytest.mark.parametrize("get", [by_httpx, by_requests])
+def test_an_address_that_the_model_named_and_that_does_not_answer_is_its_own_error(call, get):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    fields, *_ = call(lambda what: get(what), f"{url}/page")
+    assert fields["finish_reason"] == "answer" and sum(fields["tool_use"]["errors"].values()) == 1
+    fields, *_ = call(lambda what: get(url), "what is the weather?")
+    assert fields["finish_reason"] == "sandbox_failure"
+
+
+@pytest.mark.parametrize("status", [404, 403, 429, 500])
+@pytest.mark.parametrize("get", [by_httpx, by_requests, by_urllib])
+def test_a_page_that_the_model_named_and_that_is_refused_is_its_own_error(call, backend, get, status):
+    """Else the address of no page would take a whole group out of training: exclusion would be for sale."""
+    url, answer = backend
+    answer.update(status=status, type="text/html", body=b"<html></html>")
+    fields, *_ = call(lambda what: get(what), f"{url}/no-such-page")
+    assert fields["finish_reason"] == "answer" and sum(fields["tool_use"]["errors"].values()) == 1
+
+
+def test_aiohttp_names_its_host() -> None:
+    class Key:
+        host, port, ssl = "no-such-host.invalid", 80, None
+
+    error = aiohttp.ClientConnectorError(Key(), OSError(errno.ECONNREFUSED, "refused"))
+    assert who_is_at_fault(error, {"url": "http://no-such-host.invalid/page"}) == "model"
+    assert who_is_at_fault(error, {"query": "who runs example.org?"}) == "infrastructure"
+    assert who_is_at_fault(aiohttp.InvalidURL("nonsense"), {"url": "nonsense"}) == "tool"
+
+
+def test_the_sandboxs_own_tool_says_whose_error_it_is() -> None:
+    from verl_ext.environments.python import SandboxFailure
+
+    assert who_is_at_fault(SandboxFailure("down"), {"code": "1"}) == "infrastructure"

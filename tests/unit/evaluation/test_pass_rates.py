@@ -1,0 +1,247 @@
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_ext.evaluation import NUMBERS, TEXTS, read_dump
+from verl_ext.evaluation.pass_rates import Tally, is_kept, match_prompts, tally
+
+REPO = Path(__file__).parents[3]
+
+
+def prompt(text):
+    return [{"role": "system", "content": "Use code."}, {"role": "user", "content": text}]
+
+
+def rendered(text):
+    return f"system\nUse code.\nuser\n{text}\nassistant\n"
+
+
+def sample_row(text, acc, number=0, **fields):
+    row = dict.fromkeys(NUMBERS, 0.0) | dict.fromkeys(TEXTS, "") | {"gts": "1", "acc": acc}
+    return row | {"input": rendered(text), "uid": f"{text}-{number}_0_0"} | fields
+
+
+def write_dump(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_prompts_are_found_within_what_the_chat_template_made_of_them():
+    prompts = [prompt(f"Find {i}.") for i in range(200)] + [prompt("Find 7.")]
+    inputs = [rendered(f"Find {i}.") for i in range(0, 200, 3)] * 2 + [rendered("Find 1000."), rendered("Find 7.")]
+    matches = match_prompts(prompts, inputs)
+    assert len(matches) == 69
+    for i in range(0, 200, 3):
+        assert matches[rendered(f"Find {i}.")] == [i]
+    assert matches[rendered("Find 1000.")] == []
+    assert matches[rendered("Find 7.")] == [7, 200]  # there twice
+
+
+def test_a_prompt_within_the_text_of_another_problem_is_not_taken_for_it():
+    prompts = [prompt("1+1?"), prompt("2+2?"), prompt("3+3?")]
+    inputs = [rendered("11+1? Or 12?"), rendered("2+2?"), rendered("3+3?")]
+    assert list(match_prompts(prompts, inputs).values()) == [[], [1], [2]]
+
+
+def test_dumps_of_two_templates_are_both_understood():
+    other = [f"<user>Find {i}.</user>" for i in range(3)]
+    matches = match_prompts(
+        [prompt(f"Find {i}.") for i in range(6)], other + [rendered(f"Find {i}.") for i in range(3, 6)]
+    )
+    assert list(matches.values()) == [[0], [1], [2], [3], [4], [5]]
+
+
+def test_samples_that_infrastructure_failed_count_neither_way(tmp_path):
+    rows = [sample_row("a", 1, 0), sample_row("a", 0, 1), sample_row("a", 0, 2, sandbox_failure=1.0)]
+    rows += [sample_row("b", 0, 0, unverified=1.0), sample_row("c", 1, 0)]
+    tallies, unknown = tally(read_dump(write_dump(tmp_path / "0.jsonl", rows)), [prompt("a"), prompt("b")])
+    assert tallies == [Tally(judged=2, correct=1), Tally()] and unknown == 1
+    assert tallies[0].pass_rate == 0.5 and tallies[1].pass_rate is None
+
+
+@pytest.mark.parametrize(
+    ("own", "teacher", "easy_out", "rare"),
+    [
+        (0, None, True, False),
+        (1, None, True, True),
+        (2, None, True, True),  # 2 of 8 is 25%
+        (3, None, True, False),
+        (5, None, True, False),  # 5 of 8 is 62.5%: not above
+        (6, None, False, False),
+        (8, None, False, False),
+        (0, 0, True, False),
+        (0, 1, True, True),
+        (6, 8, False, False),
+    ],
+)
+def test_the_bands_of_eight_samples(own, teacher, easy_out, rare):
+    teacher = None if teacher is None else Tally(8, teacher)
+    assert is_kept(Tally(8, own), max_rate=0.625, must_be_solved=False, teacher=teacher) is easy_out
+    assert is_kept(Tally(8, own), max_rate=0.25, must_be_solved=True, teacher=teacher) is rare
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def data(tmp_path):
+    """Four problems in verl's columns."""
+    import pandas as pd
+
+    rows = [
+        {"data_source": "d", "prompt": prompt(t), "extra_info": {"index": i, "id": t}} for i, t in enumerate("abcd")
+    ]
+    path = tmp_path / "data.parquet"
+    pd.DataFrame(rows).to_parquet(path)
+    return path
+
+
+@pytest.fixture
+def command(monkeypatch, capsys, data, tmp_path):
+    """Run the script on `data`; returns what it printed and the ids it kept."""
+    import pandas as pd
+
+    def run(*args):
+        out = tmp_path / "out.parquet"
+        out.unlink(missing_ok=True)
+        script = str(REPO / "scripts" / "filter_by_pass_rate.py")
+        monkeypatch.setattr(sys, "argv", [script, "--data", str(data), "--out", str(out), *map(str, args)])
+        runpy.run_path(script, run_name="__main__")
+        return capsys.readouterr().out, [info["id"] for info in pd.read_parquet(out)["extra_info"]]
+
+    return run
+
+
+def solved(text, correct, of=8):
+    return [sample_row(text, int(i < correct), i) for i in range(of)]
+
+
+def test_the_file_keeps_its_rows_and_columns_less_the_easy_ones_and_gets_the_pass_rates(command, data, tmp_path):
+    import pandas as pd
+
+    dump = write_dump(tmp_path / "0.jsonl", solved("a", 8) + solved("b", 5) + solved("c", 0) + solved("d", 1))
+    printed, kept = command("--dumps", dump)
+    assert kept == ["b", "c", "d"]
+    assert "4 problems, 0 without a judged sample, 3 kept" in printed
+    before, after = pd.read_parquet(data), pd.read_parquet(tmp_path / "out.parquet").reset_index(drop=True)
+    for i, j in ((1, 0), (3, 2)):
+        assert str(before.iloc[i].to_dict()) == str(after.drop(columns="pass_rate").iloc[j].to_dict())
+    assert after["pass_rate"].tolist() == [0.625, 0.0, 0.125]
+    rates = [json.loads(line) for line in (tmp_path / "out.pass_rates.jsonl").read_text().splitlines()]
+    assert rates[1] == {"row": 1, "id": "b", "samples": 8, "correct": 5, "pass_rate": 0.625, "kept": True}
+    assert [rate["kept"] for rate in rates] == [False, True, True, True]
+
+    assert command("--dumps", dump, "--band", "rarely-solved")[1] == ["d"]
+    assert command("--dumps", dump, "--max-rate", "0.1")[1] == ["c"]
+    teacher = write_dump(tmp_path / "t.jsonl", solved("c", 2) + solved("b", 0))
+    assert command("--dumps", dump, "--band", "rarely-solved", "--solved-by", teacher)[1] == ["c", "d"]
+
+
+def test_several_dumps_add_up(command, tmp_path):
+    dumps = [write_dump(tmp_path / f"{i}.jsonl", [sample_row(t, i % 2, i) for t in "abcd"]) for i in range(2)]
+    assert "    0.500         4        4" in command("--dumps", *dumps)[0]
+
+
+def test_problems_without_a_judged_sample_need_a_decision(command, tmp_path):
+    import pandas as pd
+
+    dump = write_dump(tmp_path / "0.jsonl", solved("a", 8) + solved("b", 5) + solved("c", 0))
+    with pytest.raises(SystemExit, match=r"1 of 4 problems have no judged sample \(the first is row 3\)"):
+        command("--dumps", dump)
+    assert command("--dumps", dump, "--unjudged", "keep")[1] == ["b", "c", "d"]
+    kept = pd.read_parquet(tmp_path / "out.parquet")
+    assert kept["pass_rate"].tolist()[:2] == [0.625, 0.0] and pd.isna(kept["pass_rate"].iloc[2])
+    assert command("--dumps", dump, "--unjudged", "drop")[1] == ["b", "c"]
+
+
+def test_nothing_left_is_an_error(command, tmp_path):
+    dump = write_dump(tmp_path / "0.jsonl", [row for text in "abcd" for row in solved(text, 8)])
+    with pytest.raises(SystemExit, match="No problem is left"):
+        command("--dumps", dump)
+    assert not (tmp_path / "out.parquet").exists()
+
+
+LAUNCHER = """
+echo start >> "$FAKE_LOG"
+exec "$PYTHON" - "$@" <<'END'
+import json, os, sys
+import pandas as pd
+options = dict(arg.split("=", 1) for arg in sys.argv[1:])
+assert os.environ["SANDBOX_URL"] == "http://127.0.0.1:9" and options["trainer.val_only"] == "True"
+assert float(options["actor_rollout_ref.rollout.val_kwargs.temperature"]) == 1.0
+folder = options["trainer.validation_data_dir"].strip("'")
+os.makedirs(folder, exist_ok=True)
+files = json.loads(options["data.val_files"].replace("'", '"'))
+with open(os.path.join(folder, "0.jsonl"), "w") as out:
+    for sample, file in enumerate(files):
+        for messages in pd.read_parquet(file)["prompt"]:
+            text = messages[-1]["content"]
+            if os.environ["FAKE_BREAK"] == text:
+                sys.exit(3)
+            row = json.loads(os.environ["FAKE_ROW"])
+            row |= {"input": row["input"].replace("TEXT", text), "uid": f"{text}-{sample}_0_0"}
+            out.write(json.dumps(row | {"acc": int(text in "ab" or sample == 0)}) + "\\n")
+END
+"""
+
+
+def test_samples_are_generated_in_chunks_and_a_broken_run_goes_on(data, tmp_path):
+    import pandas as pd
+
+    launcher, log, out = tmp_path / "run.sh", tmp_path / "starts", tmp_path / "out.parquet"
+    launcher.write_text(LAUNCHER)
+    script = str(REPO / "scripts" / "filter_by_pass_rate.py")
+    command = [sys.executable, script, "--data", data, "--out", out, "--samples", "4", "--chunk", "2"]
+    variables = {
+        "FAKE_LOG": str(log),
+        "FAKE_ROW": json.dumps(sample_row("TEXT", 0)),
+        "SANDBOX_URL": "http://127.0.0.1:9",
+    }
+
+    def run(override="trainer.nnodes=1", breaks_at=""):
+        """In a process of its own: it adopts the orphans of what it starts."""
+        return subprocess.run(
+            [*map(str, command), "--generate", str(launcher), override],
+            env=os.environ | variables | {"FAKE_BREAK": breaks_at},
+            capture_output=True,
+            text=True,
+        )
+
+    broken = run(breaks_at="d")  # in the second chunk
+    assert broken.returncode == 1 and "filter_by_pass_rate: " in broken.stderr
+    assert len(log.read_text().split()) == 2 and not out.exists()
+
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert [info["id"] for info in pd.read_parquet(out)["extra_info"]] == ["c", "d"]
+    assert "0.250         2        2" in done.stdout and "1.000         2        0" in done.stdout
+    assert len(log.read_text().split()) == 3 and "chunk_0000.jsonl: done already" in done.stdout
+    assert "holds samples of other settings" in run("trainer.nnodes=2").stderr
+
+
+def test_the_command_takes_a_runs_folder_and_leaves_failed_samples_out(command, tmp_path):
+    rows = solved("a", 8) + solved("b", 4) + solved("c", 0) + solved("d", 2)
+    failed = [sample_row("b", 0, number, sandbox_failure=1.0) for number in range(8, 12)]
+    (tmp_path / "run" / "validation").mkdir(parents=True)
+    write_dump(tmp_path / "run" / "validation" / "0.jsonl", rows + failed)
+    printed, kept = command("--dumps", tmp_path / "run")
+    assert kept == ["b", "c", "d"] and "    0.500         1        1" in printed
+    assert "4 samples that sandbox, server or verifier failed are left out" in printed
+
+
+def test_the_command_refuses_a_run_of_other_problems(command, data, tmp_path):
+    import pandas as pd
+
+    problems = pd.read_parquet(data)
+    problems.assign(prompt=[prompt(f"Find {number}.") for number in range(4)]).to_parquet(data)
+    (tmp_path / "run" / "validation").mkdir(parents=True)
+    write_dump(tmp_path / "run" / "validation" / "0.jsonl", [sample_row("Find 9.", 1)])
+    with pytest.raises(SystemExit, match="filter_by_pass_rate: None of the 1 samples in .*run is of a problem of"):
+        command("--dumps", tmp_path / "run", "--unjudged", "keep")
+    with pytest.raises(SystemExit, match="filter_by_pass_rate: No samples at .*nowhere"):
+        command("--dumps", tmp_path / "nowhere")

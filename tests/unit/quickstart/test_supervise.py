@@ -1,0 +1,386 @@
+"""Supervisor, in processes of its own: it makes its process the reaper of all orphans below it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+import pytest
+
+REPO = Path(__file__).resolve().parents[3]
+
+# Poll often and be impatient, so that a test takes a second.
+PREAMBLE = """
+import os, sys
+from pathlib import Path
+from verl_ext.quickstart import supervise
+supervise.POLL_S, supervise.MEMORY_POLL_S, supervise.GRACE_S = 0.02, 0.05, 0.3
+"""
+# Forks twice into a session of its own, as daemons do, maps a segment of shared memory, and reports.
+DAEMON = """
+import json, mmap, os, signal, sys, time
+report, segment, stubborn = sys.argv[1], sys.argv[2], "stubborn" in sys.argv
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        if stubborn:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        maps = []
+        for path in segment.split(","):
+            with open(path, "a+b") as file:
+                file.truncate(4096)
+                maps.append(mmap.mmap(file.fileno(), 4096))
+        with open(report + ".part", "w") as file:
+            json.dump({"daemon": os.getpid(), "tmp": os.environ["TMPDIR"]}, file)
+        os.replace(report + ".part", report)
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+while not os.path.exists(report):
+    time.sleep(0.01)
+"""
+WAIT = """
+if stubborn:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+print("up", flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("ended in order")
+"""
+
+
+@pytest.fixture
+def segment():
+    """Name of a segment of shared memory, which does not outlive the test."""
+    path = Path(f"/dev/shm/psm_test_{uuid4().hex[:8]}")
+    yield path
+    path.unlink(missing_ok=True)
+
+
+def start(code, *arguments):
+    return subprocess.Popen(
+        [sys.executable, "-c", PREAMBLE + code, *map(str, arguments)],
+        cwd=REPO,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(code, *arguments):
+    """Run `code` behind the preamble to its end; returns the JSON that it prints last."""
+    process = start(code, *arguments)
+    stdout, stderr = process.communicate(timeout=30)
+    assert process.returncode == 0, stderr
+    return json.loads(stdout.splitlines()[-1])
+
+
+def wait_for(path, text, timeout_s=20.0):
+    deadline = time.monotonic() + timeout_s
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline, f"{path} was not written"
+        time.sleep(0.02)
+
+
+def read_when_there(path):
+    wait_for(path, "}")
+    return json.loads(path.read_text())
+
+
+def is_gone(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize("mood", ["polite", "stubborn"])
+def test_a_daemon_and_its_shared_memory_do_not_outlive_the_command(tmp_path, segment, mood):
+    report = tmp_path / "report"
+    code = """
+import json, psutil
+supervise.MEMORY_POLL_S = 60  # what the daemon has just made is found too
+with supervise.Supervisor() as supervisor:
+    supervisor.run([sys.executable, "-c", *sys.argv[1:]], log=None)
+    left = [p.pid for p in psutil.Process().children()]
+print(json.dumps({"left": left, "segment": os.path.exists(sys.argv[3])}))
+"""
+    seen = run(code, DAEMON, report, segment, mood)
+    assert seen == {"left": [], "segment": False}
+    told = json.loads(report.read_text())
+    assert is_gone(told["daemon"])
+    assert told["tmp"].startswith("/tmp/retool-") and not Path(told["tmp"]).exists()
+
+
+def test_shared_memory_of_a_process_that_is_gone_is_deleted(segment):
+    code = """
+import json
+command = "import mmap, sys, time; f = open(sys.argv[1], 'w+b'); f.truncate(9); m = mmap.mmap(f.fileno(), 9)"
+with supervise.Supervisor() as supervisor:
+    supervisor.run([sys.executable, "-c", command + "; time.sleep(.5)", sys.argv[1]], log=None)
+print(json.dumps(os.path.exists(sys.argv[1])))
+"""
+    assert run(code, segment) is False
+
+
+def test_only_shared_memory_that_a_command_made_is_deleted(tmp_path, segment):
+    """Not what was there before, and no files in folders of /dev/shm: that may be the model."""
+    before, folder = Path(f"{segment}_before"), Path(f"{segment}_folder")
+    checkpoint = folder / "model.safetensors"
+    try:
+        before.write_bytes(b"x")
+        folder.mkdir()
+        code = """
+with supervise.Supervisor() as supervisor:
+    supervisor.run([sys.executable, "-c", *sys.argv[1:]], log=None)
+print("null")
+"""
+        run(code, DAEMON, tmp_path / "report", f"{segment},{before},{checkpoint}")
+        assert not segment.exists()
+        assert before.exists() and checkpoint.exists()
+    finally:
+        before.unlink(missing_ok=True)
+        checkpoint.unlink(missing_ok=True)
+        folder.rmdir()
+
+
+INTERRUPTED = """
+try:
+    with supervise.Supervisor() as supervisor:
+        supervisor.run([sys.executable, "-c", *sys.argv[2:]], log=Path(sys.argv[1]))
+except KeyboardInterrupt:
+    raise SystemExit(7)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_a_signal_ends_the_command_and_leaves_nothing(tmp_path, segment, number):
+    log, report = tmp_path / "log.txt", tmp_path / "report"
+    process = start(INTERRUPTED, log, DAEMON + WAIT, report, segment)
+    told = read_when_there(report)
+    wait_for(log, "up")
+    [command] = [p for p in psutil.Process(process.pid).children() if p.pid != told["daemon"]]
+    process.send_signal(number)
+    process.communicate(timeout=10)
+    assert process.returncode == 7
+    assert "ended in order" in log.read_text()  # it was interrupted first, as by Ctrl-C
+    assert is_gone(command.pid) and is_gone(told["daemon"])
+    assert not segment.exists() and not Path(told["tmp"]).exists()
+
+
+def test_pressing_ctrl_c_again_and_again_leaves_nothing_either(tmp_path, segment):
+    log, report = tmp_path / "log.txt", tmp_path / "report"
+    process = start(INTERRUPTED, log, DAEMON + WAIT, report, segment, "stubborn")
+    told = read_when_there(report)
+    wait_for(log, "up")
+    [command] = [p for p in psutil.Process(process.pid).children() if p.pid != told["daemon"]]
+    for _ in range(12):  # while it waits for a command and a daemon that ignore SIGTERM
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.05)
+    process.communicate(timeout=10)
+    assert process.returncode != 0
+    assert is_gone(command.pid) and is_gone(told["daemon"])
+    assert not segment.exists() and not Path(told["tmp"]).exists()
+
+
+def test_a_hang_up_that_nohup_ignores_stays_ignored(tmp_path):
+    code = """
+import json, signal
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+with supervise.Supervisor():
+    os.kill(os.getpid(), signal.SIGHUP)
+    inside = signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+restored = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+print(json.dumps([inside, restored]))
+"""
+    assert run(code) == [True, True]
+
+
+def test_a_failure_shows_the_end_of_the_log_and_the_next_command_can_run(tmp_path):
+    code = """
+import json
+log = Path(sys.argv[1]) / "new folder" / "log.txt"
+messages = []
+with supervise.Supervisor() as supervisor:
+    for last in ("exit(3)", "os.kill(os.getpid(), 9)"):
+        try:
+            lines = "import os\\nfor i in range(40): print('line', i)\\n"
+            supervisor.run([sys.executable, "-c", lines + last], log=log)
+        except supervise.CommandFailed as error:
+            messages.append(str(error))
+    supervisor.run(["true"], log=log)
+print(json.dumps(messages))
+"""
+    failed, killed = run(code, tmp_path)
+    log = tmp_path / "new folder" / "log.txt"
+    assert "ended with status 3." in failed and f"The end of {log}:" in failed
+    assert "line 39" in failed and "line 15" in failed and "line 14\n" not in failed  # 25 lines
+    assert "ended with status -9." in killed
+    assert log.read_text().count("line 0\n") == 2  # appended
+
+
+def test_commands_get_variables_and_a_private_tmpdir_and_watch_is_called(tmp_path):
+    code = """
+import json
+calls = []
+with supervise.Supervisor() as supervisor:
+    supervisor.run(
+        ["bash", "-c", 'sleep .2; echo $TMPDIR $MINE > "$OUT"'],
+        log=None,
+        env={"MINE": "x", "OUT": sys.argv[1]},
+        watch=lambda: calls.append(1),
+    )
+print(json.dumps([len(calls), Path(sys.argv[1]).read_text().split()]))
+"""
+    calls, (folder, mine) = run(code, tmp_path / "out")
+    assert calls >= 3 and mine == "x"
+    assert len(folder) < 30 and not Path(folder).exists()  # short: Ray's socket paths lie below it
+
+
+def test_peak_memory_is_that_of_the_commands_since_the_last_call():
+    code = """
+import json
+with supervise.Supervisor() as supervisor:
+    supervisor.run([sys.executable, "-c", "import time; x = b'x' * 80_000_000; time.sleep(.5)"], log=None)
+    print(json.dumps([supervisor.peak_gb(), supervisor.peak_gb()]))
+"""
+    first, second = run(code)
+    assert 0.08 <= first < 0.2 and second == 0.0
+
+
+def test_processes_that_were_there_before_and_the_sandbox_server_are_left_alone(tmp_path):
+    code = """
+import json, subprocess
+def sleeper(*names):
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", *names])
+before = sleeper()
+with supervise.Supervisor() as supervisor:
+    server, other = sleeper("-m", "verl_ext.sandbox.server"), sleeper()
+    supervisor.run(["true"], log=None)
+    alive = [p.poll() is None for p in (before, server, other)]
+for process in (before, server):
+    process.kill()
+    process.wait()
+print(json.dumps(alive))
+"""
+    assert run(code) == [True, True, False]
+
+
+def write_metrics(folder, name, *records, age_s=0.0, total=None):
+    path = folder / name
+    with open(path, "a") as file:
+        for step, data in records:
+            file.write(json.dumps({"step": step, "data": data}) + "\n")
+    os.utime(path, (time.time() + 1 - age_s,) * 2)
+    if total:
+        (folder / "hydra").mkdir(exist_ok=True)
+        (folder / "hydra" / "config.yaml").write_text(f"trainer:\n  total_training_steps: {total}\n")
+
+
+RL_STEP = {
+    "train/acc": 0.5,
+    "critic/score/mean": -0.1,
+    "tool/code_ratio": 0.75,
+    "tool/error_rate": 0.125,
+    "response_length/mean": 41.6,
+    "actor/entropy": 0.25,
+    "timing_s/step": 2.04,
+}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """time.time of supervise, to be set by the test; starts at the present."""
+    from types import SimpleNamespace
+
+    from verl_ext.quickstart import supervise
+
+    clock = SimpleNamespace(now=time.time(), time=lambda: clock.now)
+    monkeypatch.setattr(supervise, "time", clock)
+    return clock
+
+
+def test_rl_progress_is_one_line_a_step(tmp_path, capsys, clock):
+    from verl_ext.quickstart.supervise import show_rl_progress
+
+    write_metrics(tmp_path, "metrics-1.jsonl", (1, RL_STEP), age_s=60)  # of an earlier start
+    show = show_rl_progress(tmp_path)
+    show()
+    assert capsys.readouterr().out == ""
+
+    clock.now += 30
+    write_metrics(tmp_path, "metrics-2.jsonl", (0, {"val-core/acc": 1.0}), (6, RL_STEP), total=50)
+    show()
+    line = "score -0.100 | acc 0.50 | code 0.75 | tool err 12.5% | len 42 tok | entropy 0.250 | 2.0 s"
+    assert capsys.readouterr().out == f"  first step after 30 s\n  step 6/50 | {line}\n"
+
+    clock.now += 10
+    bypass = {"actor/entropy_loss" if key == "actor/entropy" else key: value for key, value in RL_STEP.items()}
+    half = json.dumps({"step": 8, "data": RL_STEP})
+    write_metrics(tmp_path, "metrics-2.jsonl", (7, bypass))
+    with open(tmp_path / "metrics-2.jsonl", "a") as file:
+        file.write(half[:20])  # being written
+    show()
+    assert capsys.readouterr().out == f"  step 7/50 | {line} | ETA 7:10\n"  # 43 steps of 10 s
+
+    clock.now += 9.9
+    with open(tmp_path / "metrics-2.jsonl", "a") as file:
+        file.write(half[20:] + "\n")
+    show()
+    assert capsys.readouterr().out == f"  step 8/50 | {line} | ETA 6:58\n"  # 42 x 9.95 = 417.9 s
+    show()
+    assert capsys.readouterr().out == ""
+
+
+def test_an_eta_is_never_60_seconds(tmp_path, capsys, clock):
+    from verl_ext.quickstart.supervise import show_rl_progress
+
+    show = show_rl_progress(tmp_path)
+    write_metrics(tmp_path, "metrics-1.jsonl", (1, RL_STEP), total=3)
+    show()
+    clock.now += 119.6
+    write_metrics(tmp_path, "metrics-1.jsonl", (2, RL_STEP))
+    show()
+    assert capsys.readouterr().out.endswith(" | ETA 2:00\n")
+
+
+def test_sft_progress_is_a_line_every_ten_seconds_and_the_last_step(tmp_path, capsys, clock):
+    from verl_ext.quickstart.supervise import show_sft_progress
+
+    show = show_sft_progress(tmp_path)
+    for step in range(1, 41):
+        clock.now += 1
+        write_metrics(
+            tmp_path, "metrics-1.jsonl", (step, {"train/loss": 1 / step}), (step, {"val/loss": 9.0}), total=40
+        )
+        show()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in lines[1:]] == [f"  step {n}/40" for n in (1, 11, 21, 31, 40)]
+    assert lines[2] == "  step 11/40 | loss 0.091 | ETA 0:29" and lines[-1] == "  step 40/40 | loss 0.025 | ETA 0:00"
+
+
+def test_the_doctors_findings_and_the_step_of_a_resume_are_shown_from_a_log(tmp_path, capsys):
+    from verl_ext.quickstart.supervise import show_notes
+
+    log = tmp_path / "log.txt"
+    log.write_text("Resume: from /old/global_step_5, step 5.\n")  # of an earlier start
+    watch = show_notes(log)
+    with open(log, "a") as file:
+        file.write("INFO importing\nWARN  batch       16 prompts do not divide\n" + " " * 18 + "-> Take 15.\n")
+        file.write("doctor: tiny_dapo, quick checks: 9 OK, 1 WARN\n" + " " * 18 + "of a configuration\n")
+        file.write("\x1b[36m(TaskRunner pid=7)\x1b[0m INFO:2026-01-01:Resume: from /run/global_step_20, step 20.\nhalf")
+    watch()
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "  WARN  batch       16 prompts do not divide" and shown[1].strip() == "-> Take 15."
+    assert shown[-2:] == [
+        "  doctor: tiny_dapo, quick checks: 9 OK, 1 WARN",
+        "  Resume: from /run/global_step_20, step 20.",
+    ]
+    with open(log, "a") as file:
+        file.write(" a line\nResume: no checkpoint in /run; training starts from scratch.\n")
+    watch()
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,81 @@
+"""When the share of excluded rollouts is an alarm."""
+
+import logging
+from collections import Counter
+
+import pytest
+
+from verl_ext.records.exclusions import Ended, ExclusionWatch, FailedSamples, is_alarm
+
+
+def ended(rollouts, groups=None, **excluded):
+    return Ended(rollouts, rollouts // 8 if groups is None else groups, Counter(excluded))
+
+
+@pytest.mark.parametrize(
+    ("cause", "step", "before", "expected"),
+    [
+        ("verifier_unknown", ended(512), ended(5000), False),
+        ("verifier_unknown", ended(512, verifier_unknown=27), ended(0), True),  # 5.3% at the first step: the level
+        ("verifier_unknown", ended(512, verifier_unknown=25), ended(0), False),  # 4.9%, and nothing to compare with
+        # After 50 of 5,000: 1.02% + 4 x 0.44% = 2.80%, which is 14.3 of 512.
+        ("verifier_unknown", ended(512, verifier_unknown=14), ended(5000, verifier_unknown=50), False),
+        ("verifier_unknown", ended(512, verifier_unknown=15), ended(5000, verifier_unknown=50), True),
+        # After none of 5,000: 0.02% + 4 x 0.06% = 0.27%, below the floor of 1%, which is 5.1 of 512.
+        ("sandbox_failure", ended(512, sandbox_failure=5), ended(5000), False),
+        ("sandbox_failure", ended(512, sandbox_failure=6), ended(5000), True),
+        # Small steps: after none of 128, 1/130 + 4 x 0.77% = 3.9%, which is 5.0 of 128.
+        ("sandbox_failure", ended(128, sandbox_failure=4), ended(128), False),
+        ("sandbox_failure", ended(128, sandbox_failure=6), ended(128), True),
+        ("aborted", ended(512, sandbox_failure=100), ended(5000), False),  # each cause by itself
+        ("void_turn", ended(512, void_turn=200), ended(0), False),  # an option that leaves out much: only its rise
+        ("void_turn", ended(512, void_turn=200), ended(5000, void_turn=2000), False),
+        ("void_turn", ended(512, void_turn=300), ended(5000, void_turn=2000), True),
+        ("raised", ended(504, 64, raised=4), ended(0), True),  # 4 of 64 groups
+    ],
+)
+def test_an_alarm_is_a_share_above_the_level_or_a_rise_against_the_run(cause, step, before, expected):
+    assert is_alarm(cause, step, before) == expected
+
+
+class Journal:
+    def __init__(self, records=()):
+        self.records = list(records)
+
+    def resume(self, step):
+        return [record for record in self.records if record["step"] <= step]
+
+    def append(self, step, **values):
+        self.records.append({"step": step} | values)
+
+
+def test_a_policy_that_learns_to_provoke_exclusions_is_seen_before_the_level(caplog):
+    """From 0.2% of 512 rollouts to 3.1% over 10 steps."""
+    journal = Journal()
+    watch = ExclusionWatch(journal)
+    with caplog.at_level(logging.WARNING, logger="verl_ext.records.exclusions"):
+        metrics = [watch.end_step(step, ended(512, verifier_unknown=n)) for step, n in enumerate([1] * 20, 1)]
+        assert not any(data["failure/alarm"] for data in metrics) and caplog.text == ""
+        rising = [watch.end_step(20 + i, ended(512, verifier_unknown=n)) for i, n in enumerate(range(2, 17, 2), 1)]
+    assert [bool(data["failure/alarm"]) for data in rising].index(True) <= 3
+    assert "verifier_unknown kept 1.2% of 512 rollouts out of training (0.2% of 11264 in the run before)" in caplog.text
+    assert "See the reward manager's warnings" in caplog.text and "read such rollouts in the run's traj" in caplog.text
+    assert rising[-1]["failure/share_verifier_unknown"] == 16 / 512
+    again = ExclusionWatch(journal)
+    again.resume(22)
+    assert again.end_step(23, ended(512))["failure/run_share_verifier_unknown"] == (20 + 2 + 4) / (23 * 512)
+    assert watch.end_step(29, Ended()) == {}
+
+
+def test_settings_of_failed_validation_samples_have_defaults_and_no_other_names():
+    from omegaconf import OmegaConf
+
+    assert FailedSamples.from_config(OmegaConf.create({})) == FailedSamples(0.25, 2)
+    config = OmegaConf.create({"retool": {"validation": {"retries": 0}}})
+    assert FailedSamples.from_config(config) == FailedSamples(0.25, 0)
+    for wrong in ({"max_failed_share": 1}, {"max_failed_share": -0.1}, {"retries": -1}):
+        with pytest.raises(ValueError, match="expected 0 <= max_failed_share < 1 and retries >= 0"):
+            FailedSamples(**wrong)
+    config.retool.validation.max_failed = 0.5
+    with pytest.raises(ValueError, match="retool.validation has max_failed; expected max_failed_share and retries"):
+        FailedSamples.from_config(config)

@@ -1,0 +1,251 @@
+"""The worker processes: real ones, since what is tested is that they can be limited, killed and replaced."""
+
+import asyncio
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+
+from verl_ext.reward.maths.symbolic import CONTROL, MEMORY_BYTES, SymbolicPool, TooCostly, _Lane
+
+
+def too_much(number: int) -> str:
+    """Sums that sympy adds up one by one; each another, as verdicts are kept."""
+    return rf"\sum_{{k=1}}^{{10^9}} \frac{{{number}}}{{k}}"
+
+
+def too_much_to_solve(number: int) -> tuple[str, str]:
+    return f"x^{{20}}-{number}x+1>0", r"(-\infty ,3)\cup(5,\infty )"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = SymbolicPool(cpu_s=0.5)
+    yield pool
+    pool.close()
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_nothing_starts_before_the_first_comparison():
+    assert SymbolicPool().worker_pids() == []
+
+
+def test_worker_is_reused(pool):
+    assert pool.is_equal("x+1", "1+x") is True
+    pids = pool.worker_pids()
+    assert pool.is_equal("x+1", "1-x") is False
+    assert pool.worker_pids() == pids
+
+
+def test_what_cannot_be_parsed_is_not_equal(pool):
+    assert pool.is_equal(r"\frac{1}{", "x") is False
+
+
+def test_cpu_time_limit_is_the_answers_and_the_next_comparison_works(pool):
+    pool.is_equal("x", "x")
+    (pid, *_) = pool.worker_pids()
+    (child,) = psutil.Process(pid).children()
+    start = time.monotonic()
+    with pytest.raises(TooCostly):
+        pool.is_equal(*too_much_to_solve(1))
+    assert time.monotonic() - start > 0.5
+    assert not child.is_running()
+    start = time.monotonic()
+    assert pool.is_equal("x+1", "1+x") is True
+    assert pool.worker_pids()[0] == pid and time.monotonic() - start < 0.4  # s; an import of sympy takes longer
+
+
+def test_what_takes_long_does_not_hold_up_the_rest():
+    """The quick lane gives each of five up after .1 s; all still wait for the first in the slow lane, 1 s."""
+    pool = SymbolicPool(size=1, cpu_s=1.0)
+    assert pool.is_equal("x", "x") and pool.is_equal(r"\sum_{k=1}^{16} k", "136")  # both lanes have their worker
+
+    def compare(pred: str, gold: str) -> None:
+        with pytest.raises(TooCostly):
+            pool.is_equal(pred, gold)
+
+    slow = [threading.Thread(target=compare, args=too_much_to_solve(n)) for n in range(1, 6)]
+    for thread in slow:
+        thread.start()
+    assert all(pool.is_equal(f"x+{n}", f"{n}+x") for n in range(3))
+    assert all(thread.is_alive() for thread in slow)
+    for thread in slow:
+        thread.join()
+    pool.close()
+
+
+def test_sums_do_not_enter_the_quick_lane(pool, monkeypatch):
+    monkeypatch.setattr(pool._quick, "ask", lambda request: pytest.fail("asked"))
+    assert pool.is_equal(r"\sum_{k=1}^{16} k", "136") is True
+    assert pool.is_equal("136", r"\sum_{k=1}^{16} k") is True
+
+
+def test_memory_of_a_worker_is_limited(pool):
+    pool.is_equal("x", "x")
+    for pid in pool.worker_pids():
+        assert resource.prlimit(pid, resource.RLIMIT_AS) == (MEMORY_BYTES, MEMORY_BYTES)
+
+
+def test_idle_worker_that_was_killed_is_replaced(pool):
+    pool.is_equal("x", "x")
+    for pid in pool.worker_pids():
+        os.kill(pid, signal.SIGKILL)
+    assert pool.is_equal("x+1", "1+x") is True
+
+
+def test_threads_share_the_workers(pool):
+    verdicts = []
+    threads = [
+        threading.Thread(target=lambda n=n: verdicts.append(pool.is_equal(f"x+{n}", f"{n}+x"))) for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert verdicts == [True] * 8
+    assert 1 <= len(pool.worker_pids()) <= 4  # two in each lane
+
+
+def test_event_loop_goes_on_during_a_comparison(pool):
+    async def both():
+        comparison = asyncio.create_task(asyncio.to_thread(pool.is_equal, too_much(12), "3"))
+        ticks = 0
+        while not comparison.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        assert isinstance(comparison.exception(), TooCostly)
+        return ticks
+
+    assert asyncio.run(both()) > 10
+
+
+def test_verdict_is_kept_for_equal_answers(pool):
+    with pytest.raises(TooCostly):
+        pool.is_equal(too_much(13), "3")
+    start = time.monotonic()
+    with pytest.raises(TooCostly):
+        pool.is_equal(too_much(13), "3")
+    assert time.monotonic() - start < 0.25  # s; to the limits it would take 0.6
+
+
+def test_equal_answers_at_the_same_time_are_compared_once(pool, monkeypatch):
+    asked = []
+    ask = _Lane.ask
+    monkeypatch.setattr(_Lane, "ask", lambda lane, request: asked.append(request) or ask(lane, request))
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(pool.is_equal, ["2x+14"] * 8, ["14+2x"] * 8)) == [True] * 8
+    assert asked == [{"pred": "2x+14", "gold": "14+2x"}]
+
+
+def lose_workers(patch, pool, is_lost) -> list[dict]:
+    """Workers are lost by each request that `is_lost`; returns the requests, as they are made."""
+    asked = []
+    for lane in (pool._quick, pool._slow):
+        ask = lane.ask
+        patch.setattr(
+            lane, "ask", lambda request, ask=ask: asked.append(request) or (None if is_lost(request) else ask(request))
+        )
+    return asked
+
+
+def test_workers_that_are_always_lost_are_no_verdict(pool, monkeypatch):
+    with monkeypatch.context() as patch:
+        lose_workers(patch, pool, lambda request: True)
+        assert pool.is_equal("x+15", "15+x") is None
+    assert pool.is_equal("x+15", "15+x") is True
+
+
+def test_answer_that_loses_its_workers_while_others_do_not_is_too_costly(pool, monkeypatch):
+    with monkeypatch.context() as patch:
+        asked = lose_workers(patch, pool, lambda request: request.get("pred") == "x+17")
+        with pytest.raises(TooCostly, match="17"):
+            pool.is_equal("x+17", "17+x")
+    assert asked[-2:] == [dict(zip(("pred", "gold"), CONTROL, strict=True)), {"gold": "17+x"}]
+
+
+def test_gold_that_is_slow_by_itself_leaves_it_open(pool):
+    """Evaluated alone it exhausts the limits, too; that is found out once, and only if an answer has."""
+    gold = too_much(18)
+    start = time.monotonic()
+    assert pool.is_equal("3", gold) is None
+    assert time.monotonic() - start > 0.9
+    start = time.monotonic()
+    assert pool.is_equal("4", gold) is None
+    assert time.monotonic() - start < 2.0
+    assert pool.is_equal(gold, gold) is True  # without being added up
+
+
+@pytest.mark.parametrize(
+    "gold", [r"\sqrt{x}+\binom{x}{3}", "x<3", r"(-\infty ,3)", r"\sum_{k=1}^{9} k", "x+y=3", r"\pi"]
+)
+def test_ordinary_gold_is_not_slow_by_itself(pool, gold):
+    assert pool._is_slow(gold) is False
+
+
+def test_failure_of_the_slow_lane_is_not_kept(pool, monkeypatch):
+    def fail(request: dict) -> dict:
+        raise RuntimeError("no worker")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool._quick, "ask", lambda request: {"equal": None})
+        patch.setattr(pool._slow, "ask", fail)
+        with pytest.raises(RuntimeError, match="no worker"):
+            pool.is_equal("x+16", "16+x")
+    assert pool.is_equal("x+16", "16+x") is True
+
+
+def test_close_ends_the_workers(pool):
+    pool.is_equal("x", "x")
+    pids = pool.worker_pids()
+    pool.close()
+    assert pids and not any(is_running(pid) for pid in pids)
+
+
+def run_program(*lines: str) -> subprocess.CompletedProcess:
+    start = [
+        "import os, signal",
+        "from verl_ext.reward import score_answer",
+        "from verl_ext.reward.maths import symbolic",
+        r"assert score_answer(r'\boxed{\sqrt{16}}', '4').acc == 1.0",
+    ]
+    return subprocess.run([sys.executable, "-c", "\n".join([*start, *lines])], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_no_worker_outlives_its_parent(end):
+    parent = run_program("print(*symbolic._POOL.worker_pids(), flush=True)", end)
+    (pid,) = map(int, parent.stdout.split())
+    deadline = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not is_running(pid)
+
+
+def test_forked_child_leaves_its_parents_workers_alone():
+    parent = run_program(
+        "child = os.fork()",
+        "if child == 0: os._exit(len(symbolic._POOL.worker_pids()))",
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len(symbolic._POOL.worker_pids()))",
+    )
+    assert parent.stdout.split() == ["0", "1"]
+
+
+def test_broken_installation_is_our_error(monkeypatch, tmp_path):
+    (tmp_path / "sympy.py").write_text("raise ImportError('sympy is broken')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match="did not start: sympy is broken"):
+        SymbolicPool().is_equal("x", "x")

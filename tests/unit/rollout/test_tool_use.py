@@ -1,0 +1,132 @@
+import builtins
+
+import pytest
+
+from verl_ext.protocols.base import Call
+from verl_ext.rollout.tool_use import FINISH_REASONS, ToolUse, end_reason, error_kind, tool_metrics
+
+
+@pytest.mark.parametrize(
+    ("status", "stderr", "return_code", "kind"),
+    [
+        ("code_error", "Traceback:\n  line 1\nNameError: name 'x' is not defined", 1, "NameError"),
+        ("code_error", "KeyboardInterrupt\n", 1, "KeyboardInterrupt"),
+        ("code_error", "sympy.core.sympify.SympifyError: no", 1, "other"),
+        ("code_error", "MyOwnError: of the model's making", 1, "other"),
+        ("code_error", "print: not found", 1, "other"),  # a builtin, but no exception
+        ("code_error", "", 3, "other"),
+        ("code_error", "NameError: x", -9, "killed"),
+        ("timeout", "NameError: x", None, "timeout"),
+    ],
+)
+def test_error_kinds_are_few_and_known(status, stderr, return_code, kind):
+    assert error_kind(status, stderr, return_code) == kind
+    assert kind in ("other", "killed", "timeout") or issubclass(getattr(builtins, kind), BaseException)
+
+
+def test_a_failed_or_malformed_call_is_fixed_by_the_next_one_that_ends_well():
+    use, call = ToolUse(), Call("code_interpreter", {"code": "x\n\n y"}, 0)
+    for error in ("NameError", "NameError", None, None):  # the second error was not fixed by the first repair
+        use.add_call(call, error)
+    use.add_malformed("bad_json")
+    use.add_call(call, None)
+    use.add_malformed("bad_json")
+    assert (use.ok, use.fixed, use.calls) == (3, 2, 5)
+    numbers = use.as_dict()
+    assert numbers["errors"] == {"NameError": 2} and numbers["malformed"] == {"bad_json": 2}
+    assert numbers["code_lines"] == 5 * 2
+
+
+@pytest.mark.parametrize(
+    ("info", "reason"),
+    [
+        ({"finish_reason": "answer", "unverified": 0.0}, "answer"),
+        ({"finish_reason": "answer", "unverified": 1.0}, "verifier_unknown"),
+        ({"finish_reason": "sandbox_failure"}, "sandbox_failure"),
+    ],
+)
+def test_a_verifier_that_failed_is_an_end_reason(info, reason):
+    assert end_reason(info) == reason and reason in FINISH_REASONS
+
+
+def rollout(acc, spans, finish_reason="answer", **use):
+    numbers = ToolUse(**{k: v for k, v in use.items() if k not in ("errors", "malformed")}).as_dict()
+    numbers |= {name: use[name] for name in ("errors", "malformed") if name in use}
+    return {
+        "reward_extra_info": {"acc": acc, "finish_reason": finish_reason},
+        "tool_use": numbers,
+        "model_spans": spans,
+    }
+
+
+def test_tool_metrics_by_hand():
+    metrics = tool_metrics(
+        [
+            # 100 tokens: 20 of the model, 10 of the tool, 70 of the model
+            rollout(1.0, [(0, 20), (30, 100)], ok=2, code_lines=6, first_call_token=10, tool_s=1.0, generate_s=4.0),
+            rollout(
+                0.0,
+                [(0, 40)],
+                "max_tokens",
+                ok=1,
+                errors={"NameError": 2, "timeout": 1},
+                malformed={"bad_json": 2},
+                fixed=1,
+                code_lines=4,
+                first_call_token=30,
+                tool_s=2.0,
+                queue_s=0.6,
+                run_s=1.2,
+                generate_s=3.0,
+                void_turns=2,
+                outputs_cut=1,
+            ),
+            rollout(0.0, [(0, 10)], "max_turns"),
+        ]
+    )
+    expected = {
+        "tool/code_ratio": 2 / 3,
+        "tool/calls": 6 / 3,
+        "tool/code_lines": 10 / 6,
+        "tool/ok_rate": 3 / 6,
+        "tool/ok_rate/right": 2 / 2,
+        "tool/ok_rate/wrong": 1 / 4,
+        "tool/error_rate": 3 / 6,
+        "tool/timeout_rate": 1 / 6,
+        "tool/error/NameError": 2 / 6,
+        "tool/error/timeout": 1 / 6,
+        "tool/malformed_rate": 2 / 8,
+        "tool/malformed/bad_json": 2 / 3,  # a rollout
+        "tool/fixed_rate": 1 / 5,
+        "tool/first_call_position": (10 / 100 + 30 / 40) / 2,
+        "tool/outputs_cut": 1 / 6,
+        "tool/time_share": 3 / 10,
+        "tool/seconds": 3 / 6,
+        "tool/queue_s": 0.6 / 6,
+        "tool/run_s": 1.2 / 6,
+        "turn/model_tokens": (20 + 70 + 40 + 10) / 4,
+        "turn/tool_tokens": 10.0,
+        "turn/void_rate": 1 / 3,
+        "finish/answer": 1 / 3,
+        "finish/token_limit": 1 / 3,
+        "finish/turn_limit": 1 / 3,
+        "finish/malformed_limit": 0.0,
+    }
+    assert {name: metrics[name] for name in expected} == pytest.approx(expected)
+
+
+def test_no_call_at_all_gives_zeros_and_no_rollout_nothing():
+    assert tool_metrics([]) == {}
+    metrics = tool_metrics([rollout(1.0, [(0, 5)])])
+    assert metrics["tool/ok_rate"] == metrics["tool/error_rate"] == metrics["tool/first_call_position"] == 0.0
+
+
+def test_verl_averages_every_metric_over_the_batches_of_a_step():
+    """Its aggregator takes the largest of what has "max" in its name, the smallest with "min", the sum with "total"."""
+    from verl.trainer.ppo.v1.utils import MetricsAggregator
+
+    metrics = tool_metrics([rollout(1.0, [(0, 5)], errors={"NameError": 1}, malformed={"bad_json": 1})])
+    aggregator = MetricsAggregator()
+    for scale in (1.0, 3.0):
+        aggregator.add_step_metrics({name: scale for name in metrics}, sample_count=1)
+    assert set(aggregator.get_aggregated_metrics().values()) == {2.0}

@@ -1,0 +1,344 @@
+"""What LeanAgentLoopWorker leaves out of verl's work, or does at another time; tests/e2e runs it in the real stack."""
+
+import ast
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
+    """The real `_run_prompt` of a worker, over a loop whose samples are the functions given; returns what it stored."""
+    import transfer_queue
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    from verl_ext.rollout.workers import LeanAgentLoopWorker
+
+    stored: list[tuple[str, Any]] = []
+    asked: list[int | None] = []  # of the loop, as `call_retries`
+
+    async def put(key: str, partition_id: str, tag: dict) -> None:
+        stored.append((f"{partition_id}:{key}", tag["status"]))
+
+    async def batch_put(keys: list[str], fields: Any, tags: list[dict], partition_id: str) -> None:
+        stored.append((f"{partition_id}:{keys}", (fields, tags)))
+
+    monkeypatch.setattr(transfer_queue, "async_kv_put", put)
+    monkeypatch.setattr(transfer_queue, "async_kv_batch_put", batch_put)
+
+    class Loop:
+        def __init__(self, samples: list) -> None:
+            self.samples = samples
+
+        async def run(self, sampling_params: dict, session_id: int, **kwargs: Any) -> AgentLoopOutput:
+            asked.append(kwargs.get("call_retries"))
+            response = await self.samples[session_id]()
+            response, info = response if isinstance(response, tuple) else (response, {})
+            fields = {"reward_extra_info": info, "min_global_steps": 6, "max_global_steps": 7}
+            fields["trajectory"] = {"prompt": "1+1?", "turns": [len(response)]}
+            return AgentLoopOutput(
+                prompt_ids=[1, 2],
+                response_ids=response,
+                response_mask=[1] * len(response),
+                reward_score=float(len(response)) if info is not None else None,
+                metrics=AgentLoopMetrics(),
+                extra_fields=fields,
+            )
+
+    def run(
+        samples: list,
+        log: Any = None,
+        validate: bool = False,
+        retool: dict | None = None,
+        score: Any = None,
+        **prompt: Any,
+    ) -> list[tuple[str, Any]]:
+        worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
+        rollout = {"n": len(samples), "val_kwargs": {"n": 1}}
+        if validate:
+            rollout["val_kwargs"]["n"] = len(samples)
+        worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool or {}})
+        worker._groups, worker._stored_columns, worker._score_rollout = {}, ["uid", "reward_model"], score
+        worker._trajectory_log = log
+        worker.reward_loop_worker_handles = None
+        worker._shared_loops = {"retool_code": Loop(samples)}
+        prompt = {"uid": "p", "agent_name": "retool_code", "global_steps": 7, "reward_model": {"a": 1}} | prompt
+        asyncio.run(worker._run_prompt(prompt, {}, {"validate": validate}))
+        retries = ((retool or {}).get("validation") or {"retries": 2})["retries"]
+        assert set(asked) == {retries if validate else None}
+        assert not worker._groups
+        return stored
+
+    return run
+
+
+def samples_of(lengths: list[int]) -> list:
+    """Samples that end in the order opposite to their number."""
+
+    async def sample(number: int, length: int) -> list[int]:
+        await asyncio.sleep(0.01 * (len(lengths) - number))
+        return list(range(length))
+
+    return [lambda number=number, length=length: sample(number, length) for number, length in enumerate(lengths)]
+
+
+def test_a_group_is_stored_at_once_when_its_last_sample_has_ended(roll_out_prompt) -> None:
+    running, (keys, (fields, tags)), finished = roll_out_prompt(samples_of([3, 1, 2]), raw_prompt="not stored")
+
+    assert running == ("train:p", "running") and finished == ("train:p", "finished")
+    assert keys == "train:['p_2_0', 'p_1_0', 'p_0_0']"
+    assert [len(row) for row in fields["responses"].unbind()] == [2, 1, 3]
+    assert [row.tolist() for row in fields["input_ids"].unbind()] == [[1, 2, 0, 1], [1, 2, 0], [1, 2, 0, 1, 2]]
+    assert [row.tolist() for row in fields["rm_scores"].unbind()] == [[0, 2], [1], [0, 0, 3]]
+    assert [row.tolist() for row in fields["position_ids"].unbind()][1] == [0, 1, 2]
+    assert fields.get("reward_model").tolist() == [{"a": 1}] * 3 and fields.get("uid").tolist() == ["p"] * 3
+    assert "raw_prompt" not in fields.keys()
+    assert tags[0] == {
+        "status": "success",
+        "prompt_len": 2,
+        "response_len": 2,
+        "seq_len": 4,
+        "global_steps": 7,
+        "min_global_steps": 6,
+        "max_global_steps": 7,
+    }
+
+
+@pytest.mark.parametrize(
+    ("number", "keys"), [(2, "train:['p_1_0', 'p_0_0']"), (3, "train:['p_2_0', 'p_1_0', 'p_0_0']")]
+)
+def test_a_prompt_may_say_its_own_number_of_samples(roll_out_prompt, number: int, keys: str) -> None:
+    """As `retool.adaptive_n` makes it do; `rollout.n` is 4."""
+    running, (stored, _), finished = roll_out_prompt(samples_of([3, 1, 2, 2]), __rollout_n__=number)
+    assert stored == keys and finished == ("train:p", "finished")
+
+
+def test_trajectories_go_to_their_log_and_not_into_the_storage(roll_out_prompt) -> None:
+    class Log:
+        written: list[dict] = []
+
+        def write(self, record: dict) -> None:
+            self.written.append(record)
+
+    _, (_, (fields, _)), _ = roll_out_prompt(samples_of([2, 1]), log=Log())
+    assert [(record["uid"], record["session"], record["turns"]) for record in Log.written] == [
+        ("p", 1, [1]),
+        ("p", 0, [2]),
+    ]
+    assert all("trajectory" not in extra for extra in fields.get("extra_fields").tolist())
+
+
+@pytest.mark.parametrize("raises_after_s", [0.0, 0.05], ids=["first", "last"])
+def test_a_sample_that_raises_makes_its_group_a_failure_whose_rest_is_stored(roll_out_prompt, raises_after_s) -> None:
+    async def fail() -> list[int]:
+        await asyncio.sleep(raises_after_s)
+        raise OSError("a bug")
+
+    running, (keys, _), status = roll_out_prompt([*samples_of([3, 1]), fail])
+    assert keys == "train:['p_1_0', 'p_0_0']"
+    assert status == ("train:p", "failure")
+
+
+ABORTED = {"finish_reason": "aborted"}
+SANDBOX_DOWN = {"finish_reason": "sandbox_failure", "sandbox_failure": 1.0}
+
+
+def failing(*ends: Any):
+    """A sample whose tries end so, one after the other: with an exception, or with the reward manager's info."""
+    remaining = list(ends)
+
+    async def sample() -> tuple[list[int], Any]:
+        end = remaining.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return [0] * (len(ends) - len(remaining)), end
+
+    return sample
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds that the worker would have waited."""
+    from verl_ext.rollout import workers as manager
+
+    waited = []
+
+    async def sleep(seconds: float) -> None:
+        waited.append(seconds)
+
+    monkeypatch.setattr(manager, "asyncio", SimpleNamespace(sleep=sleep))
+    return waited
+
+
+@pytest.mark.parametrize(
+    ("ends", "length"),
+    [
+        ([{}], 1),
+        ([ABORTED, {}], 2),
+        ([OSError("a lost server"), ABORTED, {}], 3),
+        ([ABORTED] * 3, 3),  # given up: stored, with what marks it
+        ([SANDBOX_DOWN], 1),  # the loop has tried its calls again: another response might need no sandbox
+    ],
+)
+def test_a_validation_sample_that_was_aborted_or_raised_is_tried_again(
+    roll_out_prompt, pauses, caplog, ends, length
+) -> None:
+    _, (keys, (fields, _)), status = roll_out_prompt([failing(*ends), failing({})], validate=True)
+    assert sorted(ast.literal_eval(keys.removeprefix("val:"))) == ["p_0_0", "p_1_0"] and status == ("val:p", "finished")
+    rows = dict(zip(ast.literal_eval(keys.removeprefix("val:")), fields, strict=True))
+    assert len(rows["p_0_0"]["responses"]) == length and len(rows["p_1_0"]["responses"]) == 1
+    assert rows["p_0_0"]["extra_fields"]["reward_extra_info"] == ends[-1]
+    assert pauses == [2.0, 4.0][: length - 1]
+    assert caplog.text.count("is tried again") == length - 1
+
+
+def test_a_validation_sample_that_raises_to_the_end_is_not_there_and_the_number_of_tries_a_setting(
+    roll_out_prompt, pauses
+) -> None:
+    bug = ValueError("a bug")
+    _, (keys, _), status = roll_out_prompt(
+        [failing(bug, bug), failing({})], validate=True, retool={"validation": {"retries": 1}}
+    )
+    assert keys == "val:['p_1_0']" and status == ("val:p", "failure") and pauses == [2.0]
+
+
+def test_a_training_sample_is_not_tried_again(roll_out_prompt, pauses) -> None:
+    """The sampler replaces its group, or leaves it out of it."""
+    _, (keys, (fields, _)), _ = roll_out_prompt([failing(ABORTED, {}), failing({})])
+    assert pauses == [] and sorted(len(row) for row in fields["responses"].unbind()) == [1, 1]
+
+
+@pytest.mark.parametrize("judged_at", [2, 3, 4])
+def test_a_response_that_no_verifier_could_judge_is_judged_again_and_not_sampled_again(
+    roll_out_prompt, pauses, judged_at
+) -> None:
+    verdicts = []
+
+    async def score(token_ids: list[int], sample: dict) -> dict[str, Any]:
+        verdicts.append(len(token_ids))
+        if len(verdicts) == 1:
+            raise RuntimeError("the verifier's own error")
+        unverified = float(len(verdicts) < judged_at)
+        return {"reward_score": 0.0, "reward_extra_info": {"unverified": unverified, "finish_reason": "answer"}}
+
+    _, (_, (fields, _)), _ = roll_out_prompt([failing(None)], validate=True, score=score)
+    assert verdicts == [1] * min(judged_at, 3)
+    (extra,) = fields.get("extra_fields").tolist()
+    assert extra["reward_extra_info"]["unverified"] == float(judged_at == 4)
+
+
+@pytest.mark.parametrize(
+    ("agent_name", "configured", "protocol"),
+    [
+        ("retool", "code", "CodeProtocol"),
+        ("retool", "hermes", "HermesProtocol"),
+        ("retool_code", "hermes", "CodeProtocol"),  # a sample's own choice
+        ("retool_hermes", "code", "HermesProtocol"),
+    ],
+)
+def test_the_protocol_is_that_of_the_sample_or_else_of_the_run(agent_name, configured, protocol, tokenizer) -> None:
+    from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
+
+    from verl_ext.rollout.workers import LeanAgentLoopWorker
+
+    config = OmegaConf.load(ROOT / "configs" / "tiny_dapo.yaml")
+    rollout = {"response_length": 10, "prompt_length": 10, "multi_turn": {"max_parallel_calls": 1}}
+    rollout["agent"] = config.actor_rollout_ref.rollout.agent
+    retool = OmegaConf.merge(config.retool, {"protocol": configured, "trajectory_log": {"folder": ""}})
+    worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
+    worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool, "data": {}})
+    worker._loop_classes, worker._shared_loops, worker.tools = {}, {}, []
+    worker.llm_client = worker.processor = worker.hf_model_type = worker.dataset_cls = None
+    worker.tokenizer = tokenizer
+    path = ROOT / config.actor_rollout_ref.rollout.agent.agent_loop_config_path
+    for loop in OmegaConf.load(path):  # as verl's worker reads it
+        _agent_loop_registry[loop.name] = loop
+
+    async def make():
+        return worker._make_loop(agent_name)
+
+    loop = asyncio.run(make())
+    assert type(loop.protocol).__name__ == protocol
+    assert worker._shared_loops[agent_name] is loop
+
+
+def test_an_unknown_agent_loop_is_named() -> None:
+    from verl_ext.rollout.workers import LeanAgentLoopWorker
+
+    worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
+    worker._loop_classes = {}
+    with pytest.raises(KeyError, match="'no_such' is not registered"):
+        worker._make_loop("no_such")
+
+
+@pytest.mark.parametrize(("workers", "gpus", "mode"), [(2, 1, "sync"), (1, 2, "sync"), (1, 1, "colocate_async")])
+def test_loops_in_the_server_need_one_server_and_one_worker_in_step(workers: int, gpus: int, mode: str) -> None:
+    from verl_ext.rollout.workers import InServerAgentLoopManager
+
+    rollout = {"tensor_model_parallel_size": 1, "data_parallel_size": 1, "agent": {"num_workers": workers}}
+    trainer = {"nnodes": 1, "n_gpus_per_node": gpus, "v1": {"trainer_mode": mode}}
+    config = {"actor_rollout_ref": {"rollout": rollout, "model": {}}, "trainer": trainer}
+    with pytest.raises(ValueError, match="needs one agent-loop worker, one vLLM server and the mode 'sync'"):
+        InServerAgentLoopManager(OmegaConf.create(config), None)
+
+
+async def test_calls_into_the_server_run_in_its_event_loop_and_raise_here() -> None:
+    """Ray runs `__ray_call__` in a thread beside the loop."""
+    from verl_ext.rollout.workers import _generate_sequences
+
+    started = []
+
+    async def generate_sequences(batch: str) -> None:
+        started.append((batch, asyncio.get_running_loop()))
+        if batch == "bad":
+            raise ValueError("a bad batch")
+
+    server = SimpleNamespace(_server_task=asyncio.ensure_future(asyncio.sleep(60)))
+    server.agent_loop_worker = SimpleNamespace(generate_sequences=generate_sequences)
+    await asyncio.to_thread(_generate_sequences, server, "batch")
+    assert started == [("batch", asyncio.get_running_loop())]
+    with pytest.raises(ValueError, match="a bad batch"):
+        await asyncio.to_thread(_generate_sequences, server, "bad")
+    server._server_task.cancel()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "tensor_parallel", "expected"),
+    [(1, 1, 1, 1), (1, 8, 4, 2), (2, 8, 4, 4), (1, 8, 8, 1)],  # nodes x GPUs / GPUs per server
+)
+def test_number_of_replicas(nodes: int, gpus: int, tensor_parallel: int, expected: int) -> None:
+    from verl_ext.rollout.workers import number_of_replicas
+
+    rollout = {"tensor_model_parallel_size": tensor_parallel, "data_parallel_size": 1}
+    trainer = {"nnodes": nodes, "n_gpus_per_node": gpus}
+    assert (
+        number_of_replicas(OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": rollout}}))
+        == expected
+    )
+
+
+async def test_the_load_balancer_is_asked_once() -> None:
+    from verl_ext.rollout.workers import skip_load_balancer
+
+    class Client:
+        asked: list[str] = []
+
+        async def _acquire_server(self, request_id: str, **extra: object) -> tuple[str, str]:
+            self.asked.append(request_id)
+            return "server_0", "handle"
+
+        def _release_server(self, server_id: str, request_id: str | None = None) -> None:
+            raise AssertionError("nothing was acquired that could be released")
+
+    client = Client()
+    skip_load_balancer(client)
+    for request_id in "abc":
+        assert await client._acquire_server(request_id, prompt_ids=[1]) == ("server_0", "handle")
+        client._release_server("server_0", request_id=request_id)
+    assert client.asked == ["a"]

@@ -1,0 +1,126 @@
+"""What a request may be: paths of files; and that no route runs a program past the queue."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.sandbox.server_process import Server
+from verl_ext.sandbox.server import api
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server("--preload", "", "--max-sessions", "1", workers=1)
+    yield server
+    server.stop()
+
+
+def refused(server: Server, **fields: object) -> str:
+    """The message of a 422 that names a field; the server runs the next program."""
+    status, _, answer = server.post(json.dumps({"code": "pass", "language": "python"} | fields).encode())
+    assert status == 422, answer
+    assert answer["detail"][0]["loc"][:2] == ["body", next(iter(fields))]
+    assert server.result("print(1)")["stdout"] == "1\n"
+    return answer["detail"][0]["msg"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["a", "a/b"], "'a' cannot be a file and a folder of other files"),
+        (["a/b/c", "x", "a/b"], "'a/b' cannot be a file and a folder"),
+        (["a", "./a"], "two of the paths are the same file"),
+        (["d/a", "d//a"], "two of the paths are the same file"),
+        (["a", "a/"], "two of the paths are the same file"),
+        (["main.py"], "'main.py' is the sandbox's own"),
+        (["main.py/a"], "'main.py' is the sandbox's own"),
+        ([".stdin"], "'.stdin' is the sandbox's own"),
+        ([".stdin/a"], "'.stdin' is the sandbox's own"),
+        (["n" * 300], "names of at most 255 bytes .* got a name of 300"),
+        (["é" * 128], "got a name of 256"),
+        (["d/" * 2500 + "a"], "a path of at most 3500 bytes, got a name of 1 in a path of 5001"),
+        (["\ud800"], "without lone surrogates"),
+        (["a\0b"], "without '..' and NUL"),
+        (["../a"], "without '..' and NUL"),
+        (["/a"], "below the request's folder"),
+        (["."], "below the request's folder"),
+        ([""], "below the request's folder"),
+        ([f"d{i}/f" for i in range(1500)], "at most 2048 files and folders"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_files_that_cannot_be_made_are_422_with_a_message(server, paths, message):
+    assert re.search(message, refused(server, files=dict.fromkeys(paths, "YQ==")))
+
+
+@pytest.mark.parametrize("path", ["n" * 300, "d/" * 2500 + "a", "\ud800", "a\0b", "../a", "/a", ".", "", "a/../../b"])
+def test_file_that_cannot_be_fetched_is_422(server, path):
+    refused(server, fetch_files=[path])
+
+
+def test_longest_names_spelt_in_any_way_are_made_and_fetched(server):
+    paths = ["n" * 255, "é" * 127, "./a//b/", "/".join(["d" * 100] * 30), "\udcff", " ", "-rf", "a\nb"]
+    code = "import os; print(sum(len(files) for _, _, files in os.walk('.')))"
+    answer = server.run(code, files=dict.fromkeys(paths, "YQ=="), fetch_files=[p.rstrip("/") for p in paths])
+    assert answer["run_result"]["stdout"] == f"{len(paths) + 1}\n", answer
+    assert set(answer["files"].values()) == {"YQ=="}
+    assert len(answer["files"]) == len(paths)
+
+
+def test_null_makes_no_file_but_is_checked(server):
+    assert server.result("import os; print(os.listdir())", files={"a": None})["stdout"] == "['main.py']\n"
+    refused(server, files={"a": None, "a/b": ""})
+
+
+def test_many_files_are_made_and_more_than_are_open_at_once_are_left_out_of_the_fetched(server):
+    paths = [f"f{i}" for i in range(400)]
+    answer = server.run("pass", files=dict.fromkeys(paths, "YQ=="), fetch_files=paths)
+    assert answer["status"] == "Success"
+    assert 100 < len(answer["files"]) < 400
+    assert "was not fetched" in answer["message"]
+    assert server.run("print(1)")["status"] == "Success"
+
+
+# --- /v1/ping
+
+
+def test_ping_waits_in_the_queue_and_runs_nothing_beside_it(server):
+    """One worker, which a program has for a second: many pings then share one place in the queue."""
+    busy = threading.Thread(target=server.run, args=("import time; time.sleep(1)",))
+    busy.start()
+    time.sleep(0.2)
+    before = len(server.descendants())
+    started = time.monotonic()
+    pings = [threading.Thread(target=server.ping) for _ in range(20)]
+    for ping in pings:
+        ping.start()
+    time.sleep(0.3)
+    assert len(server.descendants()) <= before
+    waiting = [
+        line
+        for line in server.request("/metrics")[2].decode().splitlines()
+        if line.startswith("sandbox_requests_waiting ")
+    ]
+    assert waiting == ["sandbox_requests_waiting 1.0"]
+    for ping in pings:
+        ping.join()
+    assert time.monotonic() - started > 0.6
+    busy.join()
+
+
+async def test_ping_does_not_claim_health_while_the_queue_is_stuck(monkeypatch):
+    from verl_ext.sandbox.server.pool import Pool
+
+    monkeypatch.setattr(api, "PING_QUEUE_S", 0.2)
+    pool = Pool(workers=1, max_output_bytes=1000, preload=())
+    try:
+        async with pool.slot(1):  # somebody has the only slot and gives it back to nobody
+            why = await api.check_health(pool)
+        assert why == "overloaded: no worker became free within 0.2 s; 1 requests run and 0 wait"
+        assert await api.check_health(pool) is None
+    finally:
+        await pool.close()

@@ -1,0 +1,210 @@
+"""The limit of a program's files where it has no file system of its own: counted, and then killed."""
+
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.sandbox.machines import MACHINES, machines
+from tests.unit.sandbox.server_process import REPOSITORY, Server
+from verl_ext.sandbox.server import disk
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def watch(tmp_path, monkeypatch) -> disk.DiskWatch:
+    """With limits that a test reaches quickly."""
+    monkeypatch.setattr(disk, "HOME_BYTES", 4 * MIB)
+    monkeypatch.setattr(disk, "HOME_INODES", 50)
+    return disk.DiskWatch(str(tmp_path), os.geteuid())
+
+
+def test_bytes_that_are_on_the_disk_count_and_holes_do_not(watch, tmp_path):
+    (tmp_path / "a").mkdir()
+    with open(tmp_path / "a/sparse", "wb") as file:
+        file.truncate(1 << 30)
+    (tmp_path / "a/b").write_bytes(b"x" * 3 * MIB)
+    os.link(tmp_path / "a/b", tmp_path / "again")  # the same file
+    assert watch.excess([]) == ""
+    (tmp_path / "c").write_bytes(b"x" * 2 * MIB)
+    assert watch.excess([]) == "disk limit: its files take more than 4 MiB"
+
+
+def test_files_folders_and_links_count(watch, tmp_path):
+    for i in range(25):
+        (tmp_path / f"d{i}").mkdir()
+    assert watch.excess([]) == ""
+    for i in range(26):
+        (tmp_path / f"d1/l{i}").symlink_to("nowhere")
+    assert watch.excess([]) == "disk limit: it has more than 50 files and folders"
+
+
+@pytest.mark.parametrize("how", ["open", "mapped"])
+def test_file_without_a_name_counts(watch, tmp_path, how):
+    fd = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)
+    os.write(fd, b"x" * 5 * MIB)
+    os.unlink(tmp_path / "a")
+    memory = mmap.mmap(fd, 5 * MIB)
+    if how == "mapped":
+        os.close(fd)
+    assert watch.excess([os.getpid()]) == "disk limit: its files take more than 4 MiB"
+    memory.close()
+    if how == "open":
+        os.close(fd)
+    watch._next_maps = 0
+    assert watch.excess([os.getpid()]) == ""
+
+
+@pytest.mark.parametrize("mode", [0, 0o100, 0o400])
+def test_locked_folder_counts(tmp_path, mode):
+    """For who is not root, whom no mode stops."""
+    code = f"""
+import os, sys
+from verl_ext.sandbox.server import disk
+from verl_ext.sandbox.server import isolation
+if os.geteuid() == 0:
+    isolation.set_uid(65534)
+folder = {str(tmp_path)!r}
+os.mkdir(folder + "/a")
+open(folder + "/a/b", "wb").write(bytes(4 << 20) + b"x" * (4 << 20))
+os.chmod(folder + "/a", {mode})
+disk.HOME_BYTES = 4 << 20
+print(disk.DiskWatch(folder, os.geteuid()).excess([]))
+"""
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        if folder != Path("/tmp"):
+            folder.chmod(0o777)
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, check=False)
+    assert (run.stdout, run.stderr) == ("disk limit: its files take more than 4 MiB\n", "")
+
+
+def test_depth_is_limited_so_that_counting_is_quick(watch, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk, "HOME_INODES", 10_000)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    for _ in range(600):
+        os.mkdir("d" * 200, dir_fd=folder)
+        below = os.open("d" * 200, os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = below
+    os.close(folder)
+    started = time.monotonic()
+    assert watch.excess([]) == "disk limit: it has more than 128 folders in each other"
+    assert time.monotonic() - started < 2
+    subprocess.run(["rm", "-rf", tmp_path / ("d" * 200)], check=True)
+
+
+def test_folder_that_becomes_a_link_leads_nowhere(watch, tmp_path, monkeypatch):
+    """What a program does between two of the watch's calls changes nothing outside of its folder."""
+    aside, folder = tmp_path / "aside", tmp_path / "folder"
+    for each in (aside, folder, aside / "b", folder / "a", folder / "a/b"):
+        each.mkdir(mode=0o500)
+        each.chmod(0o700)
+    (aside / "b/big").write_bytes(b"x" * 5 * MIB)
+    (aside / "b").chmod(0o500)
+    (folder / "a/b").chmod(0)
+    watch.folder = str(folder)
+    real_open = os.open
+
+    def open_after_exchange(path: str, *arguments: object, **options: object) -> int:
+        if str(path).endswith("b") and not (folder / "a").is_symlink():
+            (folder / "a").rename(folder / "was-a")
+            (folder / "a").symlink_to(aside)
+        return real_open(path, *arguments, **options)
+
+    monkeypatch.setattr(disk.os, "open", open_after_exchange)
+    assert watch.excess([]) == ""
+    assert (folder / "a").is_symlink()
+    assert (aside / "b").stat().st_mode & 0o777 == 0o500
+
+
+def test_threads_are_limited(watch):
+    stop = threading.Event()
+    threads = [threading.Thread(target=stop.wait) for _ in range(disk.MAX_THREADS)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert watch.excess([os.getpid()]) == "thread limit: a process has more than 128"
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_pause_grows_with_what_a_count_takes_and_has_an_end(watch, monkeypatch):
+    clock = iter([10.0, 10.005])
+    monkeypatch.setattr(watch, "_excess", lambda pids: "")
+    monkeypatch.setattr(disk.time, "monotonic", lambda: next(clock))
+    watch.excess([])
+    assert watch.next_check == pytest.approx(10.005 + 10 * 0.005)
+    clock = iter([10.0, 10.5])
+    watch.excess([])
+    assert watch.next_check == 10.5 + disk.MAX_PAUSE_S
+
+
+# --- through the server
+
+
+@pytest.fixture(scope="module", params=machines("ordinary user in plain Docker", "plain Docker"))
+def server(request) -> Iterator[Server]:
+    server = Server("--preload", "", "--max-sessions", "2", launcher=MACHINES[request.param])
+    yield server
+    server.process.terminate()
+    _, stderr = server.process.communicate(timeout=10)
+    assert "checked while they run, not enforced by the kernel" in stderr
+
+
+WRITE = "import os, time\nfor i in range({files}): open(f'f{{i}}', 'wb').write(bytes(1) * {size})\n{after}"
+
+
+@pytest.mark.parametrize(
+    ("files", "size", "after"),
+    [(5, 40 * MIB, "time.sleep(9)"), (5, 40 * MIB, ""), (6000, 0, "time.sleep(9)"), (6000, 0, "os._exit(0)")],
+    ids=["bytes", "bytes, at once", "files", "files, at once"],
+)
+def test_program_over_the_limit_is_killed_and_told_why(server, files, size, after):
+    result = server.result(WRITE.format(files=files, size=size, after=after), run_timeout=8)
+    assert (result["status"], result["return_code"]) == ("Finished", -9)
+    assert "\nKilled: disk limit: " in result["stderr"]
+    assert result["execution_time"] < 7
+
+
+@pytest.mark.parametrize("keep", ["open", "mapped"])
+def test_files_without_a_name_are_limited(server, keep):
+    code = f"""
+import mmap, os, time
+kept = []
+for i in range(5):
+    fd = os.open('f', os.O_RDWR | os.O_CREAT)
+    os.unlink('f')
+    for _ in range(50): os.write(fd, bytes(1 << 20))
+    if {keep!r} == 'mapped':
+        kept.append(mmap.mmap(fd, 50 << 20))
+        os.close(fd)
+    time.sleep(0.2)
+time.sleep(9)
+"""
+    result = server.result(code, run_timeout=8)
+    assert result["return_code"] == -9, result
+    assert result["stderr"].endswith("\nKilled: disk limit: its files take more than 128 MiB\n")
+
+
+def test_program_within_the_limit_is_not(server):
+    result = server.result(WRITE.format(files=3, size=40 * MIB, after="print('ok')"))
+    assert (result["stdout"], result["stderr"], result["return_code"]) == ("ok\n", "", 0)
+
+
+def test_session_is_limited_over_all_its_calls(server):
+    for i in range(3):
+        code = f"open('f{i}', 'wb').write(bytes(60 << 20)); print('ok')"
+        answer = server.run(code, session_id="disk")
+        assert answer["session"]["alive"] == (i < 2), answer
+    assert "disk limit" in answer["run_result"]["stderr"]

@@ -1,0 +1,142 @@
+"""Workers that die or hang with a program: whom the pool blames, and what it still calls its own failure."""
+
+import asyncio
+import contextlib
+import errno
+import os
+import signal
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import psutil
+import pytest
+
+from tests.unit.sandbox.server.test_pool import my_processes, request, stdout, wait_until
+from verl_ext.sandbox.server import connection
+from verl_ext.sandbox.server import pool as pool_module
+from verl_ext.sandbox.server.pool import LostProgramError, Pool, SandboxError
+
+SLEEP = "import time; print('begun', flush=True); time.sleep(30)"
+
+
+@pytest.fixture
+async def pool(monkeypatch) -> AsyncIterator[Pool]:
+    monkeypatch.setattr(pool_module, "ANSWER_GRACE_S", 0.5)
+    monkeypatch.setattr(pool_module, "CONTROL_S", 5)  # on a busy machine
+    pool = Pool(workers=2, max_output_bytes=1 << 20, preload=())
+    await stdout(pool, "pass")  # its worker is idle
+    yield pool
+    await pool.close()
+
+
+async def lose(pool: Pool, number: signal.Signals = signal.SIGKILL, **options: float) -> dict:
+    """Signal the worker as soon as it runs a program."""
+    pid = pool._idle[-1].pid
+    task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout=1), **options))
+    await wait_until(lambda: len(my_processes()) == 3)  # zygote, worker, program
+    await asyncio.sleep(0.1)
+    os.kill(pid, number)
+    return await task
+
+
+async def test_late_loss_is_a_failure_of_the_sandbox_once_and_then_the_programs(pool):
+    with pytest.raises(LostProgramError, match=r"the worker that ran the program died \(its socket closed\)"):
+        await lose(pool)
+    await stdout(pool, "pass")
+    result = await lose(pool)
+    assert (result["status"], result["return_code"], result["stdout"]) == ("Finished", -9, "")
+    assert "died with it, twice" in result["stderr"]
+    assert await stdout(pool, "print(1)") == "1\n"
+
+
+async def test_where_the_control_program_fails_the_sandbox_is_to_blame(pool, monkeypatch):
+    with pytest.raises(LostProgramError):
+        await lose(pool)
+    await stdout(pool, "pass")
+
+    async def control() -> str:
+        return "no worker"
+
+    monkeypatch.setattr(pool, "_control", control)
+    with pytest.raises(SandboxError, match=r"died .*; a control program failed, too: no worker"):
+        await lose(pool)
+
+
+async def test_loss_with_the_zygote_is_nobodys_but_the_sandboxs(pool):
+    task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout=5), spare_s=60))
+    await wait_until(lambda: len(my_processes()) == 3)
+    started = time.monotonic()
+    for process in my_processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a program ends with its worker
+            process.kill()
+    with pytest.raises(SandboxError) as error:
+        await task
+    assert not isinstance(error.value, LostProgramError)
+    assert time.monotonic() - started < 3
+
+
+async def test_worker_that_fails_with_a_running_program_twice_is_no_failure_of_the_sandbox(pool, monkeypatch):
+    """Such as by what the program did to its own files; that a program was not set up is never its own doing."""
+    real, failures = connection.Worker.call, []
+
+    async def call(self, request: dict) -> tuple[dict, bytes]:
+        if b"begun" in request["code"].encode():
+            self.started = True
+            failures.append(1)
+            return {"error": "ValueError: seen", "lost": lost}, b""
+        return await real(self, request)
+
+    monkeypatch.setattr(connection.Worker, "call", call)
+    lost = True
+    result = await pool.execute(request(SLEEP), spare_s=60)
+    assert (result["status"], result["return_code"], len(failures)) == ("Finished", -9, 2)
+    lost = False
+    with pytest.raises(SandboxError, match="ValueError: seen") as error:
+        await pool.execute(request(SLEEP), spare_s=60)
+    assert not isinstance(error.value, LostProgramError)
+
+
+async def test_without_isolation_no_loss_is_blamed_on_a_program():
+    pool = Pool(workers=1, max_output_bytes=1000, preload=(), isolation="none")
+    try:
+        for _ in range(3):
+            with pytest.raises(SandboxError, match="died"):
+                await pool.execute(request("import os, time; os.kill(os.getppid(), 9); time.sleep(9)"), spare_s=60)
+    finally:
+        await pool.close()
+
+
+async def test_worker_that_hangs_after_the_program_began_is_a_timeout(pool):
+    started = time.monotonic()
+    result = await lose(pool, signal.SIGSTOP)
+    assert (result["status"], result["return_code"]) == ("TimeLimitExceeded", None)
+    assert time.monotonic() - started < 1 + 0.5 + 5
+    assert pool.restarts["worker"] == 1
+    assert await stdout(pool, "print(1)") == "1\n"
+    await wait_until(lambda: len(my_processes()) == 2)
+
+
+async def test_worker_that_hangs_with_the_zygote_is_a_failure_of_the_sandbox(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "CONTROL_S", 0.5)
+    task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout=1)))
+    await wait_until(lambda: len(my_processes()) == 3)
+    for process in my_processes():
+        process.suspend()
+    with pytest.raises(SandboxError, match="did not answer; a control program failed, too: "):
+        await task
+    pool._kill_zygote("it is suspended")
+
+
+async def test_descriptors_in_flight_of_others_delay_a_request_and_nothing_else(pool, monkeypatch):
+    refusals = iter(range(5))
+
+    def send_fds(*arguments: object) -> int:
+        if next(refusals, None) is not None:
+            raise OSError(errno.ETOOMANYREFS, "Too many references: cannot splice")
+        return real(*arguments)
+
+    real = socket.send_fds
+    monkeypatch.setattr(connection.socket, "send_fds", send_fds)
+    assert await stdout(pool, "print(1)") == "1\n"
+    assert next(refusals, None) is None

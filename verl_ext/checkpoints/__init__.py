@@ -1,0 +1,6 @@
+"""Checkpoints that are whole or not there: `python -m verl_ext.checkpoints FOLDER` shows them.
+
+`folder.py` decides which ones are whole, resumed from and kept, `manifest.py` lists sizes and checksums, `hooks.py`
+makes verl do so.
+In: what verl saves. Out: a folder with `checkpoint.json`, or nothing.
+"""

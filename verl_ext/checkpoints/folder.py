@@ -1,0 +1,410 @@
+"""Checkpoints on disk, of SFT and RL: each is whole or not there; which one a run resumes from; which ones are kept.
+
+A checkpoint is written below `.saving/`. When every rank's part is on the disk, `checkpoint.json` lists its files with
+sizes and checksums (`manifest.py`), one rename makes it `global_step_<n>`, verl's tracker names it, and only then older
+ones are deleted, each step fsynced before the next (`durable.py`). So a kill or a power loss at any moment leaves the
+checkpoints there were. `hooks.py` makes verl do so; this file knows folders only.
+
+    python -m verl_ext.checkpoints outputs/qwen2-32b_dapo               # what is there, and where a run would resume
+    python -m verl_ext.checkpoints outputs/old_run --accept 300         # vouch for one that was saved without this file
+"""
+
+import argparse
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import statistics
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from verl_ext.checkpoints.manifest import MANIFEST, NotWhole, problem, vouch
+from verl_ext.records import durable
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+TRACKER = "latest_checkpointed_iteration.txt"  # verl's; the merge and the quickstart read it
+SAVING = ".saving"  # what is being written, and what is being deleted
+REPLACED = "replaced"  # in it: the checkpoint whose step is saved again, until the new one is in its place
+VALIDATION = "validation.json"  # in the run's folder: step -> value of the metric that decides on the best
+VERL_KEYS = ("max_ckpt_to_keep", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep", "remove_previous_ckpt_in_save")
+
+_STEP = re.compile(r"global_step_(\d+)")
+
+Say = Callable[[str], None]
+
+
+# What is there -------------------------------------------------------------------------------------------------------
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps of the folders `global_step_<n>`, ascending, whole or not."""
+    found = (step_of(path) for path in folder.glob("global_step_*") if path.is_dir())
+    return sorted(step for step in found if step is not None)
+
+
+def step_of(path: str | os.PathLike | None) -> int | None:
+    """The step that the name of a checkpoint's folder says."""
+    match = _STEP.fullmatch(Path(path or "").name)
+    return int(match[1]) if match else None
+
+
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"global_step_{step}"
+
+
+def tracked_step(folder: Path) -> int | None:
+    """The step that verl's tracker names; None where it is missing or, after a kill, empty."""
+    try:
+        return int((folder / TRACKER).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def whole_steps(folder: Path) -> list[int]:
+    return [step for step in steps(folder) if problem(path_of(folder, step)) is None]
+
+
+# Where a run resumes -------------------------------------------------------------------------------------------------
+
+
+def resume_point(folder: Path, say: Say = logger.info) -> Path | None:
+    """Where `resume_mode=auto` goes on: the step that the tracker names, or else the newest that is whole.
+
+    The tracker comes first because a user may set it back to an earlier step. None: there is no checkpoint yet. Nothing
+    is changed: the path may be below `.saving/`, from where `restore` puts it in its place.
+
+    Raises:
+        NotWhole: there are checkpoints, but none is whole; a run that started over would overwrite them in time.
+    """
+    copies, tracked = recoverable(folder), tracked_step(folder)
+    places = {step: path_of(folder, step) for step in steps(folder)} | copies
+    problems = {step: problem(path, contents=False) for step, path in places.items()}
+    chosen = None
+    for step in sorted(places, key=lambda step: (step == tracked, step), reverse=True):
+        if problems[step] is None:
+            problems[step] = problem(places[step])  # of the others, which may be large, only the sizes are compared
+            if problems[step] is None:
+                chosen = step
+                break
+    broken = [f"{places[step]} is not whole: {problems[step]}." for step in sorted(places) if problems[step]]
+    for line in broken:
+        say(f"Resume: {line} It is left alone.")
+    if chosen in copies:
+        say(f"Resume: {places[chosen]} is whole; a kill came before it was in its place, where it is put now.")
+    elif (folder / SAVING).exists():
+        say(f"Resume: {folder / SAVING} holds what a run was saving when it was killed. It is not used.")
+    if chosen is None:
+        broken += [f"{path} is not whole: {problem(path)}." for path in _vouched(folder)]
+        if broken:
+            raise NotWhole(
+                f"{' '.join(broken)} A run that starts over would write beside and over that. Move it away; or, if you "
+                f"know that a step is complete: python -m verl_ext.checkpoints {folder} --accept STEP"
+            )
+        say(f"Resume: no checkpoint in {folder}; training starts from scratch.")
+        return None
+    newest = max(step for step in places if problems[step] is None)
+    if chosen != tracked:
+        named = "names no step" if tracked is None else f"names step {tracked}, which is not there or not whole"
+        say(f"Resume: {folder / TRACKER} {named}; {chosen} is the newest whole step.")
+    elif chosen < newest:
+        say(f"Resume: {folder / TRACKER} names step {chosen}, not the newest ({newest}), and is followed.")
+    say(f"Resume: from {places[chosen]}, step {chosen}.")
+    return places[chosen]
+
+
+def require_whole(path: str | os.PathLike | None) -> Path:
+    """The checkpoint that `resume_from_path` names.
+
+    Raises:
+        ValueError: it does not name a folder `global_step_<n>`.
+        NotWhole: something of it is missing; says what.
+    """
+    checkpoint = Path(path or "")
+    if step_of(path) is None:
+        raise ValueError(
+            f"trainer.resume_from_path is {path!r}. Expected the folder of a checkpoint, such as "
+            "outputs/qwen2-32b_dapo/global_step_300."
+        )
+    if seen := problem(checkpoint):
+        others = [str(path_of(checkpoint.parent, step)) for step in whole_steps(checkpoint.parent)]
+        raise NotWhole(
+            f"trainer.resume_from_path={checkpoint} is not a whole checkpoint: {seen}. Whole ones there: "
+            f"{', '.join(others) or 'none'}. resume_mode=auto picks one; if you know that this one is complete: "
+            f"python -m verl_ext.checkpoints {checkpoint.parent} --accept {step_of(path)}"
+        )
+    return checkpoint
+
+
+# Saving --------------------------------------------------------------------------------------------------------------
+
+
+def begin(folder: Path) -> Path:
+    """An empty `.saving/`, into which a checkpoint is written.
+
+    What a killed run left there is deleted, but only what no resume could need: `restore` comes first.
+    """
+    restore(folder)
+    saving = folder / SAVING
+    if saving.exists():
+        shutil.rmtree(saving)
+    durable.make_folder(saving)
+    return saving
+
+
+def publish(folder: Path, step: int) -> Path:
+    """Make `.saving/global_step_<n>`, which all ranks have written, the checkpoint of that step, and name it last.
+
+    When this returns, the checkpoint outlives a power loss. One that it replaces is in `.saving/replaced/` meanwhile.
+
+    Raises:
+        NotWhole: shards of some ranks are not there.
+        OSError: the disk does not take it; what there was is still there.
+    """
+    saving = folder / SAVING
+    vouch(path_of(saving, step))
+    for parent in (saving, folder, folder.parent):  # `restore` finds it from now on
+        durable.sync_folder(parent)
+    target = _put_in_place(path_of(saving, step), folder, aside=REPLACED)
+    durable.write_text(folder / TRACKER, str(step))
+    shutil.rmtree(saving)
+    return target
+
+
+def recoverable(folder: Path, wanted: int | None = None) -> dict[int, Path]:
+    """Whole copies in `.saving/` that a resume needs, by step; a kill came while one was put in its place.
+
+    Those of the step that is wanted or that the tracker names, if that is not there or not whole; all, if nothing else
+    is whole. Others are of a save that never returned, and the run has an older checkpoint.
+    """
+    if not (copies := [path for path in _vouched(folder) if problem(path) is None]):
+        return {}
+    there, named = whole_steps(folder), (tracked_step(folder), wanted)
+    by_step = {step_of(path): path for path in copies}
+    return {step: path for step, path in by_step.items() if step not in there and (not there or step in named)}
+
+
+def restore(folder: Path, wanted: int | None = None, say: Say = logger.info) -> None:
+    """Put what is `recoverable` in its place, before a run resumes or saves."""
+    for copy in recoverable(folder, wanted).values():
+        say(f"{copy} is whole; a kill came before it was in its place, where it is put now.")
+        _put_in_place(copy, folder, aside="broken")
+
+
+def _vouched(folder: Path) -> list[Path]:
+    """Copies in `.saving/` with a list of files, of one step the newer last."""
+    copies = (path for parent in (REPLACED, ".") for path in (folder / SAVING / parent).glob("global_step_*"))
+    return [path for path in copies if step_of(path) is not None and (path / MANIFEST).is_file()]
+
+
+def _put_in_place(copy: Path, folder: Path, *, aside: str) -> Path:
+    """Rename a whole copy to `global_step_<n>`; what is there goes to `.saving/<aside>/` first."""
+    target = folder / copy.name
+    if target.exists():  # of a run that was set back to an earlier step, or broken
+        old = folder / SAVING / aside / target.name
+        durable.make_folder(old.parent)
+        target.rename(old)
+        durable.sync_folder(old.parent)
+        durable.sync_folder(folder)
+    copy.rename(target)
+    durable.sync_folder(folder)
+    durable.sync_folder(copy.parent)
+    return target
+
+
+# Which ones are kept -------------------------------------------------------------------------------------------------
+
+
+def kept_steps(whole: Iterable[int], *, keep_last: int | None, best: int | None, tracked: int | None) -> set[int]:
+    """The last `keep_last` steps (None: all), the best one and the one that the tracker names."""
+    ordered = sorted(whole)
+    newest = ordered if keep_last is None else ordered[-keep_last:]
+    return {*newest, *({best, tracked} & set(ordered))}
+
+
+@dataclass
+class Rolling:
+    """Deletes the checkpoints that `retool.checkpoints` does not keep, after each save and each validation.
+
+    What is there is read from the disk every time, and the values of the metric are kept in `validation.json`: so it is
+    right after a resume, and a best checkpoint of an earlier start stays. Steps above the newest one saved by this
+    process (a run set back to an earlier step) and checkpoints that are not whole are left alone.
+
+    Args:
+        folder: `trainer.default_local_dir`.
+        keep_last: number of checkpoints; None keeps all.
+        best_metric: name of a logged metric; `*` stands for any part of it, and the mean over all that match counts.
+            None: no best one is kept.
+        best_mode: "max" | "min".
+    """
+
+    folder: Path
+    keep_last: int | None = None
+    best_metric: str | None = None
+    best_mode: str = "max"
+    saved: int | None = None  # newest step that this process has saved
+    values: dict[int, float] = field(default_factory=dict)
+    recorded: set[int] = field(default_factory=set)  # steps that this process has validated
+    sound: set[int] = field(default_factory=set)  # steps whose bytes this process has written or compared
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> "Rolling":
+        """From a run's resolved config, SFT or RL.
+
+        Raises:
+            ValueError: a setting cannot be, or one of verl's own, which forget at a resume, is set.
+        """
+        trainer, settings = config["trainer"], (config.get("retool") or {}).get("checkpoints") or {}
+        if set_keys := [key for key in VERL_KEYS if trainer.get(key)]:
+            raise ValueError(
+                f"trainer.{set_keys[0]}={trainer[set_keys[0]]}: verl 0.9.1 forgets what it has kept at a resume, and "
+                "verl_ext rolls checkpoints instead. Set it to null, and retool.checkpoints.keep_last to the number."
+            )
+        if unknown := settings.keys() - {"keep_last", "best_metric", "best_mode"}:
+            raise ValueError(
+                f"retool.checkpoints has {', '.join(sorted(unknown))}; expected keep_last, best_metric and best_mode."
+            )
+        rolling = cls(Path(trainer["default_local_dir"]), **settings)
+        rolling._check(trainer, config.get("retool") or {})
+        rolling._load()
+        return rolling
+
+    def _check(self, trainer: Mapping[str, Any], retool: Mapping[str, Any]) -> None:
+        if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 1):
+            raise ValueError(f"retool.checkpoints.keep_last={self.keep_last!r}; expected 1 or more, or null for all.")
+        if self.best_mode not in ("max", "min"):
+            raise ValueError(f"retool.checkpoints.best_mode={self.best_mode!r}; expected max or min.")
+        key, intervals = "trainer.test_freq", [trainer.get("test_freq")]
+        if (light := retool.get("light_validation") or {}).get("enable"):
+            key, intervals = "retool.light_validation.full_every", [light["full_every"]]
+        elif (schedule := retool.get("validation_schedule") or {}).get("enable"):
+            key, intervals = "retool.validation_schedule.phases", [every for _, every in schedule["phases"]]
+        save_freq = trainer.get("save_freq")
+        if not (self.best_metric and all(isinstance(freq, int) for freq in (save_freq, *intervals)) and save_freq > 0):
+            return
+        if any(every <= 0 or save_freq % every for every in intervals):
+            logger.warning(
+                "retool.checkpoints.best_metric=%s: only a step with a whole validation can be the best, but "
+                "trainer.save_freq=%s is no multiple of %s=%s.",
+                *(self.best_metric, save_freq, key, ", ".join(map(str, intervals))),
+            )
+
+    def _load(self) -> None:
+        path = self.folder / VALIDATION
+        if not path.exists():
+            return
+        try:
+            there = json.loads(path.read_text())
+            about = there["metric"], there["mode"]
+            values = {int(step): float(value) for step, value in there["values"].items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path} cannot be read ({error!r}); expected the steps' values of {self.best_metric}, without which "
+                "the best checkpoint is not known. Restore it, or delete it: then a later validation decides."
+            ) from error
+        if about != (self.best_metric, self.best_mode):
+            logger.warning("%s is about %s, not %s, and starts anew.", path, about[0], self.best_metric)
+            return
+        self.values = values
+
+    def record(self, data: Mapping[str, Any], step: int) -> None:
+        """Take the metric out of what is logged at a step, if it is there.
+
+        Raises:
+            ValueError: it is a validation of verl's, and the metric is not in it.
+        """
+        if not self.best_metric:
+            return
+        found = [float(value) for key, value in data.items() if fnmatchcase(key, self.best_metric)]
+        if not found:
+            if validated := [key for key in data if key == "val/loss" or key.startswith("val-core/")]:
+                raise ValueError(
+                    f"retool.checkpoints.best_metric={self.best_metric} is not among the metrics of the validation at "
+                    f"step {step}: {', '.join(validated)}. Set it to one of these, or to null."
+                )
+            return
+        value = statistics.fmean(found)
+        if not math.isfinite(value):
+            logger.warning("Step %s has %s = %s and cannot be the best.", step, self.best_metric, value)
+            return
+        self.values[step] = value
+        self.recorded.add(step)
+        durable.make_folder(self.folder)
+        durable.write_text(
+            self.folder / VALIDATION,
+            json.dumps({"metric": self.best_metric, "mode": self.best_mode, "values": self.values}, indent=1),
+        )
+        self.delete_others()
+
+    def best(self, among: Iterable[int]) -> int | None:
+        """The step with the best value, of equal ones the newest; None if none has one."""
+        sign = 1 if self.best_mode == "max" else -1
+        known = [(sign * self.values[step], step) for step in among if step in self.values]
+        return max(known)[1] if known else None
+
+    def after_save(self, step: int) -> None:
+        """SFT has validated the step before, RL will after; an older value is of a run that was set back since."""
+        self.saved = step
+        self.sound.add(step)
+        self.values = {s: value for s, value in self.values.items() if s < step or s in self.recorded}
+        self.delete_others()
+
+    def delete_others(self) -> None:
+        """Nothing before this process has saved: a validation alone deletes no checkpoint."""
+        if self.saved is None or self.keep_last is None:
+            return
+        whole = [step for step in steps(self.folder) if step <= self.saved and self._is_whole(step)]
+        best = self.best(whole)
+        kept = kept_steps(whole, keep_last=self.keep_last, best=best, tracked=tracked_step(self.folder))
+        others = [step for step in whole if step not in kept]
+        if not others:
+            return
+        durable.make_folder(self.folder / SAVING)
+        for step in others:  # out of sight at once, however long deleting takes
+            path_of(self.folder, step).rename(self.folder / SAVING / f"deleted_{step}")
+        durable.sync_folder(self.folder)
+        durable.sync_folder(self.folder / SAVING)
+        shutil.rmtree(self.folder / SAVING)
+        named = "" if best is None else f" (best: {best}, {self.best_metric} {self.values[best]:.4g})"
+        logger.info("Checkpoints: kept %s%s, deleted %s.", sorted(kept), named, others)
+
+    def _is_whole(self, step: int) -> bool:
+        """One that is kept in the place of others is compared first, once: it may be of the right size only."""
+        is_whole = problem(path_of(self.folder, step), contents=step not in self.sound) is None
+        if is_whole:
+            self.sound.add(step)
+        return is_whole
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_ext.checkpoints", description="What a run's folder has, and where it would resume."
+    )
+    parser.add_argument("folder", type=Path, help="trainer.default_local_dir of the run, or the quickstart's folder")
+    parser.add_argument("--accept", type=int, metavar="STEP", help="vouch that this step is complete as it is now")
+    args = parser.parse_args()
+    parts = [args.folder / name for name in ("sft", "rl") if steps(args.folder / name)]
+    folders = parts if parts and not steps(args.folder) else [args.folder]
+    try:
+        if args.accept is not None:
+            if len(folders) > 1:
+                raise SystemExit(f"--accept needs one run's folder: {' or '.join(map(str, folders))}.")
+            if not path_of(folders[0], args.accept).is_dir():
+                raise SystemExit(f"There is no {path_of(folders[0], args.accept)}; steps there: {steps(folders[0])}.")
+            vouch(path_of(folders[0], args.accept))
+        for folder in folders:
+            if parts:
+                print(f"{folder}:")
+            for step in steps(folder):
+                size = sum(path.stat().st_size for path in path_of(folder, step).rglob("*") if path.is_file())
+                seen = problem(path_of(folder, step))
+                print(f"step {step:>6}  {size / 1e9:8.3f} GB  {'whole' if seen is None else f'not whole: {seen}'}")
+            resume_point(folder, print)
+    except NotWhole as error:
+        raise SystemExit(str(error)) from None

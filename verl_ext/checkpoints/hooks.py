@@ -1,0 +1,240 @@
+"""The overrides of verl's internals that whole checkpoints take, on GPUs and CPUs alike; each names what it replaces.
+
+verl 0.9.1 offers a callback after a save of RL, but nothing before one, nothing at a resume and nothing for SFT.
+"""
+
+import logging
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import wrapt
+
+from verl_ext.checkpoints import folder as checkpoints
+from verl_ext.checkpoints import manifest
+from verl_ext.versions import VERL, require_versions
+
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)
+
+_rolling: checkpoints.Rolling | None = None  # of this process's run
+
+
+def install(verl: ModuleType) -> None:
+    """Patch each module when it is imported.
+
+    Args:
+        verl: the imported package.
+    Raises:
+        RuntimeError: it has another version than the one that was patched.
+    """
+    require_versions(VERL, "verl_ext/checkpoints/hooks.py")
+    wrapt.register_post_import_hook(_guard_sft, "verl.utils.checkpoint.checkpoint_handler")
+    wrapt.register_post_import_hook(_guard_rl, "verl.trainer.ppo.v1.trainer_base")
+    wrapt.register_post_import_hook(_sync_shards, "verl.utils.checkpoint.fsdp_checkpoint_manager")
+    wrapt.register_post_import_hook(_watch_metrics, "verl.utils.tracking")
+
+
+def _publish(folder: Path, step: int) -> Path:
+    checkpoint = checkpoints.publish(folder, step)
+    logger.info("Checkpoint of step %s is whole: %s", step, checkpoint)
+    if _rolling is not None:
+        _rolling.after_save(step)
+    return checkpoint
+
+
+def _sync_shards(module: ModuleType) -> None:
+    """verl/utils/checkpoint/fsdp_checkpoint_manager.py (0.9.1): `FSDPCheckpointManager`, of SFT and of RL's workers.
+
+    - :272 `save_checkpoint` returns when the shards are in the memory of their machine. Here it waits for the disk, on
+      every rank, so that a checkpoint which rank 0 then names outlives a power loss of any node.
+    """
+    manager = module.FSDPCheckpointManager
+    save = manager.save_checkpoint
+
+    def save_checkpoint(self: Any, local_path: str | None, *args: Any, **kwargs: Any) -> None:
+        save(self, local_path, *args, **kwargs)
+        if local_path is not None:
+            manifest.sync_own(Path(local_path), self.rank)
+
+    manager.save_checkpoint = save_checkpoint
+
+
+def _guard_sft(module: ModuleType) -> None:
+    """verl/utils/checkpoint/checkpoint_handler.py (0.9.1): `CheckpointHandler`.
+
+    - :88 `save_checkpoint`: rank 0 writes the tracker before other ranks have saved their data-loader state. A kill
+      then leaves a checkpoint whose rank 1 starts its data anew. Here it writes into `.saving/`.
+    - :184 `_determine_resume_path`: takes what the tracker names, whole or not.
+    - :157 `_load_dataloader_state`: a missing file starts the data anew with a warning; and a state saved after the
+      last batch of an epoch yields nothing in the next one, which trainer/sft_trainer.py:341 counts all the same: that
+      epoch is skipped, and if it is the last one, nothing is trained (verl issues 5725, 7401).
+    - :127 `load_checkpoint`: a run that is complete would train one step more (trainer/sft_trainer.py:365).
+    """
+    handler = module.CheckpointHandler
+    save, load, load_data = handler.save_checkpoint, handler.load_checkpoint, handler._load_dataloader_state
+
+    def barrier(self: Any) -> None:
+        if self.mode == module.OrchestrationMode.SPMD:
+            module.torch.distributed.barrier()
+
+    def save_checkpoint(self: Any, step: int) -> None:
+        folder = Path(self.default_local_dir)
+        if self.rank == 0:
+            checkpoints.begin(folder)
+        barrier(self)
+        self.default_local_dir = str(folder / checkpoints.SAVING)
+        try:
+            save(self, step)
+            manifest.sync_own(checkpoints.path_of(folder / checkpoints.SAVING, step), self.rank)  # `data_<rank>.pt`
+        finally:
+            self.default_local_dir = str(folder)
+        barrier(self)  # all ranks' parts are on the disk
+        if self.rank == 0:
+            _publish(folder, step)
+        barrier(self)
+
+    def _determine_resume_path(self: Any) -> str | None:
+        mode = "resume_path" if self.resume_mode == "auto" and self.resume_from_path else self.resume_mode
+        decided: list[Any] = [None]  # by rank 0: it may have to put a checkpoint in its place, and reads GBs
+        if self.rank == 0:
+            try:
+                decided = [_chosen(mode, self.resume_from_path, Path(self.default_local_dir))]
+            except (ValueError, OSError, checkpoints.NotWhole) as error:
+                decided = [error]
+        if self.mode == module.OrchestrationMode.SPMD:
+            module.torch.distributed.broadcast_object_list(decided, src=0)
+        (chosen,) = decided
+        if isinstance(chosen, Exception):
+            raise chosen
+        if chosen is None:
+            return None
+        if self.mode == module.OrchestrationMode.SPMD:
+            manifest.require_ranks(chosen, module.torch.distributed.get_world_size())
+        return str(chosen)
+
+    def _load_dataloader_state(self: Any, checkpoint_path: str) -> None:
+        states = sorted(path.name for path in Path(checkpoint_path).glob("data_*.pt"))
+        ranks = 1 if self.mode == module.OrchestrationMode.RAY else self.engine.get_data_parallel_size()
+        if len(states) != ranks:
+            raise ValueError(
+                f"{checkpoint_path} holds the data-loader states of {len(states)} data-parallel ranks, but this run "
+                f"has {ranks}: some traces would be trained twice, others not. Resume with as many GPUs and the same "
+                "engine.ulysses_sequence_parallel_size, or start anew from the merged model."
+            )
+        step, steps_per_epoch = module.extract_step(checkpoint_path), len(self.train_dataloader)
+        if step % steps_per_epoch == 0:
+            if self.rank == 0:
+                logger.info("Resume: step %s ended an epoch; the next one starts at its first batch.", step)
+            return
+        load_data(self, checkpoint_path)
+
+    def load_checkpoint(self: Any) -> int:
+        step = load(self)
+        if self.mode == module.OrchestrationMode.SPMD and step >= self.engine.optimizer_config.total_training_steps > 0:
+            if self.rank == 0:
+                logger.info("Resume: the run is complete, step %s is its last; there is nothing to train.", step)
+            module.torch.distributed.destroy_process_group()
+            raise SystemExit(0)
+        return step
+
+    handler.save_checkpoint = save_checkpoint
+    handler.load_checkpoint = load_checkpoint
+    handler._determine_resume_path = _determine_resume_path
+    handler._load_dataloader_state = _load_dataloader_state
+
+
+def _guard_rl(module: ModuleType) -> None:
+    """verl/trainer/ppo/v1/trainer_base.py (0.9.1): `PPOTrainer`.
+
+    - :948 `_save_checkpoint` writes actor shards, critic, `data.pt`, the queue of the asynchronous modes, then the
+      tracker, not atomically: a kill may leave it empty, which no later start survives. Files of a half-written step
+      stay when it is saved again. Here it writes into `.saving/`, and the callback is called once the step is whole.
+    - :850 `_load_checkpoint` takes what the tracker or `resume_from_path` names, whole or not; without `data.pt` it
+      starts the data anew with a warning.
+    """
+    from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
+
+    trainer = module.PPOTrainer
+    save, load = trainer._save_checkpoint, trainer._load_checkpoint
+
+    def _save_checkpoint(self: Any) -> None:
+        if self.config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False):
+            raise ValueError(
+                "actor_rollout_ref.actor.checkpoint.async_save=true: verl then goes on before a checkpoint is written, "
+                "and nothing tells when it is whole. Set it to false."
+            )
+        settings, callback, step = self.config.trainer, self.checkpoint_callback, self.global_steps
+        folder = Path(settings.default_local_dir)
+        checkpoints.begin(folder)
+        settings.default_local_dir = str(folder / checkpoints.SAVING)
+        self.checkpoint_callback = CheckpointCallback()  # a path below .saving/ would be of no use to it
+        try:
+            save(self)
+        finally:
+            settings.default_local_dir, self.checkpoint_callback = str(folder), callback
+        checkpoint = _publish(folder, step)
+        callback.on_save(trainer=self, global_step=step, checkpoint_dir=str(checkpoint), async_save=False)
+
+    def _load_checkpoint(self: Any) -> None:
+        settings = self.config.trainer
+        given = settings.resume_mode, settings.resume_from_path
+        chosen = _chosen(*given, Path(settings.default_local_dir))
+        if chosen is not None:
+            manifest.require_ranks(chosen / "actor", self.actor_rollout_wg.world_size)
+        settings.resume_mode = "disable" if chosen is None else "resume_path"
+        settings.resume_from_path = None if chosen is None else str(chosen.absolute())
+        try:
+            load(self)
+        finally:
+            settings.resume_mode, settings.resume_from_path = given
+
+    trainer._save_checkpoint = _save_checkpoint
+    trainer._load_checkpoint = _load_checkpoint
+
+
+def _watch_metrics(module: ModuleType) -> None:
+    """verl/utils/tracking.py (0.9.1): `Tracking`, through which both trainers log, validations too.
+
+    The only place where SFT's validation loss comes by; and RL validates after it has saved.
+    """
+    tracking = module.Tracking
+    init, log = tracking.__init__, tracking.log
+
+    def __init__(
+        self: Any, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None
+    ):
+        global _rolling
+        if config and "trainer" in config:
+            _rolling = checkpoints.Rolling.from_config(config)
+            self._rolling = None if config["trainer"].get("val_only") else _rolling
+        init(self, project_name, experiment_name, default_backend, config)
+
+    def log_and_record(self: Any, data: Any, step: int, backend: Any = None) -> None:
+        log(self, data, step, backend)
+        if getattr(self, "_rolling", None) is not None:
+            self._rolling.record(data, step)
+
+    tracking.__init__ = __init__
+    tracking.log = log_and_record
+
+
+def _chosen(mode: str, path: str | None, folder: Path) -> Path | None:
+    """What `trainer.resume_mode` comes to; a copy that a kill left in `.saving/` is put in its place before.
+
+    Raises:
+        ValueError: the mode is none of verl's, or the path names no checkpoint.
+        NotWhole: something of the checkpoint is missing.
+    """
+    if mode == "disable":
+        return None
+    if mode == "auto":
+        checkpoints.restore(folder)
+        return checkpoints.resume_point(folder)
+    if mode == "resume_path":
+        if (step := checkpoints.step_of(path)) is not None:
+            checkpoints.restore(Path(path).parent, step)
+        chosen = checkpoints.require_whole(path)
+        logger.info("Resume: from %s, as trainer.resume_from_path says.", chosen)
+        return chosen
+    raise ValueError(f"trainer.resume_mode={mode!r}; expected auto, resume_path or disable.")

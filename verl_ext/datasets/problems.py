@@ -1,0 +1,230 @@
+"""Problems with answers, from public data sets to verl's RL columns: found columns, cleaned, reported, written.
+
+Used by data/prepare_dapo_math_17k.py, prepare_aime.py and prepare_jsonl.py. Only distinct problems are held in memory.
+"""
+
+import math
+import re
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from verl_ext.datasets.rows import DataError, progress_bar, read_rows, write_parquet
+from verl_ext.datasets.rows import field as column_of
+from verl_ext.datasets.text import PROMPTS, EvaluationProblems, bare_problem, has_no_words, same_problem_key
+from verl_ext.reward.score import compare, score_answer
+
+BUILT_IN = Path(__file__).resolve().parents[2] / "data" / "aime"
+FEATURES = datasets.Features(
+    {
+        "data_source": datasets.Value("string"),
+        "prompt": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+        "ability": datasets.Value("string"),
+        "reward_model": {"style": datasets.Value("string"), "ground_truth": datasets.Value("string")},
+        "extra_info": {
+            "index": datasets.Value("int64"),  # row of this file
+            "split": datasets.Value("string"),
+            "id": datasets.Value("string"),  # as the source names the problem
+        },
+    }
+)
+# Columns of (problem, answer) in public data sets, tried in this order.
+KNOWN_COLUMNS = (
+    ("prompt.0.content", "reward_model.ground_truth"),  # verl's own; of several messages the last user's
+    ("prompt", "reward_model.ground_truth"),
+    ("problem", "answer"),
+    ("Problem", "Answer"),
+    ("question", "answer"),
+    ("input", "output"),
+)
+_ID_COLUMNS = ("id", "ID", "extra_info.index")
+
+
+@dataclass(slots=True)
+class Problem:
+    """`text` is the problem without instructions around it; `id` names it in its source."""
+
+    text: str
+    answer: str
+    id: str
+
+
+@dataclass
+class Report:
+    """What became of the rows of a source: counts, and the first three rows of each kind that was left out."""
+
+    rows: int = 0
+    distinct: int = 0
+    kept: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)  # reason -> problems
+    examples: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+
+    def drop(self, reason: str, example: str) -> None:
+        self.dropped[reason] += 1
+        if len(self.examples[reason]) < 3:
+            self.examples[reason].append(example)
+
+    def __str__(self) -> str:
+        lines = [f"{self.rows:,} rows, {self.distinct:,} distinct, {self.kept:,} kept"]
+        for reason, count in self.dropped.most_common():
+            lines += [f"  dropped {count:,}: {reason}", *(f"    {example}" for example in self.examples[reason])]
+        return "\n".join(lines)
+
+
+def read_problems(source: str, *, split: str = "train", columns: tuple[str, str] | None = None) -> Iterator[Problem]:
+    """Yield the problems of a parquet or JSONL file, or of a data set of the hub.
+
+    Args:
+        columns: of problem and answer; by default the first of KNOWN_COLUMNS that the first row has.
+    Raises:
+        DataError: a row lacks one of them, or has a value of another type; names the row and the column.
+    """
+    for where, row in read_rows(source, split=split):
+        columns = columns or _find_columns(row, where)
+        text = column_of(row, _last_user(row, columns[0]), where)
+        answer = column_of(row, columns[1], where, (str, int))
+        yield Problem(bare_problem(text), str(answer).strip(), _find_id(row, where))
+
+
+def evaluation_problems(sources: Iterable[str]) -> EvaluationProblems:
+    """The problems of AIME 2024 and 2025, and of `sources`."""
+    files = [*(str(path) for path in sorted(BUILT_IN.glob("*.jsonl"))), *sources]
+    return EvaluationProblems(
+        (f"{Path(source).stem} {problem.id}", problem.text) for source in files for problem in read_problems(source)
+    )
+
+
+def clean_problems(
+    problems: Iterable[Problem], *, evaluation: EvaluationProblems | None, integer_answers: bool
+) -> tuple[list[Problem], Report]:
+    """Drop duplicates and what cannot be trained on; the first of equal problems stays, in the order of the source.
+
+    Left out are: all of a problem that has different answers; texts that ask nothing; answers that are no integer
+    (where `integer_answers`), or an integer that was a floating-point number before; answers that `score_answer` does
+    not find equal to themselves; problems of the evaluation sets.
+
+    Returns:
+        The problems that are left, integers without leading zeros, and the report.
+    """
+    report = Report()
+    distinct: dict[bytes, Problem] = {}
+    other_answers: dict[bytes, str] = {}
+    for problem in problems:
+        report.rows += 1
+        key = blake2b(same_problem_key(problem.text).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        first = distinct.setdefault(key, problem)
+        if first.answer != problem.answer and key not in other_answers:
+            if not (first.answer and problem.answer and compare(problem.answer, first.answer).equal):
+                other_answers[key] = problem.answer
+    report.distinct = len(distinct)
+    kept = []
+    for key, problem in progress_bar(distinct.items(), desc="check", unit=" problems"):
+        reason = _unusable(problem, integer_answers)
+        if key in other_answers:
+            reason = "the same problem has different answers", f"{problem.answer} and {other_answers[key]}"
+        elif reason is None and evaluation and (overlap := evaluation.find_overlap(problem.text)):
+            reason = "overlap with an evaluation set", f"{overlap[1]:.0%} of {overlap[0]}"
+        if reason:
+            report.drop(reason[0], f"{problem.id}: {reason[1]} | {shortened(problem.text)}")
+            continue
+        if integer_answers:
+            problem.answer = str(int(problem.answer))
+        kept.append(problem)
+    report.kept = len(kept)
+    return kept, report
+
+
+def write_problems(problems: Sequence[Problem], path: Path, *, data_source: str, split: str, protocol: str) -> None:
+    """Write parquet in verl's RL columns, and print the count and the first row.
+
+    Args:
+        protocol: key of PROMPTS, as `retool.protocol` of the run.
+    Raises:
+        DataError: there are none.
+    """
+    if not problems:
+        raise DataError(f"No problem is left to write to {path}. See above why they were dropped.")
+
+    def row(index: int) -> dict[str, Any]:
+        problem = problems[index]
+        return {
+            "data_source": data_source,
+            "prompt": [{"role": "user", "content": PROMPTS[protocol].format(problem=problem.text)}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": problem.answer},
+            "extra_info": {"index": index, "split": split, "id": problem.id},
+        }
+
+    count = write_parquet((row(index) for index in range(len(problems))), path, FEATURES)
+    first = row(0)
+    print(f"{path}: {count:,} rows. The first:")
+    for column in ("data_source", "ability", "reward_model", "extra_info"):
+        print(f"  {column}: {first[column]}")
+    for message in first["prompt"]:
+        print(textwrap.indent(f"{message['role']}: {message['content']}", "  | "))
+
+
+def _unusable(problem: Problem, integer_answers: bool) -> tuple[str, str] | None:
+    """(reason, what was seen), or None for a problem that can be trained on."""
+    answer = problem.answer
+    if has_no_words(problem.text):
+        return "the problem is empty or only a number", repr(problem.text)
+    if not answer:
+        return "the answer is empty", repr(answer)
+    if integer_answers and not re.fullmatch(r"[+-]?[0-9]+", answer):
+        return "the answer is not an integer", repr(answer)
+    if re.fullmatch(r"[+-]?[0-9]{17,}", answer) and _was_float(int(answer)):
+        return "the answer is an integer that was rounded to a floating-point number", repr(answer)
+    if score_answer(f"\\boxed{{{answer}}}", answer).acc != 1.0:
+        return "the scorer does not find the answer equal to itself", repr(answer)
+    return None
+
+
+def _was_float(number: int) -> bool:
+    """22099999999999998951424, which a float holds to the last digit: but not a round 2000000000000000000000."""
+    rounded = float(number) if abs(number) < 10**308 else math.inf
+    return rounded == number != int(Decimal(repr(rounded)))
+
+
+def _find_columns(row: dict[str, Any], where: str) -> tuple[str, str]:
+    for columns in KNOWN_COLUMNS:
+        try:
+            for column in columns:
+                column_of(row, column, where, object)
+        except DataError:
+            continue
+        return columns
+    known = "; ".join(" and ".join(columns) for columns in KNOWN_COLUMNS)
+    raise DataError(
+        f"{where}: no known columns of problem and answer; the row has {', '.join(row)}. Expected one of: {known}. "
+        "data/prepare_jsonl.py takes other names: --problem-column, --answer-column."
+    )
+
+
+def _last_user(row: dict[str, Any], column: str) -> str:
+    """Of a prompt of several messages the column of the last user message."""
+    if column != "prompt.0.content" or not isinstance(row.get("prompt"), list):
+        return column
+    users = [i for i, m in enumerate(row["prompt"]) if isinstance(m, dict) and m.get("role") == "user"]
+    return f"prompt.{users[-1] if users else 0}.content"
+
+
+def _find_id(row: dict[str, Any], where: str) -> str:
+    for column in _ID_COLUMNS:
+        try:
+            return str(column_of(row, column, where, (str, int)))
+        except DataError:
+            continue
+    return where.rpartition(", ")[2]
+
+
+def shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 100 else f"{line[:97]}..."

@@ -1,0 +1,146 @@
+"""SFT on ReTool traces: the same tokens that a rollout would have, with the loss on what the model wrote only.
+
+Used by `data.custom_cls` of configs/*_sft.yaml. verl's own MultiTurnSFTDataset renders message by message through the
+chat template, which would put the interpreter's answer into a turn of its own and train on it when it stands inside the
+text.
+"""
+
+import logging
+from typing import Any
+
+import pandas as pd
+import torch
+from omegaconf import DictConfig, ListConfig
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from verl_ext.protocols.base import SegmentEncoder
+from verl_ext.protocols.by_name import make_protocol
+from verl_ext.protocols.trace import Segment, split_trace
+
+logger = logging.getLogger(__name__)
+
+_ANY_NUMBER = 2**31  # of calls in a turn: their limit is the rollout's
+
+
+class RetoolSFTDataset(Dataset):
+    """One item per trace: `input_ids`, `position_ids` and `loss_mask`, int64[tokens], not padded.
+
+    Args:
+        parquet_files: files with a column `data.messages_key`, see verl_ext/protocols/trace.py, and optionally one
+            `data.tools_key`.
+        tokenizer: of the model.
+        config: verl's `data` section; read are `messages_key`, `tools_key`, `max_length` (tokens), `truncation` (what
+            becomes of a longer trace: error | right | drop), and ours: `retool.protocol` (code | hermes) and
+            `retool.bad_rows` (error | drop).
+        processor: unused; part of verl's interface.
+        max_samples: use the first so many rows; -1 for all.
+    Attributes:
+        dropped: (row number, reason) of each row that is left out.
+    Raises:
+        ValueError: a row is not a trace, or too long, and is not to be dropped; names its number and the reason.
+    """
+
+    def __init__(
+        self,
+        parquet_files: str | list[str],
+        tokenizer: PreTrainedTokenizerBase,
+        config: DictConfig,
+        processor: Any = None,
+        max_samples: int = -1,
+    ):
+        files = list(parquet_files) if isinstance(parquet_files, list | ListConfig) else [parquet_files]
+        self.tokenizer = tokenizer
+        self.max_length = config.max_length
+        self.truncation = config.truncation
+        if self.truncation not in ("error", "right", "drop"):
+            raise ValueError(
+                f"data.truncation is {self.truncation!r}; expected 'error', 'right' or 'drop' for traces that are too "
+                "long: cut on the left they would lose their question."
+            )
+        self.bad_rows = config.retool.bad_rows
+        if self.bad_rows not in ("error", "drop"):
+            raise ValueError(f"data.retool.bad_rows is {self.bad_rows!r}; expected 'error' or 'drop'.")
+        self._template_kwargs = dict(config.get("apply_chat_template_kwargs") or {})
+        self._encoder = SegmentEncoder(tokenizer)
+        self._protocol = make_protocol(
+            config.retool.protocol, tokenizer, self._template_kwargs, max_parallel_calls=_ANY_NUMBER
+        )
+        rows = pd.concat([_read(file, config.messages_key, config.get("tools_key", "tools")) for file in files])
+        if max_samples > 0:
+            rows = rows.iloc[:max_samples]
+        self.dropped: list[tuple[int, str]] = []
+        traces = {
+            number: segments
+            for number, (messages, tools) in enumerate(zip(rows["messages"], rows["tools"], strict=True))
+            if (segments := self._segments(number, messages, tools)) is not None
+        }
+        if self.truncation != "right":
+            for number in self._drop_long(traces):
+                del traces[number]
+        self.segments = list(traces.values())
+        if self.dropped:
+            logger.warning(
+                "left out %d of %d SFT rows: %s%s",
+                *(len(self.dropped), len(rows), "; ".join(f"row {n}: {why}" for n, why in self.dropped[:5])),
+                "; ..." if len(self.dropped) > 5 else "",
+            )
+        if not self.segments:
+            raise ValueError(f"None of {len(rows)} SFT rows in {files} can be used: {self.dropped[:3]}.")
+
+    def _segments(self, number: int, messages: Any, tools: Any) -> list[Segment] | None:
+        """Prompt and response of one row; None where it is a bad one that is left out."""
+        try:
+            prompt, schemas, response = split_trace(messages, tools, self._protocol, self.tokenizer.eos_token)
+        except ValueError as error:
+            if self.bad_rows == "error":
+                raise ValueError(
+                    f"SFT row {number} is not a ReTool trace: {error}. Correct it, or set data.retool.bad_rows=drop."
+                ) from None
+            self.dropped.append((number, str(error)))
+            return None
+        text = self.tokenizer.apply_chat_template(
+            prompt, tools=schemas, add_generation_prompt=True, tokenize=False, **self._template_kwargs
+        )
+        return [Segment([text], False), *response]
+
+    def _drop_long(self, traces: dict[int, list[Segment]]) -> list[int]:
+        """Row numbers of the traces that are too long."""
+        # No text has more tokens than bytes: most traces need not be tokenised to know that they fit.
+        unsure = {
+            number: trace
+            for number, trace in traces.items()
+            if sum(len(part.encode()) for segment in trace for part in segment.parts) > self.max_length
+        }
+        lengths = {number: sum(map(len, self._encode(trace))) for number, trace in unsure.items()}
+        long = {number: length for number, length in lengths.items() if length > self.max_length}
+        for number, length in long.items():
+            reason = f"has {length} tokens, more than data.max_length={self.max_length}"
+            if self.truncation == "error":
+                raise ValueError(
+                    f"SFT row {number} {reason}. Raise max_length, or set data.truncation to right or drop."
+                )
+            self.dropped.append((number, reason))
+        return list(long)
+
+    def _encode(self, segments: list[Segment]) -> list[list[int]]:
+        return [self._encoder.encode(segment.parts) for segment in segments]
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        segments = self.segments[index]
+        encoded = self._encode(segments)
+        input_ids = torch.tensor([token for ids in encoded for token in ids])[: self.max_length]
+        loss_mask = torch.tensor([int(each.own) for ids, each in zip(encoded, segments, strict=True) for _ in ids])
+        return {
+            "input_ids": input_ids,
+            "position_ids": torch.arange(len(input_ids)),
+            "loss_mask": loss_mask[: self.max_length],
+        }
+
+
+def _read(file: str, messages_key: str, tools_key: str) -> pd.DataFrame:
+    rows = pd.read_parquet(file)
+    return pd.DataFrame({"messages": rows[messages_key], "tools": rows.get(tools_key)})

@@ -1,0 +1,159 @@
+"""What runs a call: the sandbox for code, verl's tool interface for the further tools of a tool YAML."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
+from verl.tools.schemas import ToolResponse
+
+from verl_ext.environments.tool_errors import MODEL, TOOL, ToolError, ToolUnavailable, who_is_at_fault
+from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL, Call, format_output
+from verl_ext.rollout.tool_use import error_kind
+from verl_ext.sandbox.shared import shared_client
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+TOOL_ATTEMPTS = 3  # calls of a tool whose backend does not answer, the first included
+TOOL_BACKOFF_S = 0.5  # pause before the second call; doubles
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a tool said. `failure` is why the infrastructure, not the model, kept it from saying anything."""
+
+    output: str
+    error: str | None = None  # kind of error; None where the call ended well
+    failure: str | None = None
+    queue_s: float = 0.0
+    run_s: float = 0.0
+    attempts: int = 1
+    reward: float | None = None
+
+
+class Toolbox:
+    """The tools of an agent loop.
+
+    Args:
+        settings: `retool` of the run's YAML.
+        tools: further ones. One that is called `code_interpreter` gives its schema; code always runs in the sandbox.
+    """
+
+    def __init__(self, settings: Any, tools: Sequence[BaseTool | FunctionTool] = ()):
+        sandbox = settings.sandbox
+        self.sandbox = shared_client(sandbox)
+        self._timeout_s = sandbox.timeout_s
+        self._limits = {"timeout_s": sandbox.timeout_s, "memory_limit_mb": sandbox.memory_limit_mb}
+        self._echo = sandbox.echo_last_expression
+        self._traceback = settings.traceback
+        self._tools = {tool.name: tool for tool in tools}
+        self.schemas = {CODE_TOOL: CODE_SCHEMA} | {
+            name: tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
+            for name, tool in self._tools.items()
+        }
+
+    def select(self, selection: Any) -> dict[str, dict]:
+        """Schemas by name of the tools that a sample may use: those of its `extra_info.tool_selection`, or all.
+
+        Raises:
+            ValueError: there is no tool of that name.
+        """
+        if selection is None or len(selection) == 0:
+            return self.schemas
+        if unknown := set(selection) - set(self.schemas):
+            raise ValueError(
+                f"extra_info.tool_selection names {sorted(unknown)}, but there are {sorted(self.schemas)}. Add them to "
+                "the file of rollout.multi_turn.tool_config_path; only the hermes protocol can call them."
+            )
+        return {name: self.schemas[name] for name in selection}
+
+    async def run(self, call: Call, tools_kwargs: Mapping[str, Any]) -> Outcome:
+        """Run one call.
+
+        Args:
+            tools_kwargs: of the sample; `{tool: {"create_kwargs": ...}}`, as for verl's tools.
+        Raises:
+            Exception: a bug in a tool, or a request that the sandbox server refuses as such.
+        """
+        return await (self._run_code(call) if call.tool == CODE_TOOL else self._run_tool(call, tools_kwargs))
+
+    async def _run_code(self, call: Call) -> Outcome:
+        result = await self.sandbox.run(call.arguments["code"], **self._limits, echo_last_expression=self._echo)
+        if result.status == "sandbox_failure":
+            return Outcome("", failure=result.message, attempts=result.attempts)
+        stderr = result.error_text(self._timeout_s)
+        return Outcome(
+            output=format_output(result.stdout, stderr, traceback=self._traceback),
+            error=None if result.status == "ok" else error_kind(result.status, result.stderr, result.return_code),
+            queue_s=result.queue_s,
+            run_s=result.run_s,
+            attempts=result.attempts,
+        )
+
+    async def _run_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> Outcome:
+        """A tool of the tool YAML; tool_errors.py says whose error an exception is.
+
+        Raises:
+            Exception: a bug of the tool, with a note that names it.
+        """
+        known = (self.schemas[call.tool]["function"].get("parameters") or {}).get("properties") or {}
+        if unknown := sorted(call.arguments.keys() - known.keys()):
+            told = f"{call.tool} has no argument {unknown[0]!r}; it has {', '.join(known) or 'none'}"
+            return Outcome(f"ToolError: {told}", error="ToolError")
+        started, attempt = time.perf_counter(), 0
+        while True:
+            attempt += 1
+            try:
+                response, reward = await self._call_tool(call, tools_kwargs)
+                break
+            except Exception as error:  # of whatever a tool's author wrote; a bug is raised again
+                fault = who_is_at_fault(error, call.arguments)
+                if fault == TOOL:
+                    error.add_note(
+                        f"Raised by the tool {call.tool!r} for the arguments {call.arguments!r:.200}. Correct it: "
+                        "where the arguments are at fault it must raise verl_ext.environments.tool_errors.ToolError, "
+                        "where its backend is down ToolUnavailable."
+                    )
+                    raise
+                if fault == MODEL:
+                    kind = "ToolError" if isinstance(error, ToolError) else type(error).__name__
+                    seconds = time.perf_counter() - started
+                    return Outcome(f"{kind}: {error}", error=kind, run_s=seconds, attempts=attempt)
+                if isinstance(error, ToolUnavailable) or attempt == TOOL_ATTEMPTS:
+                    return Outcome("", failure=f"{call.tool}: {error!r}", attempts=attempt)
+                logger.info("%s failed, and is called again: %r", call.tool, error)
+            await asyncio.sleep(TOOL_BACKOFF_S * 2 ** (attempt - 1))
+        text = format_output(response.text, "")
+        return Outcome(text, run_s=time.perf_counter() - started, reward=reward, attempts=attempt)
+
+    async def _call_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> tuple[ToolResponse, float | None]:
+        """What the tool says, and its reward.
+
+        Raises:
+            TypeError: the tool answered with None, or without text: what its backend said is lost.
+            NotImplementedError: it answered with an image or a video.
+        """
+        tool = self._tools[call.tool]
+        if isinstance(tool, FunctionTool):
+            said = await tool.call(call.arguments)
+            if said is None or (isinstance(said, tuple) and said[:1] == (None,)):  # verl would show the text "None"
+                raise TypeError(f"The tool {call.tool!r} returned {said!r}; expected text.")
+            response, reward, _ = normalize_function_tool_return(said)
+        else:
+            settings = tools_kwargs.get(call.tool) or {}
+            instance, _ = await tool.create(create_kwargs=settings.get("create_kwargs") or {})
+            try:
+                response, reward, _ = await tool.execute(instance, call.arguments)
+            finally:
+                await tool.release(instance)
+        if response.image or response.video:
+            raise NotImplementedError(f"Tool {call.tool} answered with an image or a video; only text is supported.")
+        if response.text is None:
+            raise TypeError(f"The tool {call.tool!r} answered without text; expected some, or an empty string.")
+        return response, reward

@@ -1,0 +1,245 @@
+"""Evaluate a model with tools, through the agent loop and the reward manager of training.
+
+    # a Hugging Face folder, by vLLM in this process
+    python -m verl_ext.evaluate --model outputs/qwen2-32b_dapo/merged --out outputs/evaluation/dapo
+    # what an OpenAI-compatible server serves
+    python -m verl_ext.evaluate --server http://127.0.0.1:8000/v1 --out outputs/evaluation/served
+    # a checkpoint of an SFT or RL run, merged first
+    python -m verl_ext.evaluate --checkpoint outputs/qwen2-32b_dapo --compare outputs/evaluation/sft
+    # figures only, of samples that are there: an evaluation's, or verl's validation dumps
+    python -m verl_ext.evaluate --samples outputs/run/validation --compare outputs/evaluation/sft
+
+The settings are those of a run's YAML: protocol and limits of `retool`, lengths of `data`, sampling of `val_kwargs`,
+vLLM's of `rollout`. Into --out go samples.jsonl (every sample as it ends), settings.json, result.json and result.md.
+The same command goes on where it was broken off. What sandbox, server or verifier failed is in no figure, and the same
+command tries it again. The exit status is 0 if all samples are judged.
+"""
+
+import argparse
+import asyncio
+import functools
+import json
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_ext.datasets.rows import DataError
+from verl_ext.evaluation.checkpoint import CheckpointError, find_checkpoint, merge, settings_of
+from verl_ext.evaluation.problems import NAMES, read_sets
+from verl_ext.evaluation.result import NoSamples, find_samples, make_result, write_result
+from verl_ext.evaluation.settings import ConfigError, load_config, model_fingerprint, sample_settings
+from verl_ext.evaluation.store import OtherSettings, Store
+from verl_ext.quickstart.pipeline import lock_folder
+from verl_ext.records.run_record import environment
+from verl_ext.sandbox.launch import SandboxNotReady, running_server
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+DEFAULT_CONFIG = "qwen2-32b_dapo"
+SHORTHANDS = {  # flag -> (key of the config, type)
+    "n": ("actor_rollout_ref.rollout.val_kwargs.n", int),
+    "temperature": ("actor_rollout_ref.rollout.val_kwargs.temperature", float),
+    "top-p": ("actor_rollout_ref.rollout.val_kwargs.top_p", float),
+    "top-k": ("actor_rollout_ref.rollout.val_kwargs.top_k", int),
+    "max-tokens": ("data.max_response_length", int),
+    "max-calls": ("retool.max_tool_calls", int),
+    "protocol": ("retool.protocol", str),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    try:
+        if args.compare:
+            find_samples(args.compare)  # says so now, not after hours, if there are none
+        folder = args.samples or take_samples(args)
+        result, text = make_result(folder, compared_with=args.compare, draws=args.draws, seed=args.seed)
+        out = args.out or (None if args.samples else folder)
+        if out:
+            out.mkdir(parents=True, exist_ok=True)
+            write_result(out, result, text)
+    except (CheckpointError, ConfigError, DataError, NoSamples, OtherSettings, SandboxNotReady) as error:
+        raise SystemExit(f"evaluate: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit("evaluate: interrupted; the same command goes on from here") from None
+    print(text)
+    if out:
+        print(f"{out / 'result.md'}, result.json")
+    if not args.samples and result["samples"]["judged"] < result["samples"]["wanted"]:
+        raise SystemExit("evaluate: not all samples are judged; the same command takes the others")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_ext.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder")
+    source.add_argument("--server", metavar="URL", help="OpenAI-compatible server, such as http://127.0.0.1:8000/v1")
+    source.add_argument(
+        "--checkpoint", type=Path, metavar="DIR", help="of an SFT or RL run: its folder, global_step_N, or its actor"
+    )
+    source.add_argument("--samples", type=Path, metavar="PATH", help="samples that are there; nothing is generated")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides of the config")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="result; --checkpoint: RUN/evaluation/global_step_N")
+    parser.add_argument("--compare", type=Path, metavar="OTHER", help="result or samples that differences are from")
+    parser.add_argument(
+        "--config",
+        help=f"YAML of configs/, or a run's hydra/config.yaml (default: {DEFAULT_CONFIG}; --checkpoint: its own)",
+    )
+    parser.add_argument(
+        "--data", action="append", metavar="SET", help=f"{', '.join(NAMES)} or a file; may be repeated (default: both)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N problems of each set")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling and of the bootstrap (default: 0)")
+    for flag, (key, kind) in SHORTHANDS.items():
+        parser.add_argument(f"--{flag}", type=kind, metavar="X", help=f"short for {key}=X")
+    parser.add_argument("--sandbox-url", help="several with commas (default: $SANDBOX_URL; else one is started)")
+    parser.add_argument("--concurrency", type=int, default=256, metavar="N", help="samples in flight (default: 256)")
+    parser.add_argument("--draws", type=int, default=10_000, metavar="N", help="bootstrap resamples (default: 10000)")
+    server = parser.add_argument_group("with --server")
+    server.add_argument("--tokenizer", type=Path, metavar="DIR", help="default: the folder that the server names")
+    server.add_argument("--served-model", default="", metavar="NAME", help="default: the first that it serves")
+    server.add_argument("--api-key-env", default="", metavar="VARIABLE", help="environment variable that holds a key")
+    server.add_argument("--request-timeout", type=float, default=3600.0, metavar="S", help="default: 3600 s")
+    server.add_argument(
+        "--no-seeds", action="store_true", help="send none: vLLM on a CPU dies of seeds in long batches"
+    )
+    args = parser.parse_intermixed_args(argv)
+    args.data = args.data or list(NAMES)
+    if not (args.out or args.checkpoint or args.samples):
+        parser.error("--out is needed: the folder for samples and result")
+    if args.server and not args.server.startswith(("http://", "https://")):
+        parser.error(f"--server is {args.server!r}: expected a URL such as http://127.0.0.1:8000/v1")
+    if args.overrides and args.samples:
+        parser.error(f"{args.overrides[0]}: nothing is generated with --samples")
+    if wrong := [each for each in args.overrides if "=" not in each and not each.startswith("~")]:
+        parser.error(f"{wrong[0]!r} is no override of the form KEY=VALUE")
+    if args.api_key_env and args.api_key_env not in os.environ:
+        parser.error(f"--api-key-env {args.api_key_env}: there is no such environment variable")
+    for name in ("limit", "concurrency", "n", "draws"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name} is {getattr(args, name)}: expected at least 1")
+    return args
+
+
+def take_samples(args: argparse.Namespace) -> Path:
+    """Take what is missing of the samples; returns their folder."""
+    config_name, overrides = args.config or DEFAULT_CONFIG, []
+    checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
+    if checkpoint and not args.config:
+        config_name, overrides = settings_of(checkpoint)
+    for flag, (key, _) in SHORTHANDS.items():
+        value = getattr(args, flag.replace("-", "_"))
+        overrides += [] if value is None else [f"{key}={value}"]
+    overrides += args.overrides
+    config = load_config(config_name, overrides)
+    rows = read_sets(args.data, protocol=config.retool.protocol, limit=args.limit)  # before the minutes of a merge
+    if checkpoint:
+        args.model = merge(checkpoint)
+        args.out = args.out or checkpoint.run / "evaluation" / f"global_step_{checkpoint.step}"
+    if args.model and not (args.model / "config.json").is_file():
+        raise ConfigError(f"{args.model} is no Hugging Face folder: it has no config.json. Merge a checkpoint first.")
+    set_environment()
+    args.out.mkdir(parents=True, exist_ok=True)
+    urls = args.sandbox_url or os.environ.get("SANDBOX_URL")
+    sandbox = config.retool.sandbox
+    sandbox.max_concurrency *= config.actor_rollout_ref.rollout.agent.num_workers  # here is one worker for all of them
+    workers = min(os.cpu_count(), sandbox.max_concurrency)
+    with lock_folder(args.out), nullcontext(urls) if urls else running_server(workers=workers) as urls:
+        sandbox.urls = urls.split(",")
+        config.trainer.default_local_dir = str(args.out)
+        config.retool.trajectory_log.enable = False  # samples.jsonl has it all
+        config.actor_rollout_ref.model.path = str(args.model or args.tokenizer or "")
+        about = {"config": config_name, "overrides": overrides, "sandbox": urls, "environment": environment()}
+        asyncio.run(_take_samples(args, config, about, rows))
+    return args.out
+
+
+async def _take_samples(
+    args: argparse.Namespace, config: "DictConfig", about: dict[str, Any], rows: list[dict[str, Any]]
+) -> None:
+    from verl.utils import hf_tokenizer
+
+    from verl_ext.evaluation.sampling import Sampler, WorldIsDown, make_tasks, pending
+    from verl_ext.evaluation.servers import OpenAiServer, ServerFailure, ServerRefused, TooFewGpus, VllmServer
+
+    model = config.actor_rollout_ref.model
+    tokenizer_of = functools.partial(hf_tokenizer, trust_remote_code=model.trust_remote_code)
+    server = sampler = None
+    try:
+        if args.server:
+            key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
+            server = OpenAiServer(
+                args.server,
+                model=args.served_model,
+                api_key=key,
+                seeded=not args.no_seeds,
+                timeout_s=args.request_timeout,
+            )
+            await server.find_model()
+            folder = args.tokenizer or Path(server.root or "")
+            if not (folder / "tokenizer_config.json").is_file():
+                raise ConfigError(f"The server names {server.root!r}, which is no folder here. Give --tokenizer DIR.")
+            tokenizer = tokenizer_of(str(folder))
+            await server.connect(tokenizer)
+            identity = {"served": server.model, "root": server.root or args.server}
+        else:
+            folder, tokenizer = args.model, tokenizer_of(str(args.model))
+            server = VllmServer(folder, config.actor_rollout_ref.rollout, trust_remote_code=model.trust_remote_code)
+            identity = {"sha256": model_fingerprint(folder)}
+        if model.get("custom_chat_template"):
+            tokenizer.chat_template = model.custom_chat_template
+        sampler = Sampler(config, tokenizer, server, _model_type(folder))
+        await sampler.check_prompts(rows)
+        settings = sample_settings(
+            config, rows, seed=args.seed, model=identity, interface=server.interface, seeded=server.seeded
+        )
+        tasks = make_tasks(rows, settings["n"], args.seed)
+        named = {"model": str(args.model)} if args.model else {"model": server.model, "server": args.server}
+        about = {"title": f"Evaluation of {named['model']}", **named, "samples": len(tasks), **about}
+        store = Store(args.out, settings, about)
+        try:
+            if pending(tasks, store.rows()):
+                if args.model:
+                    server.start()
+                await sampler.run(tasks, store, concurrency=args.concurrency)
+        finally:
+            store.close()
+    except (ServerRefused, TooFewGpus) as error:
+        raise ConfigError(str(error)) from error
+    except (ServerFailure, WorldIsDown) as error:
+        raise SystemExit(f"evaluate: {error}\nWhat is done is kept; the same command goes on from here.") from None
+    finally:
+        if sampler:
+            await sampler.aclose()
+        if server:
+            await server.aclose()
+
+
+def set_environment() -> None:
+    """What verl and vLLM read when they are imported, as the launchers set it."""
+    os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_ext")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    from verl_ext.cpu import is_cpu_only
+
+    if is_cpu_only():
+        from verl_ext.cpu.warm_python import ENVIRONMENT
+
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+
+
+def _model_type(folder: Path) -> str | None:
+    """`model_type` of a model's config.json; None for a folder that only has a tokenizer."""
+    file = folder / "config.json"
+    return json.loads(file.read_text()).get("model_type") if file.is_file() else None
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends what this process has started, as Ctrl-C does
+    main()

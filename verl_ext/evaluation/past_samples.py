@@ -1,0 +1,175 @@
+"""Samples of a past run as a source of pass rates: its trajectory log, its validation dumps, verl's rollout dumps.
+
+Of each sample there is the prompt's text and whether it was right. What sandbox, server or verifier failed is marked,
+and counts neither way.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl_ext.evaluation import read_dump
+from verl_ext.records.run_folder import SAMPLES, dumps_of, evaluations_of, find_run, step_dumps, training_folder
+
+SURELY_WRONG = -0.6 + 1e-6  # a wrong answer's highest reward, with the whole bonus for tool calls (reward/shaping.py)
+
+
+class NoSamples(ValueError):
+    """There are no samples at a path; the message says what was looked for."""
+
+
+class PastSample(NamedTuple):
+    """One response to a problem of a past run."""
+
+    input: str  # the prompt as the chat template rendered it
+    acc: float | None  # in [0, 1]; None where nothing tells
+    failure: str | None  # what kept it from being judged; None: it was judged
+
+
+class Source(NamedTuple):
+    """The samples of some files, and what they are, in words."""
+
+    what: str
+    samples: list[PastSample]
+
+
+def read_past_samples(path: Path) -> Source:
+    """The samples of a JSONL file, of a folder of dumps, of a run's folder, or of the quickstart's (its RL run).
+
+    Of a run the trajectory log is taken, which has every response that was generated; else its validation dumps, else
+    its evaluations, else verl's rollout dumps, which have only the groups that were trained on.
+
+    Raises:
+        NoSamples: there are none.
+        ValueError: a row is of another form; names the file and the line.
+    """
+    kind, files = _files(path)
+    readers = {"trajectories": _logged, "rollouts": _dumped}
+    samples = [sample for file in files for sample in readers.get(kind, _judged)(file)]
+    if not samples:
+        raise NoSamples(f"No samples in {', '.join(map(str, files))}: the files are empty.")
+    named = files[0] if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
+    return Source(f"{len(samples):,} samples ({_WORDS[kind]}) of {named}", samples)
+
+
+_WORDS = {
+    "trajectories": "the trajectory log",
+    "validation": "validation dumps",
+    "evaluation": "an evaluation",
+    "rollouts": "verl's rollout dumps: only groups that were trained on",
+}
+
+
+def _files(path: Path) -> tuple[str, list[Path]]:
+    """(kind of the samples, their files in the order they were written)."""
+    if path.is_file():
+        return _kind_of(path), [path]
+    if not path.is_dir():
+        raise NoSamples(f"No samples at {path}: there is no such file or folder.")
+    if (path / SAMPLES).is_file():
+        return "evaluation", [path / SAMPLES]
+    if files := step_dumps(path):
+        return _kind_of(files[0]), files
+    if (files := _log_files(path)) and _kind_of(files[0]) == "trajectories":
+        return "trajectories", files
+    run = path
+    if find_run(path).kind == "quickstart":
+        run = training_folder(path, "rl", "sft")
+    for kind, found in (
+        ("trajectories", _log_files(run / "trajectories")),
+        ("validation", dumps_of(run, "validation_data_dir", "validation")),
+        ("evaluation", evaluations_of(run)),
+        ("rollouts", dumps_of(run, "rollout_data_dir", "rollouts")),
+    ):
+        if found:
+            return kind, found
+    raise NoSamples(
+        f"No samples in {run}. Looked for trajectories/*.jsonl (retool.trajectory_log.enable), <step>.jsonl of "
+        "trainer.validation_data_dir or trainer.rollout_data_dir, and evaluation/global_step_<n>/samples.jsonl."
+    )
+
+
+def _log_files(folder: Path) -> list[Path]:
+    """Files of the trajectory log, rotated ones included, oldest first."""
+    files = [path for path in folder.glob("*.jsonl*") if path.suffix == ".jsonl" or path.suffix[1:].isdecimal()]
+    return sorted(files, key=lambda path: path.stat().st_mtime)
+
+
+def _kind_of(file: Path) -> str:
+    """By the keys of the first row."""
+    row = next((row for _, row in _rows(file)), {})
+    if "turns" in row and "reward" in row:
+        return "trajectories"
+    return "validation" if "acc" in row or not {"input", "score"} <= row.keys() else "rollouts"
+
+
+def _judged(file: Path) -> Iterator[PastSample]:
+    for sample in read_dump(file):
+        yield PastSample(sample.input, sample.acc, sample.failure)
+
+
+def _logged(file: Path) -> Iterator[PastSample]:
+    """Of several records of one response, which are attempts at it, the last counts."""
+    last: dict[Any, PastSample] = {}
+    for number, row in _rows(file):
+        try:
+            reward, key = row["reward"], (row["uid"], row["session"], row["validate"])
+            failed = {
+                "sandbox_failure": reward.get("sandbox_failure") or row["finish_reason"] == "sandbox_failure",
+                "server_failure": row["finish_reason"] in ("aborted", "server_failure"),
+                "unverified": reward.get("unverified") or reward.get("acc") is None,
+            }
+            failure = next((name for name, is_so in failed.items() if is_so), None)
+            last[key] = PastSample(row["prompt"], None if failure else float(reward["acc"]), failure)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file}, line {number}: {error!r}. Expected a record of the trajectory log.") from error
+    yield from last.values()
+
+
+def _dumped(file: Path) -> Iterator[PastSample]:
+    """verl's rollout dumps have the reward, not `acc`: above 0 is right, up to -0.6 wrong; what lies between may be a
+    failed rollout (0), or a right one with length penalties, and counts neither way."""
+    last: dict[Any, PastSample] = {}
+    for number, row in _rows(file):
+        try:
+            score = float(row["score"])
+            acc = 1.0 if score > 0 else 0.0 if score <= SURELY_WRONG else None
+            key = row.get("uid", number)
+            last[key] = PastSample(row["input"], acc, "unverified" if acc is None else None)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{file}, line {number}: {error!r}. Expected a row of verl's rollout dump.") from error
+    yield from last.values()
+
+
+def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows with their numbers. A last line that a killed process left half written is dropped."""
+    with open(file, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                if line.endswith("\n"):
+                    raise ValueError(f"{file}, line {number}: {error}. Expected one JSON object a line.") from error
+                return
+            if not isinstance(row, dict):
+                raise ValueError(f"{file}, line {number}: {line[:60]!r}. Expected a JSON object.")
+            yield number, row
+
+
+def check_match(unknown: int, samples: Sequence[Any], sources: Sequence[Path], data: Path) -> None:
+    """Raise where no sample is of a problem of the data file.
+
+    Raises:
+        NoSamples: says what a prompt of the samples looks like.
+    """
+    if samples and unknown == len(samples):
+        shown = " ".join(samples[0].input.split())[:160]
+        named = ", ".join(map(str, sources))
+        raise NoSamples(
+            f"None of the {len(samples):,} samples in {named} is of a problem of {data}. The text "
+            "of a problem must be the same in both: the same data, with the same instructions around the problem. The "
+            f"first sample's prompt: {shown!r}"
+        )

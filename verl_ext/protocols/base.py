@@ -1,0 +1,245 @@
+"""What the two tool protocols share: calls, malformed calls, what a tool says, and the chat template's turns.
+
+A protocol (code.py, hermes.py) says what a call looks like in the model's text and how it is
+answered. Agent loop (RL, evaluation) and data set (SFT) both take it from there, so that they cannot drift apart.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from typing import Any, Protocol
+
+from transformers import AddedToken, PreTrainedTokenizerBase
+
+CODE_TOOL = "code_interpreter"
+CODE_SCHEMA = {  # as in the published run, verl-recipe@48ea0a7 retool/sandbox_fusion_tool_config.yaml
+    "type": "function",
+    "function": {
+        "name": CODE_TOOL,
+        "description": "A tool for executing code.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The code to execute."}},
+            "required": ["code"],
+        },
+    },
+}
+MALFORMED_KINDS = (
+    "bad_json",  # no JSON, or none of the form {"name": ..., "arguments": {...}}
+    "unknown_tool",
+    "missing_argument",  # or one of another type, or with another value, than the schema says
+    "unclosed_tag",
+    "unopened_tag",
+    "empty_code",
+    "two_blocks",  # more calls in a turn than are run
+    "other_protocol",  # the tags of the protocol that is not in use
+)
+
+_CHARS_PER_TOKEN = 16  # of a long text, so much is tokenised per token that is kept; what has longer tokens keeps less
+_FENCE = re.compile(r"\A\s*```[a-zA-Z0-9_+-]*\n(.*?)\n?```\s*\Z", re.DOTALL)
+
+
+class MalformedCall(ValueError):
+    """The model's text has a call that cannot be run; the message is written for the model."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"FormatError: {message}")
+        self.kind = kind  # one of MALFORMED_KINDS
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that can be run."""
+
+    tool: str
+    arguments: dict[str, Any]
+    start: int  # where it begins in the turn's text
+    repaired: bool = False  # its JSON was not valid, and `retool.repair_json` made it so
+
+
+class ToolProtocol(Protocol):
+    """One way to write calls. `tools` is always name -> schema in OpenAI's form, of the tools a sample may use."""
+
+    stop: str | None  # the engine stops a turn behind this text; None: at end tokens only
+    call_ends_turn: bool  # a turn with a call closes with the end token, and the tool answers in a turn of its own
+
+    def schemas(self, tools: Mapping[str, dict]) -> list[dict] | None:
+        """What the chat template gets as `tools`."""
+
+    def parse(self, text: str, tools: Mapping[str, dict], *, ended: bool) -> list[Call | MalformedCall]:
+        """The calls of one model turn, in order; none where it is an answer, or cut off.
+
+        Args:
+            text: the turn, up to `stop` where it has that.
+            ended: its last token is an end token.
+        """
+
+    def reply(self, outputs: Sequence[str], *, ended: bool) -> list[str]:
+        """All text between a turn with calls and the model's next turn, for `SegmentEncoder`.
+
+        Args:
+            outputs: one text per item of `parse`.
+        Returns:
+            The outputs at odd places, and at even ones what frames them.
+        """
+
+    def write(self, content: str, calls: Sequence[Call]) -> str:
+        """The text that a model would write to say `content` and to make `calls`, without the end token."""
+
+
+class ChatReply:
+    """What the chat template puts between the end of the model's turn and the start of its next: turns of `role`.
+
+    Taken from the template's own rendering, so that a rollout reads what the template would give.
+
+    Raises:
+        ValueError: the template does not close the assistant's turn with the tokenizer's end token.
+    """
+
+    _MODEL, _REPLY = "(text of the model)", "(text of reply {})"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, role: str, template_kwargs: Mapping[str, Any] | None = None):
+        self._tokenizer, self._role, self._kwargs = tokenizer, role, dict(template_kwargs or {})
+        self._frames: dict[int, list[str]] = {}  # number of replies -> text before, between and behind them
+
+    def render(self, texts: Sequence[str]) -> list[str]:
+        """From behind the end token of the model's turn up to where its next begins: frame, text, frame, ..., frame."""
+        if len(texts) not in self._frames:
+            self._frames[len(texts)] = self._frame(len(texts))
+        before, *behind = self._frames[len(texts)]
+        return [before, *chain.from_iterable(zip(texts, behind, strict=True))]
+
+    def _frame(self, count: int) -> list[str]:
+        calls = [
+            {"id": f"call{i}", "type": "function", "function": {"name": "tool", "arguments": {}}} for i in range(count)
+        ]
+        assistant = {"role": "assistant", "content": self._MODEL}
+        if self._role == "tool":
+            assistant["tool_calls"] = calls
+        replies = [
+            {"role": self._role, "content": self._REPLY.format(i), "tool_call_id": f"call{i}"} for i in range(count)
+        ]
+        text = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": "?"}, assistant, *replies],
+            add_generation_prompt=True,
+            tokenize=False,
+            **self._kwargs,
+        )
+        _, _, behind = text.partition(self._MODEL)
+        _, end, behind = behind.partition(self._tokenizer.eos_token)
+        if not end:
+            raise ValueError(
+                f"The chat template does not end the assistant's turn with the tokenizer's end token "
+                f"{self._tokenizer.eos_token!r}: {text!r}. Take a chat model's tokenizer."
+            )
+        frames = []
+        for i in range(count):
+            frame, found, behind = behind.partition(self._REPLY.format(i))
+            if not found:
+                raise ValueError(f"The chat template drops messages of the role {self._role!r}: {text!r}.")
+            frames.append(frame)
+        return [*frames, behind]
+
+
+class SegmentEncoder:
+    """Encodes what stands between two turns of the model, so that what a tool says is text and nothing more.
+
+    A tool may print `<|im_end|>`, `</interpreter>` or what else is an added token of the tokenizer (special or not, but
+    not mere white space): in an output it is encoded in pieces, as any text, and in the frame around it, which the
+    protocol or the chat template wrote, as that token. So no output can end its turn, or begin another.
+
+    Where a tag of the protocol is no added token, as `</interpreter>` is none of Qwen2.5's, the printed tag looks to
+    the model like the real one: outputs are shown as they are, not escaped. Only the model could take it for that:
+    calls, end and answer of a rollout are read from the model's own tokens.
+
+    Raises:
+        ValueError: the tokenizer takes such a text for the token even so.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self._tokenizer = tokenizer
+        self._plain_tokenizer, self._added = _plain_tokenizer(tokenizer)
+
+    def encode_output(self, text: str) -> list[int]:
+        """The tokens of a tool's text by itself."""
+        return self._plain_tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def encode(self, parts: Sequence[str]) -> list[int]:
+        """The tokens of a segment: of `ToolProtocol.reply`, or `[text]` of the model or the prompt."""
+        if not any(map(self._has_added_token, parts[1::2])):
+            return self._tokenizer.encode("".join(parts), add_special_tokens=False)
+        ids: list[int] = []
+        for i, part in enumerate(parts):
+            ids += self.encode_output(part) if i % 2 else self._tokenizer.encode(part, add_special_tokens=False)
+        return ids
+
+    def _has_added_token(self, text: str) -> bool:
+        return any(token in text for token in self._added)
+
+
+@lru_cache(maxsize=8)
+def _plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """A copy to encode text with, and the added tokens that it splits: those that are not mere white space.
+
+    A copy, because `split_special_tokens` is a state that all threads share, and spares tokens that are not special.
+    Copying takes 1 s with a vocabulary of 150,000.
+    """
+    added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    copy = deepcopy(tokenizer)
+    copy.add_tokens([AddedToken(token.content, special=True) for token in added.values()], special_tokens=True)
+    for token in added.values():
+        ids = copy.encode(token.content, add_special_tokens=False, split_special_tokens=True)
+        if set(ids) & added.keys():
+            raise ValueError(
+                f"The tokenizer makes a token of its own of the text {token.content!r} also where it is told to split "
+                "it, so that a tool's output could forge a turn. Take a byte-level BPE tokenizer."
+            )
+    return copy, [token.content for token in added.values()]
+
+
+def strip_fence(code: str) -> str:
+    """The code as the model wrote it, less one Markdown fence around it."""
+    fenced = _FENCE.match(code)
+    return fenced.group(1) if fenced else code
+
+
+def format_output(stdout: str, stderr: str, *, traceback: str = "full") -> str:
+    """What a tool says: standard output, then standard error.
+
+    Args:
+        traceback: "full", or "last_line" for the exception only (short contexts).
+    Raises:
+        ValueError: unknown `traceback`.
+    """
+    if traceback not in ("full", "last_line"):
+        raise ValueError(f"retool.traceback is {traceback!r}; expected 'full' or 'last_line'.")
+    error = stderr.strip()
+    if traceback == "last_line" and error:
+        error = error.splitlines()[-1]
+    return "\n".join(part for part in (stdout.strip(), error) if part) or "(no output)"
+
+
+def cut_output(tokenizer: PreTrainedTokenizerBase, text: str, limit: int, encode: Callable[[str], list[int]]) -> str:
+    """`text` with at most `limit` tokens: its head, a note of how many characters are missing, its tail.
+
+    The note comes on top of `limit`; a text that is shorter than its note would be stays whole. A long text is first
+    bound by characters, so that the work does not grow with what a program prints. `encode` is that of the output
+    (`SegmentEncoder.encode_output`).
+    """
+    if len(text.encode()) <= limit:  # no text has more tokens than bytes
+        return text
+    bound = _CHARS_PER_TOKEN * limit
+    ids = encode(text[: bound + 1])
+    if len(text) <= bound and len(ids) <= limit:
+        return text
+    tail_ids = ids if len(text) <= bound else encode(text[-bound - 1 :])
+    # Cut at whole characters: a token may end within one.
+    head = os.path.commonprefix([text, tokenizer.decode(ids[: limit - limit // 2])])
+    tail_text = tokenizer.decode(tail_ids[len(tail_ids) - limit // 2 :])
+    tail = os.path.commonprefix([text[: -len(tail_text) - 1 : -1], tail_text[::-1]])[::-1]
+    cut = f"{head}\n[... {len(text) - len(head) - len(tail)} characters cut ...]\n{tail}"
+    return cut if len(cut) < len(text) else text

@@ -1,0 +1,32 @@
+"""The tool protocols by name, as `retool.protocol` (RL) and `data.retool.protocol` (SFT) choose them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from verl_ext.protocols.base import ToolProtocol
+from verl_ext.protocols.code import CodeProtocol
+from verl_ext.protocols.hermes import HermesProtocol
+
+
+def make_protocol(
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
+    *,
+    max_parallel_calls: int,
+    repair_json: bool = False,
+) -> ToolProtocol:
+    """The protocol "code" or "hermes"; the last two arguments are hermes'.
+
+    Raises:
+        ValueError: another name.
+    """
+    if name == "code":
+        return CodeProtocol(tokenizer, template_kwargs)
+    if name == "hermes":
+        return HermesProtocol(
+            tokenizer, template_kwargs, max_parallel_calls=max_parallel_calls, repair_json=repair_json
+        )
+    raise ValueError(f"The tool protocol (retool.protocol) is {name!r}; expected one of code, hermes.")

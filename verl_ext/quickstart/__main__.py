@@ -1,0 +1,9 @@
+"""The command `python -m verl_ext.quickstart`; see pipeline.py."""
+
+from verl_ext.quickstart.pipeline import main
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit("quickstart: interrupted; the same command goes on from here") from None

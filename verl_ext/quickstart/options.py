@@ -1,0 +1,66 @@
+"""The options of the quickstart, checked before anything is installed. Standard library only, Python 3.8 or newer.
+
+scripts/quickstart.sh runs this file with whatever Python is there, so that a wrong option does not first install 2.7
+GB; `verl_ext/quickstart/pipeline.py` then reads the same options with it.
+"""
+
+import argparse
+from pathlib import Path
+from typing import List, Optional  # noqa: UP035  a Python that is older than .venv's may run this file
+
+REPO = Path(__file__).resolve().parents[2]
+DEFAULT_OUT = REPO / "outputs" / "quickstart"
+STAGES = ("data", "sft", "merge", "rl", "eval", "report")
+JOURNAL = "stages.json"  # in a quickstart's folder
+
+
+def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # noqa: UP006, UP045
+    """`out` and `source` are absolute; `out` is None where it follows from `source` (--from)."""
+    parser = argparse.ArgumentParser(
+        prog="quickstart.sh",
+        description="Teach a tiny language model to use a code interpreter: SFT, DAPO RL, evaluation and report, "
+        "with the real verl and vLLM, on a CPU. A second call reuses what is done and resumes what was broken off.",
+    )
+    parser.add_argument("--stage", choices=STAGES, action="append", help="only this stage (may be repeated)")
+    parser.add_argument("--fresh", action="store_true", help="delete the output folder first")
+    parser.add_argument("--out", type=Path, help="default: outputs/quickstart; with --from: FOLDER-2, FOLDER-3, ...")
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="FOLDER",
+        help="another RL run from the data and the SFT of this quickstart, in a folder of its own",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of data, initial weights and sampling (default: 0)")
+    parser.add_argument(
+        "--data", action="append", default=[], metavar="ARG", help="argument of data/tiny_tools/prepare.py"
+    )
+    parser.add_argument(
+        "--sft", action="append", default=[], metavar="KEY=VALUE", help="Hydra override of configs/tiny_sft.yaml"
+    )
+    parser.add_argument(
+        "--rl", action="append", default=[], metavar="KEY=VALUE", help="Hydra override of configs/tiny_dapo.yaml"
+    )
+    args = parser.parse_args(argv)
+    for option in ("sft", "rl"):
+        for override in getattr(args, option):
+            if "=" not in override and not override.startswith("~"):
+                parser.error(f"--{option} {override}: expected a Hydra override of the form KEY=VALUE")
+    args.out = args.out.resolve() if args.out else None
+    if args.source:
+        args.source = args.source.resolve()
+        if not (args.source / JOURNAL).is_file():
+            parser.error(f"--from {args.source}: no quickstart is there (no {JOURNAL})")
+        if args.data or args.sft:
+            parser.error("--from takes the data and the SFT as they are: --data and --sft are for a run of its own")
+        if args.out == args.source:
+            parser.error(f"--from {args.source} and --out are the same folder; the new run needs its own")
+        if args.out in args.source.parents:
+            parser.error(f"--out {args.out} holds the folder of --from; the new run needs its own")
+    elif not args.out:
+        args.out = DEFAULT_OUT
+    return args
+
+
+if __name__ == "__main__":
+    parse_options()

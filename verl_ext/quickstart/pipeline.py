@@ -1,0 +1,339 @@
+"""The quickstart: data, SFT, merge, RL, merge, evaluation and report, as one resumable pipeline of the real commands.
+
+    python -m verl_ext.quickstart [--stage STAGE] [--fresh] [--out DIR] ...
+
+scripts/quickstart.sh sets up the environment and calls this. Each stage is a launcher of recipe/ or a command that
+README names; this file only orders them, shows how they progress, and sees to it that nothing they started outlives
+them (verl_ext/quickstart/supervise.py).
+"""
+
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from verl_ext.quickstart import disk
+from verl_ext.quickstart.options import JOURNAL, REPO, STAGES, parse_options
+from verl_ext.quickstart.source import STEPS as TAKEN_STEPS
+from verl_ext.quickstart.source import NoSource, Source, find_source
+from verl_ext.quickstart.supervise import (
+    CommandFailed,
+    DiskFull,
+    Supervisor,
+    show_notes,
+    show_rl_progress,
+    show_sft_progress,
+    together,
+)
+from verl_ext.sandbox.launch import SandboxNotReady, running_server
+
+EVALUATION_SAMPLES = 2  # responses per held-out problem
+LOCK = ".lock"
+AFTERWARDS = " Then the same command goes on from here; --out DIR writes to another disk."
+SANDBOX_OPTIONS = ("--preload=",)  # the tiny task's programs import nothing, and a fork of less costs less
+
+
+@dataclass
+class Run:
+    """One quickstart: where it writes, and the overrides its stages get."""
+
+    out: Path
+    seed: int
+    data_args: list[str]
+    sft: list[str]
+    rl: list[str]
+    supervisor: Supervisor
+    source: Source | None = None  # the quickstart whose data and SFT this one has
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the launchers in recipe/ read."""
+        return {"PYTHON": sys.executable, "DATA_DIR": str(self.out / "data")}
+
+    def settings(self, step: str) -> dict[str, object]:
+        """The settings that the result of a step depends on."""
+        if self.source and step in TAKEN_STEPS:
+            return self.source.settings[step] | {"from": self.source.digests}
+        if self.source:
+            return {"seed": self.seed, "from": self.source.digests, "rl": self.rl}
+        settings: dict[str, object] = {"seed": self.seed, "data": self.data_args}
+        if step != "data":
+            settings["sft"] = self.sft
+        if step not in ("data", "sft", "merge_sft"):
+            settings["rl"] = self.rl
+        return settings
+
+
+def make_data(run: Run) -> None:
+    """Word problems, tokenizer and random initial model."""
+    tools = REPO / "data" / "tiny_tools"
+    seed = ["--seed", str(run.seed)]
+    log = run.out / "data.log"
+    run.supervisor.run(
+        [sys.executable, str(tools / "prepare.py"), "--out", str(run.out / "data"), *seed, *run.data_args], log=log
+    )
+    run.supervisor.run([sys.executable, str(tools / "build_model.py"), "--out", str(run.out / "model"), *seed], log=log)
+
+
+def train_sft(run: Run) -> None:
+    log = run.out / "sft" / "log.txt"
+    run.supervisor.run(
+        ["bash", str(REPO / "recipe/retool/run_tiny_sft.sh"), *run.sft],
+        log=log,
+        env=run.environment | {"MODEL_PATH": str(run.out / "model"), "OUTPUT_DIR": str(run.out / "sft")},
+        watch=together(show_notes(log), show_sft_progress(run.out / "sft")),
+    )
+
+
+def train_rl(run: Run) -> None:
+    log = run.out / "rl" / "log.txt"
+    with running_server(options=SANDBOX_OPTIONS) as url:
+        run.supervisor.run(
+            ["bash", str(REPO / "recipe/retool/run_tiny_dapo.sh"), *run.rl],
+            log=log,
+            env=run.environment
+            | {
+                "MODEL_PATH": str(run.out / "sft" / "merged"),
+                "OUTPUT_DIR": str(run.out / "rl"),
+                "SANDBOX_URL": url,
+            },
+            watch=together(show_notes(log), show_rl_progress(run.out / "rl")),
+        )
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The checkpoint that `latest_checkpointed_iteration.txt`, written last, names; None if there is none."""
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    return folder / f"global_step_{tracker.read_text().strip()}" if tracker.exists() else None
+
+
+def merge(run: Run, name: str) -> None:
+    """Merge the last checkpoint of "sft" or "rl" into a Hugging Face folder, as README does by hand."""
+    checkpoint = latest_checkpoint(run.out / name)
+    if checkpoint is None:
+        raise CommandFailed(f"There is no checkpoint in {run.out / name}. Run `--stage {name}` first.")
+    shards = checkpoint / "actor" if name == "rl" else checkpoint
+    target = run.out / name / "merged"
+    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    run.supervisor.run(
+        [*command, "--local_dir", str(shards), "--target_dir", f"{target}.part"],
+        log=run.out / name / "merge.log",
+        env={"VERL_USE_EXTERNAL_MODULES": "verl_ext"},
+    )
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(f"{target}.part", target)
+
+
+def evaluate(run: Run, when: str) -> None:
+    """Roll out the evaluation problems with the merged model of "before" (SFT) or "after" (RL), tools on."""
+    model = run.out / ("sft" if when == "before" else "rl") / "merged"
+    target = run.out / "eval" / when
+    shutil.rmtree(target, ignore_errors=True)
+    with running_server(options=SANDBOX_OPTIONS) as url:
+        run.supervisor.run(
+            [
+                *("bash", str(REPO / "recipe/retool/run_tiny_dapo.sh"), *run.rl),
+                *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),
+                f"trainer.validation_data_dir='{target}'",
+                f"data.val_files=[{','.join([str(run.out / 'data' / 'eval.parquet')] * EVALUATION_SAMPLES)}]",
+                *("trainer.save_freq=-1", "trainer.experiment_name=tiny_eval"),
+            ],
+            log=run.out / "eval" / f"{when}.log",
+            env=run.environment
+            | {"MODEL_PATH": str(model), "OUTPUT_DIR": str(run.out / "eval" / f"{when}_run"), "SANDBOX_URL": url}
+            | {"DOCTOR": "0"},  # the same settings as of the RL run, and every input is of the stages before
+        )
+    if not list(target.glob("*.jsonl")):
+        raise CommandFailed(f"The evaluation wrote no samples into {target}; see {run.out / 'eval' / when}.log.")
+
+
+def report(run: Run) -> None:
+    run.supervisor.run([sys.executable, "-m", "verl_ext.report", "--run", str(run.out)], log=None)
+
+
+# name, its stage, what it does, how, the steps that must be done before it
+STEPS: list[tuple[str, str, str, Callable[[Run], None], tuple[str, ...]]] = [
+    ("data", "data", "word problems, tokenizer, random model", make_data, ()),
+    ("sft", "sft", "multi-turn SFT, FSDP2 on two ranks", train_sft, ("data",)),
+    ("merge_sft", "merge", "FSDP shards -> Hugging Face folder", lambda run: merge(run, "sft"), ("sft",)),
+    ("rl", "rl", "DAPO RL with the code sandbox", train_rl, ("merge_sft",)),
+    ("merge_rl", "merge", "FSDP shards -> Hugging Face folder", lambda run: merge(run, "rl"), ("rl",)),
+    ("eval_before", "eval", "held-out problems, before RL", lambda run: evaluate(run, "before"), ("merge_sft",)),
+    ("eval_after", "eval", "held-out problems, after RL", lambda run: evaluate(run, "after"), ("merge_rl",)),
+]
+
+
+class Journal:
+    """`stages.json`: which steps are done, when, and with which settings."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.entries: list[dict] = json.loads(path.read_text()) if path.exists() else []
+
+    def done(self, step: str) -> bool:
+        return any(entry["stage"] == step and entry["status"] == "done" for entry in self.entries)
+
+    def other_settings(self, run: Run) -> dict | None:
+        """The first step that is there and was made with other settings; None if there is none."""
+        return next((entry for entry in self.entries if entry["settings"] != run.settings(entry["stage"])), None)
+
+    def check(self, run: Run) -> None:
+        """Raise SystemExit if a step that is there was made with other settings."""
+        if entry := self.other_settings(run):
+            raise SystemExit(
+                f"{self.path.parent} holds a run with other settings ({entry['stage']}):\n"
+                f"  there: {entry['settings']}\n  now:   {run.settings(entry['stage'])}\n"
+                "Start over with --fresh, or write elsewhere with --out."
+            )
+
+    def add(self, **entry: object) -> None:
+        self.entries = [old for old in self.entries if old["stage"] != entry["stage"]] + [dict(entry)]
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.entries, indent=2) + "\n")
+        part.replace(self.path)
+
+    def wall_s(self, step: str) -> float:
+        """Seconds that earlier, broken attempts at the step took."""
+        return sum(entry["wall_s"] for entry in self.entries if entry["stage"] == step)
+
+
+def run_pipeline(run: Run, stages: list[str]) -> None:
+    """Run the steps of `stages` that are not done yet; the report always.
+
+    Raises:
+        CommandFailed: a command failed, or a step that `stages` leaves out was not run before.
+    """
+    journal = Journal(run.out / JOURNAL)
+    journal.check(run)
+    if run.source:
+        take_source(run, journal)
+    for step, stage, title, action, needs in STEPS:
+        if stage not in stages:
+            continue
+        if journal.done(step):
+            taken = run.source and step in TAKEN_STEPS
+            print(f"[{step}] {f'taken from {run.source.folder}' if taken else 'done already'}", flush=True)
+            continue
+        missing = [need for need in needs if not journal.done(need)]
+        if missing:
+            if step in ("merge_rl", "eval_after"):  # the stage has another step, which does not need RL
+                print(f"[{step}] skipped: {missing[0]} was not run", flush=True)
+                continue
+            raise CommandFailed(f"[{step}] needs {missing[0]}, which was not run. Run the quickstart without --stage.")
+        print(f"[{step}] {title}", flush=True)
+        started, before = time.time(), journal.wall_s(step)
+        entry = {"stage": step, "started": started, "settings": run.settings(step)}
+        try:
+            action(run)
+        except BaseException:
+            ended = {"finished": time.time(), "wall_s": before + time.time() - started, "status": "broken"}
+            with contextlib.suppress(OSError):  # on a full disk: what broke the step is to be told
+                journal.add(**entry, **ended, peak_gb=run.supervisor.peak_gb())
+            raise
+        wall_s = before + time.time() - started
+        journal.add(**entry, finished=time.time(), wall_s=wall_s, status="done", peak_gb=run.supervisor.peak_gb())
+        print(f"[{step}] {wall_s:.0f} s", flush=True)
+    if "report" in stages:
+        report(run)
+
+
+def take_source(run: Run, journal: Journal) -> None:
+    """Take data and SFT from the quickstart that `--from` names, unless that was done; says what is taken.
+
+    Raises:
+        NoSource: a file changed while it was copied.
+    """
+    print(run.source.describe(), flush=True)
+    if all(journal.done(step) for step in TAKEN_STEPS):
+        return
+    run.source.copy_to(run.out)
+    for step in TAKEN_STEPS:
+        now, settings = time.time(), run.settings(step)
+        entry = {"stage": step, "started": now, "settings": settings, "finished": now, "status": "done"}
+        journal.add(**entry, wall_s=None, peak_gb=None, **{"from": str(run.source.folder)})
+
+
+def next_folder(run: Run) -> Path:
+    """Where another run from a quickstart's SFT goes: FOLDER-2, -3, ..., the first that is new or holds this run."""
+    source = run.source.folder
+    for number in itertools.count(2):
+        out = source.with_name(f"{source.name}-{number}")
+        if not out.exists() or ((out / JOURNAL).exists() and not Journal(out / JOURNAL).other_settings(run)):
+            return out
+
+
+def delete_run(out: Path) -> None:
+    """Delete an output folder, unless it looks like something else: --out may be mistyped.
+
+    Raises:
+        SystemExit: it lies outside of outputs/ and has no stages.json; or other runs are in it.
+    """
+    if others := sorted(path.parent.name for path in out.glob(f"*/{JOURNAL}")):
+        raise SystemExit(
+            f"--fresh would delete {out}, which holds other runs ({', '.join(others)}). Name the run's own folder "
+            "by --out."
+        )
+    if (
+        not (out / "stages.json").exists()
+        and not out.is_relative_to(REPO / "outputs")
+        and set(out.iterdir()) - {out / LOCK}
+    ):
+        raise SystemExit(
+            f"--fresh would delete {out}, which holds no run (no stages.json). Delete it by hand, or change --out."
+        )
+    shutil.rmtree(out)
+
+
+def lock_folder(out: Path) -> TextIO:
+    """The folder's lock, held as long as the file is open; it may lie there when nobody holds it.
+
+    Raises:
+        SystemExit: another pipeline writes there.
+    """
+    file = open(out / LOCK, "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(f"Another run writes into {out}. Wait for it, or write elsewhere with --out.") from None
+    return file
+
+
+def main() -> None:
+    args = parse_options()
+    seeds = [f"data.seed={args.seed}", f"actor_rollout_ref.rollout.seed={args.seed}"]
+    out = args.out
+    try:
+        source = find_source(args.source) if args.source else None
+        settings = (args.seed, args.data, args.sft, seeds + args.rl)
+        if out is None:
+            out = next_folder(Run(Path(), *settings, supervisor=None, source=source))
+            print(f"[from] the new run is in {out}", flush=True)
+        if args.fresh and out.exists():
+            with lock_folder(out):
+                delete_run(out)
+        out.mkdir(parents=True, exist_ok=True)
+        with lock_folder(out), Supervisor() as supervisor:
+            run_pipeline(Run(out, *settings, supervisor, source), args.stage or list(STAGES))
+    except (CommandFailed, NoSource, SandboxNotReady) as error:
+        raise SystemExit(f"quickstart: {error}{_advice(error, out)}") from None
+    except OSError as error:
+        if error.errno not in disk.FULL:
+            raise
+        raise SystemExit(
+            f"quickstart: {error}. {disk.describe(Path(error.filename or out or REPO))}{AFTERWARDS}"
+        ) from None
+
+
+def _advice(error: Exception, out: Path | None) -> str:
+    """What to do about a full disk, whether the command that failed has said so or only its folder tells."""
+    if isinstance(error, DiskFull):
+        return AFTERWARDS
+    return f"\n{disk.describe(out)}{AFTERWARDS}" if out and disk.is_full(out) else ""

@@ -1,0 +1,358 @@
+"""Run long commands so that one sees them progress, and so that nothing they started outlives them.
+
+Ray, vLLM and verl leave daemons, shared memory and sockets behind when they are killed, and some of it when not.
+Linux only: this process makes itself the reaper of its orphaned descendants, so every daemon stays in reach by its pid.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import psutil
+from omegaconf import OmegaConf
+
+from verl_ext.quickstart import disk
+
+PR_SET_CHILD_SUBREAPER = 36
+POLL_S = 0.5
+MEMORY_POLL_S = 5.0
+GRACE_S = 10.0  # between SIGTERM and SIGKILL
+SHARED_MEMORY = Path("/dev/shm")
+SOCKETS = Path("/tmp/rl-colocate-zmq-*")  # verl binds them there, whatever TMPDIR is
+
+_FINDING = re.compile(r"(?:OK|WARN|FAIL) +[a-z-]+ ")  # verl_ext/doctor/finding.py
+_RESUME = re.compile(r"Resume: .*")  # verl_ext/checkpoints/folder.py
+
+Watch = Callable[[], None]
+
+
+class CommandFailed(RuntimeError):
+    """A command ended with an error; the message holds the end of its log."""
+
+
+class DiskFull(CommandFailed):
+    """A command failed, and a disk that it writes to was full; the end of the message says which."""
+
+
+class Supervisor:
+    """Context manager around the commands of a pipeline; see the module's docstring.
+
+    Commands get a private `TMPDIR`, deleted at the end. SIGTERM and a closed terminal end the block like Ctrl-C does.
+    """
+
+    def __enter__(self) -> "Supervisor":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # Short, and below /tmp: Ray's socket paths must stay under 108 characters.
+        self._tmp = Path(tempfile.mkdtemp(prefix="retool-", dir="/tmp"))
+        self._kept_children = {child.pid for child in psutil.Process().children()}
+        self._others_memory = set(SHARED_MEMORY.glob("*"))
+        self._left_behind: set[Path] = set()
+        self._peak_bytes = 0
+        self._peak_resident = 0
+        self._stop = threading.Event()
+        self._monitor = threading.Thread(target=self._monitor_loop, daemon=True)
+        self._monitor.start()
+        self._old_handlers = {
+            number: signal.signal(number, _raise_interrupt)
+            for number in (signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN  # nohup
+        }
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # Who presses Ctrl-C again must not be left with half of it; this takes 2 x GRACE_S at the most.
+        self._old_handlers[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+        for number in self._old_handlers:
+            signal.signal(number, signal.SIG_IGN)
+        self._stop.set()
+        self._monitor.join()
+        self._clean()
+        shutil.rmtree(self._tmp, ignore_errors=True)
+        for number, handler in self._old_handlers.items():
+            signal.signal(number, handler)
+
+    def peak_gb(self) -> float:
+        """Most memory (PSS, 10^9 bytes) that all descendants together have held since the last call."""
+        peak, self._peak_bytes, self._peak_resident = self._peak_bytes, 0, 0
+        return round(peak / 1e9, 2)
+
+    def run(
+        self,
+        command: list[str],
+        *,
+        log: Path | None,
+        env: dict[str, str] | None = None,
+        watch: Watch | None = None,
+    ) -> None:
+        """Run a command to its end, then end whatever it left running.
+
+        Args:
+            log: its output goes here, appended; None for the terminal.
+            env: variables on top of this process's.
+            watch: called every half second while it runs, to show progress.
+        Raises:
+            DiskFull: it failed, and a disk was full.
+            CommandFailed: it exited with another status than 0.
+        """
+        environment = os.environ | {"TMPDIR": str(self._tmp), "PYTHONUNBUFFERED": "1"} | (env or {})
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+        logged_before = log.stat().st_size if log and log.exists() else 0
+        full = None
+        with open(log, "ab") if log else contextlib.nullcontext() as sink:
+            # A session of its own: Ctrl-C reaches this process only, which then ends the command in order.
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, start_new_session=True
+            )
+            try:
+                while process.poll() is None:
+                    time.sleep(POLL_S)
+                    if watch:
+                        watch()
+                if process.returncode:  # before the rest of what it wrote is deleted
+                    folders = [self._tmp, SHARED_MEMORY] if log is None else [log.parent, self._tmp, SHARED_MEMORY]
+                    full = disk.full_folder(folders, _end_of(log, logged_before))
+                    full = full and disk.describe(full)
+            finally:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGINT)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(GRACE_S)
+                self._clean()
+        if process.returncode:
+            message = _failure_message(command, process.returncode, log)
+            raise DiskFull(f"{message}\n{full}") if full else CommandFailed(message)
+
+    def _descendants(self) -> list[psutil.Process]:
+        """All processes below this one, but those that were there before (the caller's sandbox server, say)."""
+        me = psutil.Process()
+        return [
+            process
+            for child in me.children()
+            if child.pid not in self._kept_children and not _is_sandbox_server(child)
+            for process in [child, *_children(child)]
+        ]
+
+    def _clean(self) -> None:
+        """End all descendants, and delete the shared memory and sockets that they had made."""
+        descendants = self._descendants()
+        for process in descendants:
+            self._note_left_behind(process)
+        for signal_number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+            for process in descendants:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.send_signal(signal_number)
+            _, descendants = psutil.wait_procs(descendants, timeout=grace_s)
+            descendants = list({*descendants, *self._descendants()})
+            if not descendants:
+                break
+        paths, self._left_behind = self._left_behind, set()
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+    def _monitor_loop(self) -> None:
+        known: set[Path] = set()
+        while not self._stop.wait(MEMORY_POLL_S):
+            descendants = self._descendants()
+            resident = sum(_resident_bytes(process) for process in descendants)
+            if resident > self._peak_resident:  # PSS costs the kernel a walk over all pages, each time
+                self._peak_resident = resident
+                self._peak_bytes = max(self._peak_bytes, sum(_pss_bytes(process) for process in descendants))
+            candidates = {*SHARED_MEMORY.glob("*"), *SOCKETS.parent.glob(SOCKETS.name)}
+            if candidates - known:
+                known |= candidates
+                for process in descendants:
+                    self._note_left_behind(process)
+
+    def _note_left_behind(self, process: psutil.Process) -> None:
+        with contextlib.suppress(psutil.Error, OSError):
+            self._left_behind |= _left_behind(process) - self._others_memory
+
+
+def _raise_interrupt(signal_number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    try:
+        return process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _is_sandbox_server(process: psutil.Process) -> bool:
+    """The sandbox server is the pipeline's own child and is stopped by it."""
+    with contextlib.suppress(psutil.Error):
+        return "verl_ext.sandbox.server" in process.cmdline()
+    return False
+
+
+def _resident_bytes(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return process.memory_info().rss
+    return 0
+
+
+def _pss_bytes(process: psutil.Process) -> int:
+    """Its memory, with what it shares with others divided among them."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return process.memory_full_info().pss
+    return 0
+
+
+def _left_behind(process: psutil.Process) -> set[Path]:
+    """What a process may leave behind: shared memory, and verl's sockets.
+
+    Shared memory lies directly in /dev/shm; what it maps from folders there is a user's file, a checkpoint say.
+    """
+    maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace").splitlines()
+    mapped = {Path(line.split(maxsplit=5)[-1]) for line in maps if not line.endswith("(deleted)")}
+    sockets = {connection.laddr for connection in process.net_connections(kind="unix")}
+    return {path for path in mapped if path.parent == SHARED_MEMORY} | {
+        Path(path) for path in sockets if Path(path).match(str(SOCKETS))
+    }
+
+
+def _failure_message(command: list[str], returncode: int, log: Path | None) -> str:
+    message = f"`{' '.join(command[:3])} ...` ended with status {returncode}."
+    if log is not None:
+        tail = log.read_text(errors="replace").splitlines()[-25:]
+        message += f" The end of {log}:\n  " + "\n  ".join(line[:300] for line in tail)
+    return message
+
+
+def _end_of(log: Path | None, position: int, limit: int = 2**20) -> str:
+    """What a command has logged since `position` (bytes), its last `limit` bytes."""
+    if log is None:
+        return ""
+    with open(log, "rb") as file:
+        file.seek(max(position, log.stat().st_size - limit))
+        return file.read().decode(errors="replace")
+
+
+def together(*watches: Watch) -> Watch:
+    """One that calls all of these."""
+
+    def watch() -> None:
+        for each in watches:
+            each()
+
+    return watch
+
+
+def show_notes(log: Path) -> Watch:
+    """From a launcher's log: what the doctor found, and from which step a run resumes."""
+    position = log.stat().st_size if log.exists() else 0
+    findings: list[str] = []
+
+    def watch() -> None:
+        nonlocal position
+        if not log.exists():
+            return
+        with open(log, "rb") as file:
+            file.seek(position)
+            while (raw := file.readline()).endswith(b"\n"):
+                position = file.tell()
+                line = raw.decode(errors="replace").rstrip()
+                if _FINDING.match(line) or (findings and line.startswith(" " * 18)):
+                    findings.append(line)
+                elif line.startswith("doctor: "):
+                    print("\n".join(f"  {each}" for each in [*findings, line]), flush=True)
+                    findings.clear()
+                elif (found := _RESUME.search(line)) and "starts from scratch" not in line:
+                    print(f"  {found[0]}", flush=True)
+
+    return watch
+
+
+def read_new_metrics(folder: Path, started: float) -> Iterator[tuple[int, dict]]:
+    """(step, metrics) of each new line of verl's file loggers in `folder` that were opened since `started` (s, epoch).
+
+    An endless iterator: it yields (-1, {}) when there is nothing new yet.
+    """
+    positions: dict[Path, int] = {}
+    while True:
+        for path in sorted(folder.glob("metrics*.jsonl")):
+            if path.stat().st_mtime < started:
+                continue
+            with open(path) as file:
+                file.seek(positions.get(path, 0))
+                while (line := file.readline()).endswith("\n"):
+                    positions[path] = file.tell()
+                    record = json.loads(line)
+                    yield record["step"], record["data"]
+        yield -1, {}
+
+
+def _eta(step: int, first_step: int, total: int, started: float) -> str:
+    if step <= first_step:
+        return ""
+    minutes, seconds = divmod(round((time.time() - started) / (step - first_step) * (total - step)), 60)
+    return f" | ETA {minutes}:{seconds:02}"
+
+
+class _Progress:
+    """Prints one line per training step, at most every `interval_s`."""
+
+    def __init__(self, folder: Path, describe: Callable[[dict], str | None], interval_s: float):
+        self.folder, self.describe, self.interval_s = folder, describe, interval_s
+        self.launched = time.time()
+        self.metrics = read_new_metrics(folder, self.launched)
+        self.first: tuple[int, float] | None = None
+        self.printed = 0.0
+
+    def __call__(self) -> None:
+        for step, data in self.metrics:
+            if step < 0:
+                return
+            text = self.describe(data)
+            if text is None:
+                continue
+            now = time.time()
+            if self.first is None:
+                self.first = (step, now)
+                print(f"  first step after {now - self.launched:.0f} s", flush=True)
+            total = _total_steps(self.folder)
+            if now - self.printed >= self.interval_s or step == total:
+                self.printed = now
+                eta = _eta(step, self.first[0], total, self.first[1]) if total else ""
+                print(f"  step {step}{f'/{total}' if total else ''} | {text}{eta}", flush=True)
+
+
+def _total_steps(folder: Path) -> int:
+    """Planned steps, from the configuration that Hydra wrote when the run started; 0 while there is none."""
+    config = folder / "hydra" / "config.yaml"
+    return OmegaConf.load(config).trainer.total_training_steps if config.exists() else 0
+
+
+def show_sft_progress(folder: Path) -> Watch:
+    """Lines such as `step 120/750 | loss 0.412 | ETA 2:10`, every 10 s."""
+    return _Progress(folder, lambda data: f"loss {data['train/loss']:.3f}" if "train/loss" in data else None, 10.0)
+
+
+def show_rl_progress(folder: Path) -> Watch:
+    """One line per step: score, accuracy, code use, tool errors, length, entropy, seconds."""
+
+    def describe(data: dict) -> str | None:
+        if "train/acc" not in data:
+            return None
+        entropy = data.get("actor/entropy", data.get("actor/entropy_loss", float("nan")))  # the second: bypass_mode
+        return (
+            f"score {data['critic/score/mean']:+.3f} | acc {data['train/acc']:.2f} | "
+            f"code {data['tool/code_ratio']:.2f} | tool err {data['tool/error_rate']:.1%} | "
+            f"len {data['response_length/mean']:.0f} tok | "
+            f"entropy {entropy:.3f} | {data['timing_s/step']:.1f} s"
+        )
+
+    return _Progress(folder, describe, 0.0)

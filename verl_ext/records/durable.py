@@ -1,0 +1,95 @@
+"""Files and folders that are still there, and the same, after a power loss.
+
+A write, a rename or a new file is in memory only until `fsync`: of the file for its bytes, of the folder for its names.
+What is here waits for the disk; what a checkpoint needs and in which order, checkpoints/folder.py knows.
+"""
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+# What a file system answers that has no fsync for this kind of file, as FUSE and network ones do for folders.
+_UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF, errno.EISDIR}
+_UNREADABLE = {errno.EACCES, errno.EPERM}  # a folder above the run's that may be passed, but not opened
+
+_warned: set[str] = set()  # kinds, once per process
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's bytes are on the disk, whoever on this machine wrote them.
+
+    Raises:
+        OSError: they cannot be written, for instance EIO or ENOSPC. A file system without fsync is warned of once.
+    """
+    _sync(path, "files", _UNSUPPORTED)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk: what was made, renamed or deleted there.
+
+    Raises:
+        OSError: as `sync_file`.
+    """
+    _sync(path, "folders", _UNSUPPORTED | _UNREADABLE)
+
+
+def sync_tree(folder: Path, is_own: Callable[[str], bool] = lambda name: True) -> None:
+    """Wait for all below a folder: files whose names are this process's own, folders, the folder itself."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in filter(is_own, names):
+            with contextlib.suppress(FileNotFoundError):  # another rank's temporary file, gone by now
+                sync_file(Path(parent, name))
+        sync_folder(Path(parent))
+
+
+def make_folder(path: Path) -> None:
+    """As `mkdir -p`; the names that are new are on the disk."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that there is the old one or the new one, whatever happens when, and then the new one."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text)
+    sync_file(part)
+    os.replace(part, path)
+    sync_folder(path.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file, which is made if it is not there. A power loss cuts at most this line short."""
+    is_new = not path.exists()
+    with open(path, "a") as file:
+        file.write(f"{line}\n")
+    sync_file(path)
+    if is_new:
+        sync_folder(path.parent)
+
+
+def _sync(path: Path, kind: str, tolerated: set[int]) -> None:
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno not in tolerated:
+            raise
+        if kind not in _warned:
+            _warned.add(kind)
+            logger.warning(
+                "fsync of %s failed (%s): the file system does not promise that %s outlive a power loss, which a kill "
+                "alone does not touch. A checkpoint's checksums are compared at a resume. If the power may fail, set "
+                "trainer.default_local_dir to another disk.",
+                *(path, os.strerror(error.errno), kind),
+            )

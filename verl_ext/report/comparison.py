@@ -1,0 +1,121 @@
+"""Several runs side by side on one page: `comparison.html`, `comparison.json`. `python -m verl_ext.report` calls this.
+
+A line per run, each metric's curves in one chart, and the difference of every run's evaluation from the first one's on
+the same problems. Each run's own report has the rest.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
+
+from verl_ext import evaluation
+from verl_ext.evaluation.figures import align
+from verl_ext.records.run_folder import short_names
+from verl_ext.records.run_record import Metrics, Run, read_run
+from verl_ext.report.charts import Series, line_chart
+from verl_ext.report.page import RL_CURVES, Curve, evaluate_run, page_environment, start_texts, summarize
+from verl_ext.report.verdict import percent, points
+
+SFT_CURVES = (
+    Curve("train/loss", "SFT loss", "nats per token", "of the model's own tokens"),
+    Curve("val/loss", "SFT validation loss", "nats per token", "of the model's own tokens"),
+)
+
+
+class Compared(NamedTuple):
+    """A run, its summary, and its difference on the problems that the first evaluated run has as well."""
+
+    name: str
+    run: Run
+    summary: dict[str, Any]
+    difference: dict[str, Any] | None  # group of problems -> figures minus those of the first; None for the first
+
+
+def write_comparison(folders: Sequence[Path], out: Path) -> str:
+    """Writes comparison.html and comparison.json into `out`; returns a table for the console.
+
+    Raises:
+        NoRun: a folder holds no run.
+        ValueError: a file in one is malformed, or a run is named twice.
+    """
+    names = short_names(list(folders))
+    runs = [read_run(folder) for folder in folders]
+    first = next((run for run in runs if run.after), None)
+    compared = []
+    for name, run in zip(names, runs, strict=True):
+        difference = None
+        if run.after and run is not first:
+            difference = evaluation.to_json(evaluation.compare(first.after, run.after))
+        compared.append(Compared(name, run, summarize(run, evaluate_run(run)), difference))
+    out.mkdir(parents=True, exist_ok=True)
+    content = {each.name: each.summary | {"difference_from_first": each.difference} for each in compared}
+    (out / "comparison.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    page = page_environment().get_template("comparison.html")
+    (out / "comparison.html").write_text(
+        page.render(
+            compared=compared,
+            table=[header(), *map(row, compared)],
+            groups=_group_table(compared),
+            charts=[
+                *_charts(compared, SFT_CURVES, lambda run: run.sft, "SFT step"),
+                *_charts(compared, RL_CURVES, lambda run: run.rl, "RL step"),
+            ],
+        ),
+        encoding="utf-8",
+    )
+    lines = [align([header(), *map(row, compared)]), ""]
+    lines += [f"{each.name}: {each.summary['verdict']}" for each in compared]
+    return "\n".join([*lines, f"Comparison: {out / 'comparison.html'}"])
+
+
+def header() -> list[str]:
+    return ["run", "kind", "steps", "accuracy", "difference, points", "failed calls", "warm step", "starts"]
+
+
+def row(each: Compared) -> list[str]:
+    """A run's line of the table; "-" for what it does not have."""
+    summary = each.summary
+    top, trained = summary["headline"], summary["sft" if each.run.kind == "sft" else "rl"]
+    figures = (summary["evaluation"]["after"] or summary["evaluation"]["before"]).get(top["group"]) if top else None
+    difference = (each.difference or {}).get(top["group"]) if top else None
+    return [
+        each.name,
+        each.run.kind,
+        str(trained["steps"] or "-"),
+        percent(top["after"] or top["before"]) if top else "-",
+        points(difference["metrics"]["acc/mean@k"]) if difference else "-",
+        percent(figures["metrics"]["tool/error_rate"], interval=False) if figures else "-",
+        f"{summary['rl']['warm_step']['median_s']:.2f} s" if summary["rl"]["warm_step"] else "-",
+        "; ".join(start_texts(trained["starts"])) or ("1" if trained["starts"] else "-"),
+    ]
+
+
+def _group_table(compared: Sequence[Compared]) -> list[list[str]]:
+    """Accuracy of every data source, a column per run; [] where nothing was evaluated."""
+    sides = [each.summary["evaluation"]["after"] or each.summary["evaluation"]["before"] for each in compared]
+    sources = {group: figures["data_sources"] for side in sides for group, figures in side.items()}
+    shown = [group for group, members in sources.items() if evaluation.is_shown(group, members)]
+    if not shown:
+        return []
+    rows = [
+        [group, *(percent(side[group]["metrics"]["acc/mean@k"]) if group in side else "-" for side in sides)]
+        for group in shown
+    ]
+    return [["accuracy", *(each.name for each in compared)], *rows]
+
+
+def _charts(
+    compared: Sequence[Compared], curves: Sequence[Curve], metrics_of: Callable[[Run], Metrics], x_label: str
+) -> list[tuple[Curve, Markup]]:
+    """A chart per metric that a run has logged, a line per run."""
+    charts = []
+    for curve in curves:
+        lines = [(each.name, *metrics_of(each.run).curve(curve.key)) for each in compared]
+        series = [Series(name, x, y, points=curve.key == "val/loss") for name, x, y in lines if x]
+        if series:
+            picture = line_chart(series, x_label=x_label, y_label=curve.unit, title=curve.title, include=curve.include)
+            charts.append((curve, picture))
+    return charts

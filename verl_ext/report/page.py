@@ -1,0 +1,373 @@
+"""One self-contained page (`report.html`) and `summary.json` of a run: its training, its evaluations, its rollouts.
+
+    python -m verl_ext.report --run outputs/quickstart              # SFT, RL, and the evaluations before and after RL
+    python -m verl_ext.report --run outputs/qwen2-32b_dapo          # any RL run, SFT run or evaluation
+    python -m verl_ext.report --run outputs/a --run outputs/b       # side by side: comparison.html, comparison.json
+
+Presents what is in the run's folder; a part that is missing is named on the page with what makes it. How the page
+looks: report.html. Several runs: comparison.py.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import yaml
+from markupsafe import Markup
+
+from verl_ext import evaluation
+from verl_ext.evaluation import Difference, Evaluation
+from verl_ext.records.run_record import Metrics, Run, environment, read_run, step_times, warm_step
+from verl_ext.report.charts import Series, interval_strip, line_chart, stacked_chart
+from verl_ext.report.rollouts import Rollout, pick_rollouts, pick_training_rollouts, split_rollout
+from verl_ext.report.verdict import headline, held_out_source, judge, percent, points
+
+_SAMPLES = "validation/<step>.jsonl or evaluation/global_step_<n>/samples.jsonl"
+_EVALUATE = "bash scripts/merge_and_eval.sh RUN"
+_LAUNCHER = "the launcher in recipe/retool"
+MAKES = {
+    "quickstart": {
+        "evaluation before RL": ("eval/before/<step>.jsonl", "bash scripts/quickstart.sh --stage eval"),
+        "evaluation after RL": ("eval/after/<step>.jsonl", "bash scripts/quickstart.sh --stage eval"),
+        "SFT metrics": ("sft/metrics-<start>.jsonl", "bash scripts/quickstart.sh --stage sft"),
+        "RL metrics": ("rl/metrics-<start>.jsonl", "bash scripts/quickstart.sh --stage rl"),
+        "rollouts": ("eval/before, eval/after or rl/rollouts", "bash scripts/quickstart.sh --stage eval"),
+        "stage times": ("stages.json", "bash scripts/quickstart.sh"),
+        "SFT configuration": ("sft/hydra/config.yaml", "bash scripts/quickstart.sh --stage sft"),
+        "RL configuration": ("rl/hydra/config.yaml", "bash scripts/quickstart.sh --stage rl"),
+    },
+    "rl": {
+        "evaluation": (_SAMPLES, f"trainer.validation_data_dir of the launcher, or {_EVALUATE}"),
+        "RL metrics": ("metrics-<start>.jsonl", f"trainer.logger=[console,file] of {_LAUNCHER}"),
+        "rollouts": (f"{_SAMPLES}, or rollouts/<step>.jsonl", "trainer.rollout_data_dir of the launcher"),
+        "RL configuration": ("hydra/config.yaml", _LAUNCHER),
+    },
+    "sft": {
+        "evaluation": ("evaluation/global_step_<n>/samples.jsonl", _EVALUATE),
+        "SFT metrics": ("metrics-<start>.jsonl", f"trainer.logger=[console,file] of {_LAUNCHER}"),
+        "SFT configuration": ("hydra/config.yaml", _LAUNCHER),
+    },
+    "evaluation": {"evaluation": ("samples.jsonl", _EVALUATE)},
+}  # kind of run -> part of its page -> the file it needs, what makes it
+
+
+class Curve(NamedTuple):
+    """A chart of one RL metric."""
+
+    key: str
+    title: str
+    unit: str
+    note: str
+    include: tuple[float, ...] = ()  # values the y axis must reach
+
+
+RL_CURVES = (
+    Curve("train/acc", "accuracy", "share right", "all generated groups, before dynamic sampling", (0, 1)),
+    Curve("critic/score/mean", "reward", "mean score", "groups trained on, after dynamic sampling"),
+    Curve("tool/code_ratio", "code use", "share of responses", "responses that ran code at least once", (0, 1)),
+    Curve(
+        "tool/error_rate", "tool errors", "share of calls", "calls that ended in an error of the model's code", (0, 0.1)
+    ),
+    Curve("actor/entropy", "entropy", "nats per token", "of the policy, over its own tokens", (0,)),
+    Curve("response_length/mean", "response length", "tokens", "mean, tool output included"),
+    Curve(
+        "training/rollout_actor_probs_pearson_corr",
+        "rollout engine against trainer",
+        "Pearson correlation",
+        "of token probabilities; close to 1 when the weights are in sync",
+        (0.99, 1),
+    ),
+)
+SETTINGS = (
+    ("prompts per step", "data.train_batch_size"),
+    ("samples per prompt", "actor_rollout_ref.rollout.n"),
+    ("prompts per mini-batch", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+    ("learning rate", "actor_rollout_ref.actor.optim.lr"),
+    ("clip low", "actor_rollout_ref.actor.clip_ratio_low"),
+    ("clip high", "actor_rollout_ref.actor.clip_ratio_high"),
+    ("loss aggregation", "actor_rollout_ref.actor.loss_agg_mode"),
+    ("dynamic sampling", "algorithm.filter_groups.enable"),
+    ("response budget (tokens)", "data.max_response_length"),
+    ("temperature", "actor_rollout_ref.rollout.temperature"),
+)  # of the RL configuration, shown above the whole of it
+
+
+class Figures(NamedTuple):
+    """The evaluation: groups of problems by name; empty where a dump is missing."""
+
+    before: dict[str, Evaluation]
+    after: dict[str, Evaluation]
+    difference: dict[str, Difference]
+
+
+def write_report(folder: Path) -> str:
+    """Writes report.html and summary.json into the run's folder and returns the result table for the console.
+
+    Raises:
+        NoRun: the folder holds no run.
+        ValueError: a file in it is malformed.
+    """
+    run = read_run(folder)
+    figures = evaluate_run(run)
+    summary = summarize(run, figures)
+    page = render(run, summary)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / "report.html").write_text(page, encoding="utf-8")
+    return f"{console_table(run, figures, summary)}\nReport: {folder / 'report.html'}"
+
+
+def evaluate_run(run: Run) -> Figures:
+    """Figures of both sides of a run's evaluation, and their paired difference where both are there."""
+    return Figures(
+        before=evaluation.evaluate(run.before) if run.before else {},
+        after=evaluation.evaluate(run.after) if run.after else {},
+        difference=evaluation.compare(run.before, run.after) if run.before and run.after else {},
+    )
+
+
+def summarize(run: Run, figures: Figures) -> dict[str, Any]:
+    """The content of summary.json: the same keys whatever is missing; None or empty where there is nothing to say."""
+    rl_keys = [curve.key for curve in RL_CURVES] + ["timing_s/step"]
+    rl_keys += sorted({key for values in run.rl.steps.values() for key in values if held_out_source(key)})
+    walls = [stage["wall_s"] for stage in run.stages if stage["wall_s"] is not None]
+    sides = {side: evaluation.to_json(groups) for side, groups in figures._asdict().items()}
+    judgement = judge(run, sides)
+    found = {
+        "evaluation before RL": run.before,
+        "evaluation after RL": run.after,
+        "evaluation": run.after,
+        "SFT metrics": run.sft.steps,
+        "RL metrics": run.rl.steps,
+        "rollouts": run.before or run.after or run.training_rollouts,
+        "stage times": run.stages,
+        "SFT configuration": run.configs.get("SFT"),
+        "RL configuration": run.configs.get("RL"),
+    }
+    return {
+        "run": run.folder.resolve().name,
+        "kind": run.kind,
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+        "verdict": judgement.text,
+        "improved": judgement.improved,
+        "not_improved": judgement.not_improved,
+        "headline": headline(sides),
+        "sides": run.sides,
+        "evaluation": sides,
+        "sft": {
+            "steps": max(run.sft.steps, default=0),
+            "train_loss": _last(run.sft, "train/loss"),
+            "val_loss": _last(run.sft, "val/loss"),
+            "starts": [start._asdict() for start in run.sft.starts],
+        },
+        "rl": {
+            "steps": max(run.rl.steps, default=0),
+            "warm_step": warm_step(run.rl),
+            "start_up_s": run.start_up,
+            "starts": [start._asdict() for start in run.rl.starts],
+        },
+        "curves": {
+            "sft": {key: _curve_json(run.sft, key) for key in ("train/loss", "val/loss")},
+            "rl": {key: _curve_json(run.rl, key) for key in rl_keys},
+        },
+        "stages": run.stages,
+        "total_wall_s": sum(walls) if walls else None,
+        "peak_gb": max((stage["peak_gb"] for stage in run.stages if stage["peak_gb"]), default=None),
+        "environment": environment(),
+        "missing": [part for part in MAKES[run.kind] if not found[part]],
+    }
+
+
+def console_table(run: Run, figures: Figures, summary: dict[str, Any]) -> str:
+    """The result for a terminal: both evaluations, the difference, step time, and what is missing."""
+    lines = []
+    for side, groups in zip(run.sides, (figures.before, figures.after), strict=True):
+        if groups:
+            lines.append(f"{_capitalized(side)}\n{evaluation.format_evaluation(groups)}\n")
+    if figures.difference:
+        lines.append(f"{evaluation.format_comparison(*figures)}\n")
+    lines.append(summary["verdict"])
+    for name in ("sft", "rl"):
+        lines += [f"{name.upper()}: {text}" for text in start_texts(summary[name]["starts"])]
+    if warm := summary["rl"]["warm_step"]:
+        split = ", ".join(f"{part} {seconds:.2f}" for part, seconds in warm["split_s"].items())
+        lines.append(f"Warm RL step: {warm['median_s']:.2f} s, median of {warm['num_steps']} ({split})")
+    if phases := summary["rl"]["start_up_s"]:
+        split = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in phases.items())
+        lines.append(f"First RL step: {sum(phases.values()):.0f} s after the command ({split})")
+    if summary["total_wall_s"] is not None:
+        lines.append(f"All stages: {_duration(summary['total_wall_s'])}")
+    makes = MAKES[run.kind]
+    lines += [f"Missing: {part}, {makes[part][0]} (`{makes[part][1]}` makes it)" for part in summary["missing"]]
+    return "\n".join(lines)
+
+
+def start_texts(starts: Sequence[dict[str, int]]) -> list[str]:
+    """A line for each start of a run that was started more than once: `resumed from step 20, steps 21 to 30`."""
+    if len(starts) == 1 and not starts[0]["resumed_from"]:
+        return []
+    return [
+        f"{f'resumed from step {first}' if (first := start['resumed_from']) else 'started from scratch'}, "
+        f"steps {first + 1} to {start['last']}"
+        for start in starts
+    ]
+
+
+def render(run: Run, summary: dict[str, Any]) -> str:
+    """The page, from what was read and the summary's figures. All but our own SVG is HTML-escaped."""
+    env = page_environment()
+    rollouts = pick_rollouts(run.before, run.after, run.sides) or pick_training_rollouts(run.training_rollouts)
+    steps, parts = step_times(run.rl)
+    rows = _table_rows(summary["evaluation"])
+    config = yaml.safe_load(run.configs["RL"]) if "RL" in run.configs else None
+    return env.get_template("report.html").render(
+        summary=summary,
+        groups=[row for row in rows if evaluation.is_shown(row["name"], row["data_sources"])],
+        top=next((row for row in rows if row["name"] == summary["headline"]["group"]), None),
+        verdict=judge(run, summary["evaluation"]),
+        rl_charts=[(curve, _rl_chart(curve, run.rl, summary)) for curve in RL_CURVES] if run.rl.steps else [],
+        sft_chart=_sft_chart(run.sft),
+        time_chart=_time_chart(steps, parts),
+        columns=_columns(rollouts),
+        longest_stage_s=max((stage["wall_s"] or 0 for stage in run.stages), default=0),
+        configs=run.configs,
+        settings=[(label, value) for label, key in SETTINGS if (value := _lookup(config, key)) is not None],
+        makes=MAKES[run.kind],
+        strip=lambda before, after: interval_strip(_triple(before), _triple(after)),
+    )
+
+
+def page_environment() -> jinja2.Environment:
+    """Templates of this folder, with everything escaped, and an error where a value is not there."""
+    env = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = {"percent": percent, "points": points, "duration": _duration, "segments": split_rollout}
+    env.filters |= filters | {"starts": start_texts, "capitalized": _capitalized}
+    return env
+
+
+def _table_rows(sides: dict[str, dict[str, dict]]) -> list[dict[str, Any]]:
+    """A group's figures before and after and their difference, for every group of problems."""
+    names = dict.fromkeys([*sides["before"], *sides["after"]])
+    rows = [
+        {"name": name, "label": name.replace("_", " ") if name in evaluation.POOLED else name}
+        | {side: groups.get(name) for side, groups in sides.items()}
+        for name in names
+    ]
+    return [row | {"data_sources": (row["after"] or row["before"])["data_sources"]} for row in rows]
+
+
+def _time_chart(steps: list[int], parts: dict[str, list[float]]) -> Markup | None:
+    if not steps:
+        return None
+    return stacked_chart(steps, parts, x_label="RL step", y_label="seconds", title="Step time")
+
+
+def _rl_chart(curve: Curve, rl: Metrics, summary: dict[str, Any]) -> Markup | None:
+    """The chart of one metric, None when it was not logged; accuracy also shows the held-out problems."""
+    x, y = rl.curve(curve.key)
+    series = [Series("training", x, y)] if x else []
+    if curve.key == "train/acc":
+        for key in summary["curves"]["rl"]:
+            if source := held_out_source(key):
+                series.append(Series(f"held out: {source}", *rl.curve(key), points=True))
+        top, last = summary["headline"], summary["rl"]["steps"]
+        ends = [(step, top[side]) for step, side in ((0, "before"), (last, "after")) if top and top[side]]
+        if ends:
+            spread = [(end["low"], end["high"]) for _, end in ends]
+            values = [end["value"] for _, end in ends]
+            series.append(Series("held out, with interval", [step for step, _ in ends], values, True, spread))
+    if not series:
+        return None
+    return line_chart(series, x_label="RL step", y_label=curve.unit, title=curve.title, include=curve.include)
+
+
+def _sft_chart(sft: Metrics) -> Markup | None:
+    """Training and validation loss; a logarithmic axis when the loss falls more than tenfold."""
+    curves = [("training", "train/loss", False), ("validation", "val/loss", True)]
+    series = [Series(name, *sft.curve(key), points=points) for name, key, points in curves if sft.curve(key)[0]]
+    if not series:
+        return None
+    losses = [loss for each in series for loss in each.y]
+    log = min(losses) > 0 and max(losses) > 10 * min(losses)
+    return line_chart(series, x_label="SFT step", y_label="nats per token", title="SFT loss", log=log)
+
+
+def _curve_json(metrics: Metrics, key: str) -> dict[str, list]:
+    steps, values = metrics.curve(key)
+    return {"step": steps, "value": values}
+
+
+def _columns(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+    """By where they come from ("Before RL", "After RL"), in the order given."""
+    columns: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        columns.setdefault(rollout.where, []).append(rollout)
+    return columns
+
+
+def _last(metrics: Metrics, key: str) -> float | None:
+    return (metrics.curve(key)[1] or [None])[-1]
+
+
+def _lookup(config: Any, dotted: str) -> Any:
+    for name in dotted.split("."):
+        config = config.get(name) if isinstance(config, dict) else None
+    return config
+
+
+def _triple(estimate: dict[str, float] | None) -> tuple[float, float, float] | None:
+    return estimate and (estimate["value"], estimate["low"], estimate["high"])
+
+
+def _duration(seconds: float | None) -> str:
+    """`4.2 s`, `5 min 07 s`, `3 h 05 min`."""
+    if seconds is None:
+        return "-"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m verl_ext.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run",
+        type=Path,
+        required=True,
+        nargs="+",
+        action="extend",
+        metavar="RUN",
+        help="folder of an RL run, an SFT run, an evaluation, or the quickstart's above them; several are compared",
+    )
+    parser.add_argument("--out", type=Path, help="folder of the comparison of several runs (default: the first run's)")
+    args = parser.parse_args(argv)
+    if args.out and len(args.run) == 1:
+        parser.error("--out is for several runs: the report of one run is written into its folder")
+    try:
+        if len(args.run) == 1:
+            print(write_report(args.run[0]))
+        else:
+            from verl_ext.report.comparison import write_comparison
+
+            print(write_comparison(args.run, args.out or args.run[0]))
+    except (OSError, ValueError) as error:  # no run, or a folder that cannot be written
+        sys.exit(f"report: {error}")

@@ -1,0 +1,235 @@
+"""What the report says at its top: what a run improved, and what it did not, as far as the intervals allow to say.
+
+A figure has improved, or got worse, where the 95% interval of the paired difference lies on one side of 0. Where
+nothing was evaluated, the first and the last values of the run's own metrics speak, and the text says that they have no
+interval. Takes plain dictionaries, as they are in `summary.json`.
+"""
+
+import re
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from verl_ext.evaluation import POOLED
+from verl_ext.records.run_record import Metrics, Run
+
+ACCURACIES = {"acc/mean@k": "accuracy", "acc/best@k": "best@{k}", "acc/maj@k": "maj@{k}"}
+LOWER_IS_BETTER = {
+    "tool/error_rate": "calls that failed",
+    "tool/timeout_rate": "calls over the time limit",
+    "truncation_rate": "responses cut by the budget",
+}
+END_STEPS = 5  # at each end of a training curve, over which the mean is taken; a third of the curve where it is short
+
+Groups = Mapping[str, Mapping[str, Any]]  # group of problems -> its figures, as `evaluation.to_json` gives them
+
+
+class Change(NamedTuple):
+    """A figure before and after, and what became of it."""
+
+    group: str
+    key: str
+    text: str
+    outcome: str  # improved | worse | unclear
+
+
+class Verdict(NamedTuple):
+    """The top of the report: what became of accuracy, and the other figures, a phrase each."""
+
+    sentence: str
+    improved: list[str]
+    not_improved: list[str]
+
+    @property
+    def text(self) -> str:
+        """The sentence, and what did not improve."""
+        return self.sentence + (f" Not improved: {'; '.join(self.not_improved)}." if self.not_improved else "")
+
+
+def headline_group(groups: Groups) -> str:
+    """The group of problems that the verdict is about: in distribution, or all where none is."""
+    return "in_distribution" if "in_distribution" in groups else "overall"
+
+
+def headline(sides: Mapping[str, Groups]) -> dict[str, Any] | None:
+    """Accuracy (mean@k) on the in-distribution sources pooled (all, where there are none); None if not evaluated.
+
+    Args:
+        sides: "before", "after", "difference" -> groups; empty where there is none.
+    """
+    present = sides["after"] or sides["before"]
+    if not present:
+        return None
+    group = headline_group(present)
+    return {
+        "group": group,
+        "data_sources": present[group]["data_sources"],
+        "num_problems": present[group]["num_problems_scored"],
+        **{side: groups[group]["metrics"]["acc/mean@k"] if group in groups else None for side, groups in sides.items()},
+    }
+
+
+def changes(sides: Mapping[str, Groups]) -> list[Change]:
+    """Every figure that has a better and a worse direction: those of the headline's group, and each source's accuracy.
+
+    A figure that was and is as good as can be (no call failed) is left out. Args as for `headline`.
+    """
+    top = headline_group(sides["after"])
+    found = []
+    for name, difference in sides["difference"].items():
+        if name == top:
+            labels = ACCURACIES | LOWER_IS_BETTER
+            if difference["k"] == 1:  # best@1 and maj@1 are the accuracy
+                labels = {key: label for key, label in labels.items() if key not in ("acc/best@k", "acc/maj@k")}
+        elif name in POOLED or difference["data_sources"] == sides["difference"].get(top, {}).get("data_sources"):
+            continue  # the sources that it pools, and the headline's only source, are there by themselves
+        else:
+            labels = {"acc/mean@k": f"accuracy on {name}"}
+        for key, label in labels.items():
+            figures = [sides[side][name]["metrics"][key] for side in ("before", "after", "difference")]
+            best = 0.0 if key in LOWER_IS_BETTER else 1.0
+            if None not in figures and not all(figure["value"] == best for figure in figures[:2]):
+                text, outcome = _describe(label.format(k=difference["k"]), *figures, best=best)
+                found.append(Change(name, key, text, outcome))
+    return found
+
+
+def judge(run: Run, sides: Mapping[str, Groups]) -> Verdict:
+    """The verdict on a run, from its evaluation; where there is none, from its metrics. Args as for `headline`."""
+    top = headline(sides)
+    if top is None:
+        return training_verdict(run)
+    if top["difference"] is None:
+        return Verdict(_one_sided(top, run.sides), [], [])
+    beside = [change for change in changes(sides) if (change.group, change.key) != (top["group"], "acc/mean@k")]
+    return Verdict(
+        _accuracy_sentence(run, top),
+        [change.text for change in beside if change.outcome == "improved"],
+        [change.text for outcome in ("worse", "unclear") for change in beside if change.outcome == outcome],
+    )
+
+
+def training_verdict(run: Run) -> Verdict:
+    """What the metrics of a run say that was not evaluated: validations in them, else training itself."""
+    if run.rl.steps:
+        return _rl_verdict(run.rl)
+    if run.sft.steps and run.kind == "sft":
+        return _sft_verdict(run.sft)
+    return Verdict("This run has not been evaluated yet.", [], [])
+
+
+def held_out_source(key: str) -> str | None:
+    """The data source of verl's validation key `val-core/<data source>/acc/mean@<n>`; None for other keys."""
+    match = re.fullmatch(r"val-core/(.+)/acc/mean@\d+", key)
+    return match[1] if match else None
+
+
+def percent(estimate: Mapping[str, float] | None, *, interval: bool = True) -> str:
+    """`31.2% [28.4, 34.1]`; the figure alone where no interval can be stated."""
+    if estimate is None:
+        return "-"
+    stated = interval and estimate["low"] is not None
+    ends = f" [{100 * estimate['low']:.1f}, {100 * estimate['high']:.1f}]" if stated else ""
+    return f"{100 * estimate['value']:.1f}%{ends}"
+
+
+def points(estimate: Mapping[str, float] | None) -> str:
+    """A difference in percentage points: `+62.9 [+59.0, +66.8]`; without interval where none can be stated."""
+    if estimate is None:
+        return "-"
+    if estimate["low"] is None:
+        return f"{100 * estimate['value']:+.1f}"
+    return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * estimate[end] for end in ("value", "low", "high")))
+
+
+def _describe(what: str, before: Mapping, after: Mapping, difference: Mapping, *, best: float) -> tuple[str, str]:
+    """(phrase, outcome) of a figure; `best` is the end of its range that is good, 0 or 1."""
+    span = f"from {percent(before, interval=False)} to {percent(after, interval=False)}"
+    if difference["low"] is None:  # no problem has this figure on both sides
+        return f"{what} {span}, {points(difference)} points without an interval", "unclear"
+    if difference["low"] <= 0 <= difference["high"]:
+        if before["value"] == after["value"]:
+            return f"{what} stays at {percent(after, interval=False)}", "unclear"
+        return f"{what} {span}, {points(difference)} points, an interval that holds 0", "unclear"
+    rose = difference["low"] > 0
+    return f"{what} {'rose' if rose else 'fell'} {span}", "improved" if rose == (best == 1.0) else "worse"
+
+
+def _accuracy_sentence(run: Run, top: Mapping[str, Any]) -> str:
+    """What training did to accuracy, as far as the interval of the paired difference allows to say."""
+    trainer = "SFT" if run.kind == "sft" else "RL"
+    steps = "" if run.kind == "quickstart" else f", {run.sides[0]} to {run.sides[1]}"
+    span = f"from {percent(top['before'])} to {percent(top['after'])}{steps}"
+    change = f"{points(top['difference'])} points"
+    if top["difference"]["low"] > 0:
+        return f"{trainer} raised accuracy {span} on {_where(top)}: {change}."
+    if top["difference"]["high"] < 0:
+        return f"{trainer} lowered accuracy {span} on {_where(top)}: {change}."
+    return (
+        f"{trainer} did not measurably change accuracy ({span}) on {_where(top)}: {change}, an interval that holds 0."
+    )
+
+
+def _one_sided(top: Mapping[str, Any], names: tuple[str, str]) -> str:
+    side = next((side for side in ("after", "before") if top[side]), None)
+    if side is None:
+        return f"No sample could be judged on {_where(top)}; see the excluded ones below."
+    name = names[side == "after"]
+    return f"Accuracy {f'at {name}' if name.startswith('step') else name} is {percent(top[side])} on {_where(top)}."
+
+
+def _where(top: Mapping[str, Any]) -> str:
+    return f"{top['num_problems']} held-out problems of {', '.join(top['data_sources'])}"
+
+
+def _rl_verdict(rl: Metrics) -> Verdict:
+    """Accuracy of the validations that were logged, or else of training; there are no samples, and so no intervals."""
+    improved, not_improved = [], []
+    keys = sorted({key for values in rl.steps.values() for key in values if held_out_source(key)})
+    for key in keys:
+        steps, values = rl.curve(key)
+        if len(steps) < 2:
+            continue
+        span = f"from {values[0]:.1%} (step {steps[0]}) to {values[-1]:.1%} (step {steps[-1]})"
+        text = f"validation accuracy on {held_out_source(key)} {span}"
+        (improved if values[-1] > values[0] else not_improved).append(text)
+    for key, label, sign in (("train/acc", "training accuracy", 1), ("tool/error_rate", "calls that failed", -1)):
+        if ends := _ends(rl, key):
+            first, last, number = ends
+            text = f"{label} from {first:.1%} to {last:.1%} (means of {number} steps at each end)"
+            if key == "train/acc" or sign * (last - first) < 0:
+                (improved if sign * (last - first) > 0 else not_improved).append(text)
+    last_step = max(rl.steps)
+    whole = f"{last_step} RL steps, with no validation samples to give an interval"
+    if not (improved or not_improved):
+        return Verdict(f"{whole}.", [], [])
+    sentence = f"{whole}. " + (f"Higher: {'; '.join(improved)}." if improved else "No accuracy is higher.")
+    return Verdict(sentence, improved, not_improved)
+
+
+def _sft_verdict(sft: Metrics) -> Verdict:
+    improved, not_improved = [], []
+    if ends := _ends(sft, "train/loss"):
+        first, last, number = ends
+        text = f"training loss from {first:.3g} to {last:.3g} (means of {number} steps at each end)"
+        (improved if last < first else not_improved).append(text)
+    steps, values = sft.curve("val/loss")
+    if steps:
+        best = min(range(len(steps)), key=lambda i: (values[i], -steps[i]))
+        if len(steps) > 1:
+            since = "" if best == len(steps) - 1 else f", lowest at step {steps[best]} ({values[best]:.3g})"
+            text = (
+                f"validation loss from {values[0]:.3g} (step {steps[0]}) to {values[-1]:.3g} (step {steps[-1]}){since}"
+            )
+            (improved if best == len(steps) - 1 else not_improved).append(text)
+    sentence = f"{max(sft.steps)} SFT steps. " + (f"Lower: {'; '.join(improved)}." if improved else "No loss is lower.")
+    return Verdict(sentence, improved, not_improved)
+
+
+def _ends(metrics: Metrics, key: str) -> tuple[float, float, int] | None:
+    """(mean of the first values, of the last, number of steps in each); None below two steps."""
+    values = metrics.curve(key)[1]
+    if len(values) < 2:
+        return None
+    number = max(1, min(END_STEPS, len(values) // 3))
+    return statistics.fmean(values[:number]), statistics.fmean(values[-number:]), number

@@ -1,0 +1,190 @@
+"""Subsets of the reals as answers: inequalities as intervals, and unions of intervals and points, compared exactly.
+
+`-3 < x \\le 4` is `(-3,4]`, never the list `-3,4`. All texts are normalised.
+"""
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from verl_ext.reward.maths.normalisation import RELATION, closing_index, key, split_top_level
+from verl_ext.reward.maths.rationals import NotANumber, read_quantity
+
+MAX_PIECES = 64  # of a union
+_LETTER = re.compile(r"(?<!\\)\b[a-zA-Z]\b")
+
+_TURNED = {">": "<", r"\ge": r"\le"}
+_CONDITION = re.compile(
+    r"\\\{\s*(?P<variable>[a-zA-Z])\s*(?:\\in\s*\\mathbb\s*\{?\s*R\s*\}?\s*)?(?:\||:|\\colon(?![a-zA-Z]))(?P<rest>.*)\\\}"
+)
+_SET = re.compile(r"\\(?:cup|cap|setminus|backslash|mathbb|emptyset|infty)(?![a-zA-Z])|^\\\{.*(?:\||:|\\colon).*\\\}$")
+
+# (end, 0 if the end itself is in and 1 if not, likewise for the other end); plus and minus infinity are floats.
+Piece = tuple[Fraction | float, int, Fraction | float, int]
+
+
+def condition_of(text: str) -> str:
+    """`\\{x \\mid -3<x<4\\}` as `-3<x<4`: a set of reals by one condition on its variable; any other text as it is."""
+    match = _CONDITION.fullmatch(text)
+    if match and RELATION.search(match["rest"]) and set(_LETTER.findall(match["rest"])) == {match["variable"]}:
+        return match["rest"].strip()
+    return text
+
+
+def intervals_of(text: str) -> tuple[str, str] | None:
+    r"""`x < -1 \lor x \ge 3` as ("x", `(-\infty,-1)\cup [3,\infty)`), `x>1 \land x<3` as ("x", "(1,3)"); else None.
+
+    A comma is an "or", but between two bounds that leave a bounded interval an "and": `x>1, x<3`.
+    """
+    intervals, variables = [], set()
+    for alternative in split_top_level(text, r"\lor"):
+        parts = split_top_level(alternative, r"\land")
+        conditions = [_bounds_of(part) for part in (parts if len(parts) > 1 else split_top_level(alternative))]
+        if None in conditions:
+            return None
+        variables |= {condition.variable for condition in conditions}
+        if len(parts) > 1 or _is_bounded(conditions):
+            conditions = [_both(conditions)]
+        if None in conditions:
+            return None
+        intervals += [f"{c.opening}{c.low},{c.high}{c.closing}" for c in conditions]
+    return (variables.pop(), r"\cup ".join(intervals)) if len(variables) == 1 else None
+
+
+class _Bounds(NamedTuple):
+    """An interval of values of a variable, as text: opening is "(" or "[", an end may be infinite."""
+
+    variable: str
+    opening: str
+    low: str
+    high: str
+    closing: str
+
+
+def _bounds_of(part: str) -> _Bounds | None:
+    """`1 < x \\le 3`, `x > 1` or `x = 5` as bounds; None for anything else, such as `1 < x > 3`."""
+    sides = [side.strip() for side in RELATION.split(part)]
+    signs = RELATION.findall(part)
+    if not signs:
+        point = re.fullmatch(r"([a-zA-Z])\s*=([^=]+)", part)
+        return _Bounds(point[1], "[", point[2].strip(), point[2].strip(), "]") if point else None
+    if not all(sides) or r"\ne" in signs or len({sign in ("<", r"\le") for sign in signs}) != 1:
+        return None
+    if signs[0] not in ("<", r"\le"):
+        sides, signs = sides[::-1], [_TURNED[sign] for sign in signs[::-1]]
+    if len(sides) == 2:
+        first = bool(re.fullmatch("[a-zA-Z]", sides[0]))
+        sides, signs = ([r"-\infty", *sides], ["<", *signs]) if first else ([*sides, r"\infty"], [*signs, "<"])
+    if len(sides) != 3 or not re.fullmatch("[a-zA-Z]", sides[1]):
+        return None
+    low, variable, high = sides
+    return _Bounds(variable, "(" if signs[0] == "<" else "[", low, high, ")" if signs[1] == "<" else "]")
+
+
+def _is_bounded(conditions: list[_Bounds]) -> bool:
+    """Whether they are a lower and an upper bound, rational, with numbers between them."""
+    lows = [_read_end(c.low) for c in conditions if r"\infty" in c.high]
+    highs = [_read_end(c.high) for c in conditions if r"\infty" in c.low]
+    return len(conditions) == 2 and len(lows) == len(highs) == 1 and None not in (*lows, *highs) and lows < highs
+
+
+def _both(conditions: list[_Bounds]) -> _Bounds | None:
+    """The interval of values that meet all conditions; None with two lower or two upper bounds."""
+    lows = [c for c in conditions if r"\infty" not in c.low]
+    highs = [c for c in conditions if r"\infty" not in c.high]
+    if not len(lows) == len(highs) == 1:
+        return None
+    return _Bounds(lows[0].variable, lows[0].opening, lows[0].low, highs[0].high, highs[0].closing)
+
+
+def same_notation(pred: str, gold: str) -> tuple[str, str]:
+    """Both as intervals, where one is an inequality in one variable and the other one, too, or a set of reals.
+
+    Likewise beside an inequality of absolute values in the same variable, which computer algebra solves. Anything else
+    comes back with commas for "and" and "or": `x < 3` beside `y < 3`, or beside the number 3.
+    """
+    pred, gold = condition_of(pred), condition_of(gold)
+    read = [intervals_of(side) if RELATION.search(side) else None for side in (pred, gold)]
+    if all(read):
+        return (read[0][1], read[1][1]) if read[0][0] == read[1][0] else (_listed(pred), _listed(gold))
+    if read[0] and (_is_absolute(gold, read[0][0]) or is_set(gold) and not RELATION.search(gold)):
+        return read[0][1], gold
+    if read[1] and (_is_absolute(pred, read[1][0]) or is_set(pred) and not RELATION.search(pred)):
+        return pred, read[1][1]
+    both = {sign for side in (pred, gold) for sign in (r"\lor", r"\land") if sign in side}
+    return _listed(pred), gold if len(both) > 1 else _listed(gold)  # x>1 or y>1 is not x>1 and y>1
+
+
+def _is_absolute(text: str, variable: str) -> bool:
+    """Whether it is an inequality like `|x-2|<1` in this variable alone."""
+    return bool(re.match(r"\|[^|]*\|\s*(?:<|>|\\[lg]e)", text)) and set(_LETTER.findall(text)) == {variable}
+
+
+def _listed(text: str) -> str:
+    return re.sub(r"\s*\\l(?:or|and)(?![a-zA-Z])\s*", ",", text) if RELATION.search(text) else text
+
+
+def is_set(text: str) -> bool:
+    """Whether it is written as a set of reals, not as values: an interval, or with signs that only sets have."""
+    if _SET.search(text):
+        return True
+    return text[:1] in ("(", "[") and closing_index(text) == len(text) - 1 and len(split_top_level(text[1:-1])) == 2
+
+
+def is_braced(text: str) -> bool:
+    r"""Whether one pair of set braces is around all of it: `\{1,2\}`, but not `\{1\}\cup\{2\}`."""
+    return text.startswith(r"\{") and text.endswith(r"\}") and closing_index(text[1:]) == len(text) - 2
+
+
+def pieces_of_union(text: str) -> list[str]:
+    r"""`[-1,2]\cup\{5,6\}\cup[7,7]` as its intervals and single points: `[-1,2]`, `\{5\}`, `\{6\}`, `\{7\}`."""
+    pieces = []
+    for part in split_top_level(text, r"\cup"):
+        if is_braced(part) and not re.search(r"\||:", part):
+            pieces += [rf"\{{{item}\}}" for item in split_top_level(part[2:-2])]
+            continue
+        ends = split_top_level(part[1:-1]) if part[:1] == "[" and part[-1:] == "]" else []
+        same = len(ends) == 2 and key(ends[0]) == key(ends[1])
+        pieces.append(rf"\{{{ends[0]}\}}" if same else part)
+    return pieces
+
+
+def read_reals(text: str) -> list[Piece] | None:
+    r"""The set as pieces that neither touch nor overlap, in order: `[1,2)\cup\{2\}` and `[1,2]` read the same.
+
+    None where an end is no rational number or infinity, or it is no union of intervals and points.
+    """
+    written = pieces_of_union(text)
+    if len(written) > MAX_PIECES:
+        return None
+    pieces = []
+    for part in written:
+        inside = split_top_level(part[2:-2] if is_braced(part) else part[1:-1])
+        if is_braced(part) and len(inside) == 1 and (point := _read_end(inside[0])) is not None:
+            pieces.append((point, 0, point, 0))
+            continue
+        if len(inside) != 2 or part[:1] not in ("(", "[") or part[-1:] not in (")", "]"):
+            return None
+        low, high = map(_read_end, inside)
+        if low is None or high is None or low >= high:
+            return None
+        pieces.append((low, int(part[0] == "("), high, int(part[-1] == ")")))
+    merged: list[Piece] = []
+    for low, low_open, high, high_open in sorted(pieces):
+        if merged and (low < merged[-1][2] or low == merged[-1][2] and not (low_open and merged[-1][3])):
+            start, start_open, end, end_open = merged.pop()
+            end, end_open = max((end, -end_open), (high, -high_open))
+            merged.append((start, start_open, end, -end_open))
+        else:
+            merged.append((low, low_open, high, high_open))
+    return merged
+
+
+def _read_end(text: str) -> Fraction | float | None:
+    if infinite := re.fullmatch(r"([-+]?)\s*\\infty\s*", text):
+        return float(f"{infinite[1]}inf")
+    try:
+        quantity = read_quantity(text)
+    except NotANumber:
+        return None
+    return None if quantity is None or quantity.unit or quantity.percent else quantity.value

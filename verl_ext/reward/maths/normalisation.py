@@ -1,0 +1,231 @@
+"""Bring one answer to a common LaTeX spelling, so that equal answers are mostly equal strings.
+
+Only text is handled here. What remains different is compared as numbers (rationals.py), by structure (structure.py)
+or as expressions (symbolic.py).
+"""
+
+import re
+from functools import lru_cache
+
+from verl_ext.reward.maths.unicode_signs import to_latex
+
+MAX_WRAPPERS = 8  # brackets around a whole answer that are dropped
+
+_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+
+_FUNCTIONS = "sin|cos|tan|cot|sec|csc"
+
+# What changes how an answer looks, not what it says. Each line works on what the lines above it left.
+_REWRITES = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        # layout
+        (r"(?<=\d)(?:\{,\}|,?\\!|\\,|\\ |~|')+\s*(?=\d{3}(?!\d))", ""),  # 12\,000  1{,}234  32,\!349  1'234
+        (r"(?<!\\)\\[\[\]()]|(?<!\\)\$", ""),
+        (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\.?", ""),
+        (r"\\(?:display|text|script)style(?![a-zA-Z])|\\(?:no)?limits(?![a-zA-Z])|\\hspace\{[^{}]*\}", " "),
+        (r"\\q?quad(?![a-zA-Z])|(?<!\\)\\[,;:!> ]|~|&nbsp;", " "),
+        (r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge)(?![a-zA-Z])", ""),
+        (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|underline|boxed|fbox)\s*\{(\d+)\}", r"\1"),
+        (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|underline|boxed|fbox)(?![a-zA-Z])", ""),
+        (r"\\(?:mbox|text(?:rm|bf|it|normal|up)|emph|operatorname\*?|mathrm)(?![a-zA-Z])", r"\\text"),
+        (rf"\\text\s*\{{\s*({_FUNCTIONS}|ln|log|exp)\s*\}}", r"\\\1 "),
+        (
+            r"\\text\s*\{([^a-zA-Z{}]*|\s*[a-zA-Z]\s*|\s*\([a-zA-Z]\)\s*)\}",
+            r" \1",
+        ),  # numbers, units of one letter, choices
+        # one spelling per symbol
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
+        (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
+        (r"\\binom\s*(\d)\s*(\d)", r"\\binom{\1}{\2}"),
+        (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}|(?<![a-zA-Z\\])C\((\d+),\s*(\d+)\)", r"\\binom{\1\3}{\2\4}"),
+        (r"\\frac\s*(\d)", r"\\frac{\1}"),
+        (r"\\frac\s*(\{(?:[^{}]|\{[^{}]*\})*\})\s*([\da-zA-Z])", r"\\frac\1{\2}"),
+        (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+        (r"\^\s*\\frac(\{[^{}]*\}\{[^{}]*\})", r"^{\\frac\1}"),
+        (r"\\(?:[lr]?vert|mid)(?![a-zA-Z])", "|"),
+        (r"\\[lr]?Vert(?![a-zA-Z])", r"\\|"),
+        (r"\\lbrack(?![a-zA-Z])", "["),
+        (r"\\rbrack(?![a-zA-Z])", "]"),
+        (r"\\lparen(?![a-zA-Z])", "("),
+        (r"\\rparen(?![a-zA-Z])", ")"),
+        (r"\\([lr])brace(?![a-zA-Z])", lambda m: r"\{" if m[1] == "l" else r"\}"),
+        (r"\\([lr])angle(?![a-zA-Z])", lambda m: "(" if m[1] == "l" else ")"),
+        (r"\\backslash(?![a-zA-Z])", r"\\setminus "),
+        (r"\\bigcup(?![a-zA-Z])", r"\\cup "),
+        (r"\\mathbb\s*([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}"),
+        (r"(\\mathbb\{[A-Z]\})\s*-\s*(?=\\\{)", r"\1\\setminus "),
+        (r"\\vee(?![a-zA-Z])", r"\\lor "),
+        (r"\\wedge(?![a-zA-Z])", r"\\land "),
+        (r"\\not\s*(?:=|\\eq(?![a-zA-Z]))", r"\\ne "),
+        (r"\\leq(?:slant|q)?(?![a-zA-Z])|<=", r"\\le "),
+        (r"\\geq(?:slant|q)?(?![a-zA-Z])|>=", r"\\ge "),
+        (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\in(?![a-zA-Z])", r"\\in "),
+        (r"\\var(epsilon|theta|kappa|rho|sigma|phi)(?![a-zA-Z])", r"\\\1"),
+        (r"\+?\s*\\inf(?:in|ty|inity)(?![a-zA-Z])", r"\\infty "),
+        (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
+        (r"\*\*", "^"),
+        (r"\\(?:times|ast)(?![a-zA-Z])|\*", r"\\cdot "),
+        (r"\\div(?![a-zA-Z])", "/"),
+        (
+            rf"_\s*\{{\s*\\text\s*\{{\s*({'|'.join(_BASES)})\s*\}}\s*\}}|_\s*\\text\s*\{{\s*({'|'.join(_BASES)})\s*\}}",
+            lambda m: f"_{_BASES[m[1] or m[2]]}",
+        ),
+        # ASCII notation
+        (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan)(?![a-zA-Z])", r"\\\1"),
+        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+    ]
+]
+# After degrees have become part of the argument of a function.
+_UNITS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
+        # units that never change the number; other units are read in rationals.py
+        (
+            r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?:\{\s*\}\s*)?(?:\\text\s*\{\s*([CF])\s*\}|([CF])(?![a-zA-Z]))",
+            r"\\text{deg\1\2}",
+        ),
+        (r"\\%|\\text\{\s*(?:percent|pct)\.?\s*\}|(?<=\d)\s*(?:percent(?:age)?|per cent|pct)\b", "%"),
+        (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![a-zA-Z])", ""),
+        (r"\\\$|^\s*(?:USD|EUR|GBP|Rs\.?)\s*(?=\d)", ""),
+        # separators of several values
+        (r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)or(?=\d)", ","),
+        (r",(?:\s*,)+", ","),
+        (r"\s+", " "),
+    ]
+]
+RELATION = re.compile(r"<|>|\\(?:le|ge|ne)(?![a-zA-Z])")
+_AND, _OR = (
+    re.compile(
+        rf"\s*,?\s*(?:\\text\s*\{{\s*,?\s*{word}\s*\}}|\\l{word}(?![a-zA-Z])|(?<![\\a-zA-Z]){word}(?![a-zA-Z]))\s*"
+    )
+    for word in ("and", "or")
+)
+DEGREES_AS_RADIANS = r"\cdot\frac{\pi }{180}"
+_DEGREES = re.compile(
+    r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\(?:degrees?|deg)(?![a-zA-Z])"
+    r"|\\text\s*\{\s*deg(?:rees?)?\.?\s*\}|(?<=[\d\s)}])degrees?(?![a-zA-Z]))"
+)
+_FUNCTION = re.compile(rf"\\(?:{_FUNCTIONS})(?![a-zA-Z])\s*(?:\^\s*(?:\{{[^{{}}]*\}}|\d))?\s*")
+_ARGUMENT = re.compile(
+    r"[-+]?(?:(?!\b(?:and|or)\b)(?:\{(?:[^{}]|\{[^{}]*\})*\}|\([^()]*\)"
+    rf"|\\(?!(?:{_FUNCTIONS}|l[en]|g[et]|ne|in|cup|pm|mp|text)(?![a-zA-Z]))[a-zA-Z]+|[^-+=<>,;()\[\]{{}}\\|&]))*"
+)
+# ]0,1[ for (0,1), where brackets that open outwards leave the end out; no LaTeX command is between them.
+_OUTWARD = re.compile(r"^(?=\]|.*\[$)([\[\]])([^\[\](){}]*,[^\[\](){}]*)([\[\]])$")
+# "The final answer is", "Answer:", and an equals sign without a left side.
+_PREAMBLE = re.compile(r"^(?:(?:the )?(?:final )?answer(?: is(?! not)| ?:| ?=)[: ]*|= ?)(?=.)", re.IGNORECASE)
+
+
+@lru_cache(maxsize=4096)
+def normalise(answer: str) -> str:
+    """One spelling for an answer: unicode folded, layout and fonts dropped, macros unified, final dot removed.
+
+    Does not judge: nonsense comes back as nonsense.
+    """
+    text = to_latex(answer)
+    for pattern, replacement in _REWRITES:
+        text = pattern.sub(replacement, text)
+    text = _degrees_as_radians(text)
+    text = _write_connectives(text)
+    for pattern, replacement in _UNITS:
+        text = pattern.sub(replacement, text)
+    text = _PREAMBLE.sub("", re.sub(r"[\s.,;:\\]+$", "", text).lstrip(" ,:"))
+    pieces = re.split(r"\s*\\cup(?![a-zA-Z])\s*", text)
+    text = r"\cup ".join(
+        _OUTWARD.sub(lambda m: "[("[m[1] == "]"] + m[2] + "])"[m[3] == "["], piece) for piece in pieces
+    )
+    groups = split_top_level(text, ";")
+    if len(groups) > 1 and "," in text:  # p=5,q=2; p=7,q=2
+        text = ",".join(f"({group})" for group in groups)
+    return unwrap_group(text.replace(";", ","))
+
+
+def _write_connectives(text: str) -> str:
+    r"""Between inequalities "and" and "or" as `\land` and `\lor`; these signs between equations as commas."""
+    if RELATION.search(text):
+        return _AND.sub(r"\\land ", _OR.sub(r"\\lor ", text))
+    return re.sub(r"\\(?:land|lor)(?![a-zA-Z])", ",", text) if "=" in text else text
+
+
+def _degrees_as_radians(text: str) -> str:
+    """`\\sin 45^\\circ` as `\\sin(45\\cdot\\frac{\\pi }{180})`: in an argument degrees count, unlike those of an angle.
+
+    An argument is the bracket after the function, or what follows up to its degree sign, or without one of its own up
+    to a sum, a relation, a comma, a word or the next function: `\\sin 30^\\circ\\cdot 4` is 2. A letter may divide it:
+    `\\sin 180^\\circ/n`.
+    """
+    if not _DEGREES.search(text):
+        return text
+    written, position = [], 0
+    for function in _FUNCTION.finditer(text):
+        start = function.end()
+        if start < position:
+            continue
+        bracket = closing_index(text[start:]) + 1 if text[start : start + 1] in ("(", "{", "[") else 0
+        end = start + bracket if bracket > 0 else _argument_end(text, start)
+        if unit := _DEGREES.match(text, end):  # \sin(45)^\circ, \sin 45 \text{ degrees}
+            end = unit.end()
+        radians, count = _DEGREES.subn(lambda _: DEGREES_AS_RADIANS, text[start:end].strip())
+        if count:
+            written += [text[position:start], "(", unwrap_group(radians), ")"]
+            position = end
+    return "".join([*written, text[position:]])
+
+
+def _argument_end(text: str, start: int) -> int:
+    """Where an argument without a bracket ends; a degree sign inside of braces or of a bracket is not its own."""
+    longest = _ARGUMENT.match(text, start).end()
+    for unit in _DEGREES.finditer(text, start, longest):
+        before = text[start : unit.start()]
+        if before.count("{") == before.count("}") and before.count("(") == before.count(")"):
+            divided = re.match(r"\s*/\s*[a-zA-Z](?![a-zA-Z])", text[unit.end() : longest])
+            return unit.end() + (divided.end() if divided else 0)
+    return longest
+
+
+def unwrap_group(text: str) -> str:
+    """Drop braces and parentheses around a whole single value: `{x}` and `(x)` are x. `(1,2)` and `{1,2}` stay."""
+    text = text.strip()
+    for _ in range(MAX_WRAPPERS):
+        if text[:1] not in ("{", "(") or closing_index(text) != len(text) - 1 or split_top_level(text[1:-1])[1:]:
+            break
+        text = text[1:-1].strip()
+    return text
+
+
+def closing_index(text: str) -> int:
+    """Index of the bracket that closes the one `text` starts with; -1 where it stays open. `(`, `[`, `{` all count."""
+    depth = 0
+    for index, char in enumerate(text):
+        depth += (char in "([{") - (char in ")]}")
+        if depth == 0:
+            return index
+    return -1
+
+
+def split_top_level(text: str, separator: str = ",") -> list[str]:
+    """Parts of `text` between separators that stand outside every bracket, stripped. `[0,1)` counts as a pair."""
+    parts, depth, start = [], 0, 0
+    index = 0
+    while index < len(text):
+        char = text[index]
+        if depth == 0 and text.startswith(separator, index):
+            parts.append(text[start:index].strip())
+            start = index = index + len(separator)
+            continue
+        depth = max(0, depth + (char in "([{") - (char in ")]}"))
+        index += 1
+    parts.append(text[start:].strip())
+    return parts
+
+
+def key(text: str) -> str:
+    """`text` as compared: without spaces (but digits stay apart: "1 2" is not 12), `x^{2}` as `x^2`, text unwrapped."""
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"([_^])\s*\{\s*([a-zA-Z0-9])\s*\}", r"\1\2", text)
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)

@@ -1,0 +1,388 @@
+"""The rollout with tools: the model writes, calls a tool, reads its answer, goes on. One state machine, two protocols.
+
+Token-in, token-out: what the model sampled is kept as it was sampled; only what stands between its turns is encoded
+(mask 0, log-prob 0). The settings are `retool.*` in the run's YAML. agent_loops.yaml registers the loop as `retool`,
+with the protocol of `retool.protocol`, and as `retool_code` and `retool_hermes`, for samples that name one in a column
+`agent_name`.
+"""
+
+import asyncio
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from cachetools import LRUCache
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, ToolListWrap
+
+from verl_ext.environments.toolbox import Outcome, Toolbox
+from verl_ext.protocols.base import Call, MalformedCall, SegmentEncoder, cut_output
+from verl_ext.protocols.by_name import make_protocol
+from verl_ext.protocols.hermes import HermesProtocol
+from verl_ext.records.exclusions import RETRY_PAUSE_S
+from verl_ext.records.trajectories import check_trajectory_log
+from verl_ext.rollout.log_probs import check_log_probs_are_sent, checked_log_probs, wants_log_probs
+from verl_ext.rollout.seeds import seed_of
+from verl_ext.rollout.tool_use import ToolUse
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+# Why the engine ended a request, where that was neither the model's end nor its budget (vllm/v1/engine/__init__.py:43).
+_FAILED_STOPS = ("aborted", "abort", "error")
+_CUT_STEP = 8  # tokens; where a reply does not fit, so many more than what is too much are cut from each output
+
+
+class _FinalOutputOnly:
+    """Unpickles, in vLLM's process, to the enum that asks for one message a request instead of one a token.
+
+    The enum itself would cost this process the import of vLLM (3 s).
+    """
+
+    def __reduce__(self) -> tuple:
+        return _final_output_only, ()
+
+
+def _final_output_only() -> Any:
+    from vllm.sampling_params import RequestOutputKind
+
+    return RequestOutputKind.FINAL_ONLY
+
+
+@dataclass
+class Rollout:
+    """The tokens of one response and what became of them. `ids`, `mask` and `log_probs` have one length, always."""
+
+    limit: int  # tokens of the response
+    ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of each turn of the model
+    use: ToolUse = field(default_factory=ToolUse)
+    turns: list[dict[str, Any]] = field(default_factory=list)  # for the trajectory log, where it is on
+    tool_rewards: list[float] = field(default_factory=list)
+    versions: dict[str, Any] = field(default_factory=dict)  # of the weights, and what else the server sends
+
+    @property
+    def room(self) -> int:
+        return self.limit - len(self.ids)
+
+    def add_turn(self, ids: list[int], log_probs: list[float]) -> None:
+        self.spans.append((len(self.ids), len(self.ids) + len(ids)))
+        self.ids += ids
+        self.mask += [1] * len(ids)
+        self.log_probs += log_probs
+
+    def add_reply(self, ids: list[int]) -> None:
+        self.ids += ids
+        self.mask += [0] * len(ids)
+        self.log_probs += [0.0] * len(ids)
+
+
+class RetoolAgentLoop(AgentLoopBase):
+    """See the module's docstring.
+
+    Args:
+        tools: of `rollout.multi_turn.tool_config_path`, for the hermes protocol. One that is called `code_interpreter`
+            gives its schema; code always runs by `retool.sandbox`.
+        protocol: "code" or "hermes"; None takes `retool.protocol`.
+    Raises:
+        ValueError: an unknown protocol, trajectories are to be logged and nothing would write them, or the trainer
+            needs log-probs that no server is asked for.
+    """
+
+    shared = True  # `run` keeps what belongs to a sample to itself: LeanAgentLoopWorker takes one instance for all
+
+    def __init__(self, *args: Any, tools: ToolListWrap | None = None, protocol: str | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        check_trajectory_log(self.config)
+        check_log_probs_are_sent(self.config)
+        settings = self.config.retool
+        self.max_tool_calls = settings.max_tool_calls
+        self.run_last_code = settings.run_last_code
+        self.max_malformed_calls = settings.max_malformed_calls
+        self.max_tool_response_tokens = settings.max_tool_response_tokens
+        self.log_trajectories = settings.trajectory_log.enable
+        self.response_length = self.rollout_config.response_length
+        self.protocol = make_protocol(
+            protocol or settings.protocol,
+            self.tokenizer,
+            self.apply_chat_template_kwargs,
+            max_parallel_calls=self.rollout_config.multi_turn.max_parallel_calls,
+            repair_json=settings.repair_json,
+        )
+        self._encoder = SegmentEncoder(self.tokenizer)
+        can_call_tools = isinstance(self.protocol, HermesProtocol)
+        self.tools = Toolbox(settings, tools.tools if tools and can_call_tools else [])
+        self.end_ids = set(self.tokenizer.all_special_ids)
+        # vLLM stops at every end token of generation_config.json, and not all of them have a name in the tokenizer
+        # (Llama 3 has three). A special token that a turn ends with, before its budget does, is one.
+        added = self.tokenizer.added_tokens_decoder.items()
+        self.special_ids = {i for i, token in added if token.special and token.content != self.protocol.stop}
+        self._prompts: LRUCache = LRUCache(maxsize=1024)  # uid -> task; the samples of a group share their prompt
+        self._stop_params = self._make_stop_params()
+        self._seeds = {"data": self.data_config.get("seed"), "rollout": self.rollout_config.get("seed")}
+        self._is_repeatable = settings.get("repeatable", False)
+
+    def _make_stop_params(self) -> dict[str, Any]:
+        if self.protocol.stop is None:
+            return {}
+        # Where the tag is one token the engine itself stops there; for a string it is told to by its front end, a few
+        # tokens later. The string stays: the tag may also be sampled in pieces.
+        ids = self.tokenizer.encode(self.protocol.stop, add_special_tokens=False)
+        stop_token_ids = ids if len(ids) == 1 else []
+        return {"stop": [self.protocol.stop], "stop_token_ids": stop_token_ids, "include_stop_str_in_output": True}
+
+    async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
+        """Roll out one sample; see `AgentLoopBase.run`.
+
+        Args:
+            kwargs: columns of the data set. Read are `raw_prompt`, `uid`, `tools_kwargs`, and
+                `extra_info.tool_selection`, the names of the tools that this sample may use (none named: all); and
+                `call_retries`, which the worker adds in validation (`_run_calls`).
+        Returns:
+            `extra_fields` holds `finish_reason` (answer | max_turns | max_tokens | malformed_limit | sandbox_failure |
+            aborted), `model_spans` (the [start, end) pairs of response tokens that the model sampled), the counts that
+            the reward manager logs, `tool_use` (see there), and `trajectory` where it is recorded.
+        Raises:
+            ValueError: the sample selects a tool that does not exist, or that the protocol cannot call.
+        """
+        schemas = self.tools.select((kwargs.get("extra_info") or {}).get("tool_selection"))
+        prompt_ids = await self._encode_prompt(
+            kwargs["uid"], list(kwargs["raw_prompt"]), self.protocol.schemas(schemas)
+        )
+        rollout = Rollout(limit=self.response_length)
+        params = dict(sampling_params, **self._stop_params)
+        request_id = uuid4().hex
+        finish_reason = None
+        while finish_reason is None:
+            if self._is_repeatable:  # each turn of its own: neither order nor batch of the requests matters
+                turn = len(rollout.spans)
+                params["seed"] = seed_of(self._seeds["rollout"], kwargs["uid"], kwargs["session_id"], turn)
+            text, ended, aborted = await self._model_turn(rollout, prompt_ids, params, request_id, priority)
+            calls = [] if aborted else self.protocol.parse(text, schemas, ended=ended)
+            if calls:
+                finish_reason = await self._tool_turn(rollout, text, calls, ended, kwargs)
+            elif aborted:
+                finish_reason = "aborted"
+            else:
+                finish_reason = "answer" if ended else "max_tokens"
+            is_void = not any(isinstance(call, Call) for call in calls) and "\\boxed{" not in text
+            rollout.use.void_turns += is_void and not aborted
+        return self._output(prompt_ids, rollout, finish_reason, sampling_params, kwargs)
+
+    async def _model_turn(
+        self,
+        rollout: Rollout,
+        prompt_ids: list[int],
+        params: dict[str, Any],
+        request_id: str,
+        priority: int,
+    ) -> tuple[str, bool, bool]:
+        """Let the model write; returns its text, whether it ended by an end token, and whether it was aborted."""
+        started = time.perf_counter()
+        output = await self.server_manager.generate(
+            request_id=request_id,
+            prompt_ids=prompt_ids + rollout.ids,
+            sampling_params=dict(
+                params,
+                max_tokens=rollout.room,
+                output_kind=_final_output_only() if "vllm" in sys.modules else _FinalOutputOnly(),
+            ),
+            priority=priority,
+        )
+        seconds = time.perf_counter() - started
+        rollout.use.generate_s += seconds
+        # The versions of the weights that wrote the rollout: the first turn's oldest, the last turn's newest.
+        first_version = rollout.versions.get("min_global_steps", output.extra_fields.get("min_global_steps"))
+        rollout.versions = {**output.extra_fields, "min_global_steps": first_version}
+
+        ids = list(output.token_ids)
+        log_probs = checked_log_probs(output.log_probs, ids) if wants_log_probs(params) else [0.0] * len(ids)
+        aborted = output.stop_reason in _FAILED_STOPS
+        text = self.tokenizer.decode(ids)
+        if not aborted and (kept := self._length_up_to_stop(ids, text)) < len(ids):
+            ids, log_probs = ids[:kept], log_probs[:kept]
+            text = self.tokenizer.decode(ids)
+        rollout.add_turn(ids, log_probs)
+        if self.log_trajectories:
+            versions = [output.extra_fields.get(name) for name in ("min_global_steps", "max_global_steps")]
+            rollout.turns.append(
+                {"text": text, "tokens": len(ids), "decode_s": seconds, "versions": versions, "calls": []}
+            )
+        end_ids = self.end_ids | self.special_ids if rollout.room else self.end_ids
+        return text, bool(ids) and ids[-1] in end_ids, aborted
+
+    def _length_up_to_stop(self, ids: list[int], text: str) -> int:
+        """How many tokens hold the turn up to its stop: all, unless the engine missed the stop and went on.
+
+        It looks for stop strings within a request, and the asynchronous client merges the requests of a turn that was
+        aborted and resumed: a stop that was split between them is only seen here. What was sampled behind it, without
+        the tool's answer, is dropped. A last token may carry characters past the stop.
+        """
+        stop = self.protocol.stop
+        if stop is None or stop not in text or text.index(stop) + len(stop) == len(text):
+            return len(ids)
+        if stop not in self.tokenizer.decode(ids[:-1]):
+            return len(ids)
+        low, high = 1, len(ids) - 1  # smallest number of tokens with the stop in their text
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if stop in self.tokenizer.decode(ids[:middle]) else (middle + 1, high)
+        return low
+
+    async def _tool_turn(
+        self,
+        rollout: Rollout,
+        text: str,
+        calls: list[Call | MalformedCall],
+        ended: bool,
+        sample: Mapping[str, Any],
+    ) -> str | None:
+        """Run the calls of a turn and append what the tools say; returns why the rollout ends here, or None."""
+        use = rollout.use
+        to_run = [call for call in calls if isinstance(call, Call)]
+        for call in calls:
+            if isinstance(call, MalformedCall):
+                use.add_malformed(call.kind)
+        records = self._record(rollout, calls)
+        if use.malformed.total() > self.max_malformed_calls:
+            return "malformed_limit"
+        is_last = use.calls + len(to_run) > self.max_tool_calls
+        if is_last and not self.run_last_code:
+            return "max_turns"
+        answer_tokens = 0 if is_last else 1  # the least that is kept free
+        if rollout.room <= answer_tokens:
+            return "max_turns" if is_last else "max_tokens"
+
+        started = time.perf_counter()
+        outcomes = await self._run_calls(to_run, sample.get("tools_kwargs") or {}, sample.get("call_retries", 0))
+        use.tool_s += time.perf_counter() - started
+        for record, outcome in zip(records, outcomes, strict=False):
+            record |= vars(outcome)
+        failure = next((outcome.failure for outcome in outcomes if outcome.failure), None)
+        if failure is not None:
+            logger.warning("a tool failed: %s", failure)
+            return "sandbox_failure"
+        if to_run and use.first_call_token is None:
+            start, end = rollout.spans[-1]
+            use.first_call_token = start + round((end - start) * to_run[0].start / max(len(text), 1))
+        for call, outcome in zip(to_run, outcomes, strict=True):
+            use.add_call(call, outcome.error, queue_s=outcome.queue_s, run_s=outcome.run_s)
+            if outcome.reward is not None:
+                rollout.tool_rewards.append(outcome.reward)
+        said = iter(outcomes)
+        texts = [_encodable(next(said).output if isinstance(call, Call) else str(call)) for call in calls]
+        reply, was_cut = self._encode_reply(texts, ended, rollout.room - answer_tokens)
+        use.outputs_cut += was_cut
+        if reply is None:
+            return "max_turns" if is_last else "max_tokens"
+        rollout.add_reply(reply)
+        return "max_turns" if is_last else None
+
+    async def _run_calls(self, calls: list[Call], tools_kwargs: Mapping[str, Any], retries: int) -> list[Outcome]:
+        """Run the calls of a turn at once, and those that infrastructure failed again, `retries` times at the most.
+
+        The response stays as it is. Were it sampled anew, a dead sandbox would favour responses that do not call it.
+        """
+        outcomes = list(await asyncio.gather(*(self.tools.run(call, tools_kwargs) for call in calls)))
+        for number in range(1, retries + 1):
+            failed = [i for i, outcome in enumerate(outcomes) if outcome.failure]
+            if not failed:
+                break
+            logger.warning(
+                "a tool failed and is called again (%d of %d): %s", number, retries, outcomes[failed[0]].failure
+            )
+            await asyncio.sleep(RETRY_PAUSE_S * number)
+            again = await asyncio.gather(*(self.tools.run(calls[i], tools_kwargs) for i in failed))
+            for i, outcome in zip(failed, again, strict=True):
+                outcomes[i] = outcome
+        return outcomes
+
+    def _encode_reply(self, texts: list[str], ended: bool, room: int) -> tuple[list[int] | None, int]:
+        """What the tools say as at most `room` tokens, and how many outputs were cut for it; None if none would do.
+
+        Outputs together take at most half of the room, so that the rest is left to answer with.
+        """
+        limit = min(self.max_tool_response_tokens, max(room // (2 * len(texts)), 0))
+        while True:
+            shown = [cut_output(self.tokenizer, text, limit, self._encoder.encode_output) for text in texts]
+            ids = self._encoder.encode(self.protocol.reply(shown, ended=ended))
+            excess = len(ids) - room
+            if excess <= 0:
+                return ids, sum(cut != text for cut, text in zip(shown, texts, strict=True))
+            if limit == 0:
+                return None, 0
+            limit = max(0, limit - math.ceil(excess / len(texts)) - _CUT_STEP)
+
+    def _record(self, rollout: Rollout, calls: list[Call | MalformedCall]) -> list[dict[str, Any]]:
+        """Note the calls of a turn for the trajectory log; returns the entries of those that can be run."""
+        if not self.log_trajectories:
+            return []
+        entries = [
+            {"malformed": call.kind, "output": str(call)}
+            if isinstance(call, MalformedCall)
+            else {"tool": call.tool, "arguments": call.arguments}
+            for call in calls
+        ]
+        rollout.turns[-1]["calls"] = entries
+        return [entry for entry in entries if "tool" in entry]
+
+    async def _encode_prompt(self, uid: str, messages: list[dict], schemas: list[dict] | None) -> list[int]:
+        if uid not in self._prompts:
+            self._prompts[uid] = asyncio.ensure_future(self.ct_build_initial_tokens(messages, tools=schemas))
+        return list(await asyncio.shield(self._prompts[uid]))
+
+    def _output(
+        self,
+        prompt_ids: list[int],
+        rollout: Rollout,
+        finish_reason: str,
+        sampling_params: Mapping[str, Any],
+        sample: Mapping[str, Any],
+    ) -> AgentLoopOutput:
+        use, length = rollout.use, len(rollout.ids)
+        if not rollout.ids:  # aborted before its first token: verl's tensors need one, which nothing trains on
+            rollout.add_reply([self.tokenizer.eos_token_id])
+        extra_fields = {
+            **rollout.versions,
+            "tool_calls": use.calls,
+            "tool_errors": use.errors.total(),
+            "tool_timeouts": use.errors["timeout"],
+            "model_turns": len(rollout.spans),
+            "finish_reason": finish_reason,
+            "model_spans": rollout.spans,
+            "response_tokens": sum(rollout.mask),
+            "truncated": float(finish_reason == "max_tokens"),
+            "tool_use": use.as_dict(),
+            "turn_scores": [],
+            "tool_rewards": rollout.tool_rewards,
+        }
+        if self.log_trajectories:
+            extra_fields["trajectory"] = {
+                "prompt": self.tokenizer.decode(prompt_ids),
+                "turns": rollout.turns,
+                "seeds": self._seeds,
+                "sampling": {name: sampling_params.get(name) for name in ("temperature", "top_p", "top_k")},
+            }
+        return AgentLoopOutput(
+            prompt_ids=prompt_ids,
+            response_ids=rollout.ids,
+            response_mask=rollout.mask,
+            response_logprobs=rollout.log_probs if wants_log_probs(sampling_params) else None,
+            multi_modal_data={},
+            # user, model turns, tool turns
+            num_turns=1 + len(rollout.spans) + sum(end < length for _, end in rollout.spans),
+            metrics=AgentLoopMetrics(generate_sequences=use.generate_s, tool_calls=use.tool_s),
+            extra_fields=extra_fields,
+        )
+
+
+def _encodable(text: str) -> str:
+    """`text` with lone surrogates spelt out: a model can write one in JSON, and a tool or a message may repeat it."""
+    return text.encode("utf-8", "backslashreplace").decode()

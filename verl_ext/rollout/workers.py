@@ -1,0 +1,329 @@
+"""verl's agent-loop workers, with less work per rollout. Named by `rollout.agent.agent_loop_manager_class`.
+
+verl 0.9.1 builds every rollout's loop through `hydra.utils.instantiate`, asks a load-balancer actor for a server
+before every turn, sends every rollout to a reward actor and then, by itself, to the data storage: work that outweighs
+the rollout itself when it is short.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import ray
+import torch
+import transfer_queue as tq
+from hydra.utils import get_class
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from verl.experimental.agent_loop.agent_loop import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    DictConfigWrap,
+    ToolListWrap,
+    _agent_loop_registry,
+)
+from verl.trainer.ppo.reward import load_reward_manager
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.profiler import simple_timer
+from verl.utils.tensordict_utils import list_of_dict_to_tensordict
+from verl.workers.rollout.llm_server import LLMServerClient
+
+from verl_ext.records.exclusions import RETRY_PAUSE_S, FailedSamples, failure
+from verl_ext.records.trajectories import TrajectoryLog, trajectory_record
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
+
+
+@dataclass
+class _Group:
+    """The rollouts of one prompt that have ended, until the last one has."""
+
+    running: int
+    keys: list[str] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    tags: list[dict[str, Any]] = field(default_factory=list)
+
+
+class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
+    """Instantiates agent loops directly, skips the load balancer where it has nothing to balance, scores rollouts
+    itself, and stores a prompt's rollouts together, when the last has ended.
+
+    It scores them where the reward manager is ours: that one has `score_rollout`, and runs verifiers outside of this
+    process's event loop. Text only: no images, no teacher model.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if self.distillation_enabled or self.processor is not None:
+            raise NotImplementedError(
+                "LeanAgentLoopWorker rolls out text without a teacher model, but the model has a processor for images "
+                "or distillation is on. Take verl's own workers: rollout.agent.agent_loop_manager_class=null and "
+                "retool.trajectory_log.enable=false."
+            )
+        self._loop_classes: dict[str, tuple[type, dict]] = {}
+        self._shared_loops: dict[str, AgentLoopBase] = {}
+        self._groups: dict[str, _Group] = {}
+        self._stored_columns = ["uid", "data_source", "reward_model"]  # what verl's trainer selects (trainer_base.py)
+        if self.config.reward.reward_model.enable:
+            self._stored_columns.append("raw_prompt")
+        if self.config.trainer.v1.trainer_mode == "sync" and number_of_replicas(self.config) == 1:
+            skip_load_balancer(self.llm_client)
+        reward_manager = (
+            None if self.config.reward.reward_model.enable else load_reward_manager(self.config, self.tokenizer)
+        )
+        self._score_rollout = getattr(reward_manager, "score_rollout", None)
+        settings = self.config.retool.trajectory_log
+        self._trajectory_log = (
+            TrajectoryLog(settings.folder, max_mb=settings.max_mb, max_files=settings.max_files)
+            if settings.enable
+            else None
+        )
+
+    async def _run_prompt(
+        self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
+    ) -> None:
+        """As verl/trainer/ppo/v1/agent_loop_tq.py:104 (0.9.1), which sets the prompt's status when this returns."""
+        rollout = self.config.actor_rollout_ref.rollout
+        n = (rollout.val_kwargs if trajectory["validate"] else rollout).n
+        self._groups[prompt["uid"]] = _Group(running=prompt.get("__rollout_n__", n))
+        try:
+            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
+        finally:
+            del self._groups[prompt["uid"]]
+
+    async def _run_agent_loop(
+        self,
+        sampling_params: dict[str, Any],
+        trajectory: dict[str, Any],
+        *,
+        agent_name: str,
+        trace: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """As verl/experimental/agent_loop/agent_loop.py:660 (0.9.1), which v1 always calls with `trace=False`.
+
+        Raises:
+            KeyError: no loop of that name is registered.
+        """
+        agent_loop = self._shared_loops.get(agent_name) or self._make_loop(agent_name)
+        group = self._groups[kwargs["uid"]]
+        try:
+            outputs = await self._roll_out(agent_loop, sampling_params, trajectory["validate"], kwargs)
+            await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
+        finally:
+            group.running -= 1
+            if group.running == 0 and group.keys:  # also where this one raised: validation counts the others
+                await tq.async_kv_batch_put(
+                    keys=group.keys,
+                    fields=list_of_dict_to_tensordict(group.rows),
+                    tags=group.tags,
+                    partition_id="val" if trajectory["validate"] else "train",
+                )
+
+    async def _roll_out(
+        self, agent_loop: AgentLoopBase, sampling_params: dict[str, Any], validate: bool, sample: dict[str, Any]
+    ) -> list[AgentLoopOutput]:
+        """The outputs of one rollout, scored.
+
+        In validation what failed outside the model is tried again, `retool.validation.retries` times at the most; the
+        last try stands. A call of a tool is repeated by the loop, a verification here; only a rollout that was aborted
+        or raised is sampled anew. What is hard to verify, or needs a sandbox that is down, must not be drawn until it
+        is easy, or needs none. In training the sampler replaces whole groups.
+        """
+        retries = FailedSamples.from_config(self.config).retries if validate else 0
+        extra = {"call_retries": retries} if validate else {}
+        outputs: list[AgentLoopOutput] = []
+        number = 0
+        while True:
+            number += 1
+            try:
+                if not outputs:
+                    output = await agent_loop.run(sampling_params, **sample, **extra)
+                    outputs = output if isinstance(output, list) else [output]
+                await self._compute_score(outputs, sample)
+            except Exception as error:  # whatever it is: the last try raises it
+                if number > retries:
+                    raise
+                cause = f"raised {error!r}"
+            else:
+                cause = failure(outputs[-1].extra_fields.get("reward_extra_info") or {})
+                if cause in (None, "sandbox_failure") or number > retries:
+                    return outputs
+                if cause == "verifier_unknown":
+                    outputs[-1].reward_score = None
+                else:
+                    outputs = []
+            logger.warning(
+                "validation: sample %s of problem %s failed (%s) and is tried again (%d of %d)",
+                *(sample["session_id"], sample["uid"], cause, number, retries),
+            )
+            await asyncio.sleep(RETRY_PAUSE_S * number)
+
+    def _make_loop(self, agent_name: str) -> AgentLoopBase:
+        if agent_name not in self._loop_classes:
+            if agent_name not in _agent_loop_registry:
+                raise KeyError(
+                    f"Agent loop {agent_name!r} is not registered; there are {sorted(_agent_loop_registry)}."
+                )
+            settings = dict(_agent_loop_registry[agent_name])
+            settings.pop("name", None)
+            self._loop_classes[agent_name] = (get_class(settings.pop("_target_")), settings)
+        loop_class, settings = self._loop_classes[agent_name]
+        agent_loop = loop_class(
+            trainer_config=DictConfigWrap(config=self.config),
+            server_manager=self.llm_client,
+            tokenizer=self.tokenizer,
+            processor=self.processor,
+            hf_model_type=self.hf_model_type,
+            dataset_cls=self.dataset_cls,
+            data_config=DictConfigWrap(self.config.data),
+            tools=ToolListWrap(self.tools),
+            **settings,
+        )
+        if getattr(loop_class, "shared", False):
+            self._shared_loops[agent_name] = agent_loop
+        return agent_loop
+
+    async def _agent_loop_postprocess(self, outputs: list[AgentLoopOutput], validate: bool, **kwargs: Any) -> None:
+        """As verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), but the outputs are scored already, the rows wait for
+        the rest of their group, and leave out columns of the data set that nothing reads after the rollout: the actor
+        would fetch and handle each of them.
+        """
+        for output in outputs:
+            trajectory = output.extra_fields.pop("trajectory", None)
+            if trajectory is not None and self._trajectory_log is not None:
+                self._trajectory_log.write(
+                    trajectory_record(trajectory, output.extra_fields, kwargs, validate=validate)
+                )
+        group = self._groups[kwargs["uid"]]
+        for i, output in enumerate(outputs):
+            if outputs[-1].reward_score is not None:
+                output.reward_score = outputs[-1].reward_score
+                output.extra_fields["reward_extra_info"] = outputs[-1].extra_fields["reward_extra_info"]
+            row = output.as_dict() | {name: kwargs[name] for name in self._stored_columns if name in kwargs}
+            row.pop("multi_modal_data", None)
+            row["loss_mask"] = row["response_mask"]
+            row["input_ids"] = torch.cat([row["prompts"], row["responses"]])
+            row["position_ids"] = torch.arange(len(row["input_ids"]))
+            group.keys.append(f"{kwargs['uid']}_{kwargs['session_id']}_{i}")
+            group.rows.append(row)
+            group.tags.append(
+                {
+                    "status": "success",
+                    "prompt_len": len(row["prompts"]),
+                    "response_len": len(row["responses"]),
+                    "seq_len": len(row["input_ids"]),
+                    "global_steps": kwargs["global_steps"],
+                    "min_global_steps": output.extra_fields.get("min_global_steps"),
+                    "max_global_steps": output.extra_fields.get("max_global_steps"),
+                }
+            )
+
+    async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
+        """As verl/experimental/agent_loop/agent_loop.py:967 (0.9.1), without the trip to a reward worker."""
+        final = outputs[-1]
+        if self._score_rollout is None or final.reward_score is not None:
+            return await super()._compute_score(outputs, kwargs)
+        timing: dict[str, float] = {}
+        with simple_timer("compute_score", timing):
+            sample = {**kwargs, "tool_extra_fields": final.extra_fields}
+            result = await self._score_rollout(final.response_ids, sample)
+        final.reward_score = result["reward_score"]
+        final.extra_fields["reward_extra_info"] = result["reward_extra_info"]
+        final.metrics.compute_score = timing["compute_score"]
+
+
+class LeanAgentLoopManager(AgentLoopManagerTQ):
+    """`AgentLoopManagerTQ` with `LeanAgentLoopWorker`s."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(LeanAgentLoopWorker)
+
+
+class InServerAgentLoopManager(AgentLoopManagerTQ):
+    """Runs the agent loops in the event loop of the one vLLM server, so that no message between actors is needed for a
+    turn. Where rollouts are short these messages are most of the work; where they are long, or servers are many, take
+    `LeanAgentLoopManager`, which leaves the server's event loop to vLLM.
+
+    Raises:
+        ValueError: there is more than one server, `rollout.agent.num_workers` is not 1, or the trainer is asynchronous.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        found = {
+            "rollout.agent.num_workers": self.rollout_config.agent.num_workers,
+            "vLLM servers": number_of_replicas(self.config),
+            "trainer.v1.trainer_mode": self.config.trainer.v1.trainer_mode,
+        }
+        if list(found.values()) != [1, 1, "sync"]:
+            raise ValueError(
+                "InServerAgentLoopManager needs one agent-loop worker, one vLLM server and the mode 'sync', "
+                f"got {found}. Set rollout.agent.agent_loop_manager_class to "
+                "verl_ext.rollout.workers.LeanAgentLoopManager."
+            )
+
+    async def _init_agent_loop_workers(self) -> None:
+        server_id, server = await self.llm_client._acquire_server("agent_loops")
+        self.llm_client._release_server(server_id, "agent_loops")
+        await server.__ray_call__.remote(_start_agent_loops, self.config, self.reward_loop_worker_handles)
+        generate = SimpleNamespace(remote=lambda batch: server.__ray_call__.remote(_generate_sequences, batch))
+        self.agent_loop_workers = [SimpleNamespace(generate_sequences=generate)]  # what verl calls of an actor's handle
+
+
+def _start_agent_loops(server: Any, config: DictConfig, reward_loop_worker_handles: list | None) -> None:
+    """In the server's process: an agent-loop worker whose client calls the server directly."""
+
+    handle = SimpleNamespace(generate=SimpleNamespace(remote=server.generate))
+
+    async def acquire(request_id: str, **extra: Any) -> tuple[str, Any]:
+        return "this", handle
+
+    async def start() -> None:
+        # It reads its settings anew for every turn, which is slow from a DictConfig.
+        rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+        client = LLMServerClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)))
+        client._acquire_server = acquire  # the worker asks once, and never releases: see `skip_load_balancer`
+        server.agent_loop_worker = LeanAgentLoopWorker(config, client, None, reward_loop_worker_handles)
+
+    _run_in_event_loop(server, start())
+
+
+def _generate_sequences(server: Any, batch: TensorDict) -> None:
+    """In the server's process: start the rollouts."""
+    _run_in_event_loop(server, server.agent_loop_worker.generate_sequences(batch))
+
+
+def _run_in_event_loop(server: Any, coroutine: Coroutine) -> None:
+    """Ray runs `__ray_call__` in a thread beside the loop of the actor, which is that of its HTTP server and engine."""
+    asyncio.run_coroutine_threadsafe(coroutine, server._server_task.get_loop()).result()
+
+
+def number_of_replicas(config: DictConfig) -> int:
+    """vLLM servers of a colocated run: GPUs over GPUs per server."""
+    rollout = config.actor_rollout_ref.rollout
+    per_server = (
+        rollout.tensor_model_parallel_size * rollout.get("pipeline_model_parallel_size", 1) * rollout.data_parallel_size
+    )
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node // per_server
+
+
+def skip_load_balancer(client: LLMServerClient) -> None:
+    """Make `client` ask for its server once and keep it."""
+    server: list[tuple] = []
+    acquire = client._acquire_server
+
+    async def acquire_once(request_id: str, **extra: Any) -> tuple:
+        if not server:
+            server.append(await acquire(request_id, **extra))
+        return server[0]
+
+    client._acquire_server = acquire_once
+    client._release_server = lambda server_id, request_id=None: None

@@ -1,0 +1,215 @@
+"""HTTP server that executes Python with SandboxFusion's `/run_code` contract (bytedance/SandboxFusion 469de08).
+
+    python -m verl_ext.sandbox.server --host 127.0.0.1 --port 8080 --workers 4
+    curl 127.0.0.1:8080/run_code -H 'content-type: application/json' -d '{"code": "print(6*7)", "language": "python"}'
+
+Routes: `POST /run_code`, `GET /v1/ping` (executes code, names the layers of isolation in force), `GET /metrics`,
+`DELETE /v1/sessions/ID`. Beyond the contract: a request may set `queue_timeout` (s), `echo_last_expression` and
+`session_id`, an answer has `queue_time` (s) and `session`; overload answers 504, or 503 for one session too many, with
+Retry-After. Here is how the server starts and stops; what it answers is in `api.py`.
+"""
+
+import argparse
+import asyncio
+import errno
+import ipaddress
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from aiohttp import web
+
+from verl_ext.sandbox.launch import PACKAGE_ROOT
+from verl_ext.sandbox.server.api import check_health, make_app
+from verl_ext.sandbox.server.pool import PRELOAD, Pool
+from verl_ext.sandbox.server.sessions import Sessions
+from verl_ext.sandbox.server.visible import find_exposed
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "SANDBOX_TOKEN"
+INSTALLED = ("site-packages", "dist-packages")  # the folders of packages, also those of a Python below a venv
+DATA_VARIABLE = "DATA_DIR"  # of the launchers: data sets, with the answers
+
+
+def main() -> None:
+    """Command line; exits with 0 after a clean stop and 1 with one line on stderr when it cannot start."""
+    parser = argparse.ArgumentParser(prog="python -m verl_ext.sandbox.server", description=__doc__.split("\n")[0])
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8080, help="0 picks a free port (default: %(default)s)")
+    parser.add_argument("--port-file", type=Path, help="write the port to this file once requests are answered")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count(), help="programs that run at once (default: cores, %(default)s)"
+    )
+    parser.add_argument(
+        "--max-output-bytes",
+        type=int,
+        default=1 << 20,
+        help="kept of stdout and of stderr, each (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--isolation",
+        choices=("auto", "full", "none"),
+        default="auto",
+        help="auto: all layers that work here, and no start without any; full: no start unless all work; "
+        "none: resource limits only, for code that is trusted (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--allow-subprocess",
+        action="store_true",
+        help="programs may start other programs; the memory limit of all together is then checked every 0.1 s",
+    )
+    parser.add_argument(
+        "--preload",
+        default=",".join(PRELOAD),
+        help="packages imported once, before any program, if they are installed (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        help=f"file with a token that requests must carry; default: ${TOKEN_VARIABLE}, if set",
+    )
+    parser.add_argument(
+        "--max-sessions", type=int, default=0, help="sessions at once; 0: there are none (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--session-idle-s",
+        type=float,
+        default=600,
+        help="a session that got no call for this long is ended (default: %(default)s)",
+    )
+    parser.add_argument("--parent-pid", type=int, help="stop when this process ends")
+    args = parser.parse_args()
+    if args.workers < 1 or args.max_output_bytes < 1:
+        parser.error("--workers and --max-output-bytes must be at least 1")
+    if args.max_sessions < 0 or args.session_idle_s <= 0:
+        parser.error("--max-sessions must be at least 0, --session-idle-s above 0")
+    if not 0 <= args.port <= 65535:
+        parser.error(f"--port: expected 0 to 65535, got {args.port}")
+    logging.basicConfig(format="sandbox: %(message)s", level=logging.WARNING)
+    try:
+        asyncio.run(serve(args))
+    except StartError as exc:
+        sys.exit(f"sandbox: {exc}")
+
+
+class StartError(Exception):
+    """The server cannot start; the message says why and what to do."""
+
+
+async def serve(args: argparse.Namespace) -> None:
+    """Serve until SIGTERM, SIGINT or the end of `--parent-pid`."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    token = read_token(args.token_file)
+    parent = watch_parent(args.parent_pid, stop) if args.parent_pid else None
+    listener = listen(args.host, args.port)
+    pool = Pool(
+        args.workers,
+        args.max_output_bytes,
+        isolation=args.isolation,
+        allow_subprocess=args.allow_subprocess,
+        preload=[name for name in args.preload.split(",") if name],
+    )
+    sessions = Sessions(pool, max_sessions=args.max_sessions, idle_s=args.session_idle_s)
+    app = make_app(pool, sessions, token=token)
+    # handler_cancellation: a client that hangs up frees its worker; shutdown_timeout: at a stop, programs are killed
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    try:
+        if why := await check_health(pool):
+            raise StartError(f"the first program did not run: {why}")
+        refuse_exposed_folders(pool.layers)
+        await runner.setup()
+        await web.SockSite(runner, listener).start()
+        port = listener.getsockname()[1]
+        if args.port_file:
+            partial = args.port_file.with_name(f"{args.port_file.name}.{os.getpid()}")
+            partial.write_text(f"{port}\n")
+            partial.replace(args.port_file)
+        if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+            who = (
+                "everyone who reaches this port"
+                if token is None
+                else "everyone who reaches this port and has the token"
+            )
+            logger.warning("listening on %s: %s can run code on this machine", args.host, who)
+        if args.isolation != "none" and pool.off:
+            logger.warning("isolation without %s", "; ".join(f"{layer} ({why})" for layer, why in pool.off.items()))
+        if args.isolation != "none" and "root" not in pool.layers:
+            if "landlock" in pool.layers:
+                limit = "their own limit of disk space and files is checked while they run, not enforced by the kernel"
+            else:
+                limit = "they can read, and write without a limit, what their user can, such as all of /tmp"
+            logger.warning("programs have no file system of their own: %s", limit)
+        print(f"sandbox ready on http://{args.host}:{port}\nsandbox layers: {', '.join(pool.layers)}", flush=True)
+        await stop.wait()
+    finally:
+        await runner.cleanup()
+        sessions.close()
+        await pool.close()
+        listener.close()
+        if args.port_file:
+            args.port_file.unlink(missing_ok=True)
+        if parent is not None:
+            os.close(parent)
+
+
+def refuse_exposed_folders(layers: Sequence[str]) -> None:
+    """Raises StartError when programs could read the ground truths: this package's checkout, or $DATA_DIR."""
+    if not {"root", "landlock"}.intersection(layers):
+        return  # they can read all that their user can; the server warns of it
+    # Of a package that is installed, not checked out, there is only code.
+    hidden = {} if PACKAGE_ROOT.name in INSTALLED else {str(PACKAGE_ROOT): "this package's checkout"}
+    if os.environ.get(DATA_VARIABLE):
+        hidden[os.environ[DATA_VARIABLE]] = f"the data folder, ${DATA_VARIABLE}"
+    if exposed := find_exposed(hidden):
+        folder, through = exposed
+        raise StartError(
+            f"programs could read {folder} ({hidden[folder]}, with its answers), since they may read {through}. "
+            "Move the folder to where programs read nothing, such as /srv or a home, or start the server from another "
+            "Python environment"
+        )
+
+
+def read_token(file: Path | None) -> str | None:
+    """The token that requests must carry, None for none. Raises StartError for a file without one."""
+    try:
+        token = (file.read_text() if file else os.environ.get(TOKEN_VARIABLE, "")).strip()
+    except OSError as exc:
+        raise StartError(f"--token-file {file}: {exc.strerror}") from exc
+    if not token and (file or TOKEN_VARIABLE in os.environ):
+        raise StartError(f"{f'--token-file {file}' if file else '$' + TOKEN_VARIABLE} is empty: expected a token")
+    return token or None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound, listening TCP socket; raises StartError when the port is taken."""
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except OSError as exc:
+        if exc.errno == errno.EADDRINUSE:
+            raise StartError(
+                f"port {port} on {host} is in use. Stop what holds it, or choose another with --port (0: any free one)"
+            ) from exc
+        raise StartError(f"cannot listen on {host}:{port}: {exc.strerror or exc}") from exc
+
+
+def watch_parent(pid: int, stop: asyncio.Event) -> int:
+    """Set `stop` when process `pid` ends; returns the pidfd that is watched."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise StartError(f"--parent-pid {pid}: there is no such process") from None
+    # A pidfd is readable from the process's end on, even if that was before this line.
+    asyncio.get_running_loop().add_reader(fd, stop.set)
+    return fd
+
+
+if __name__ == "__main__":
+    main()

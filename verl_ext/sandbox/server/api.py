@@ -1,0 +1,246 @@
+"""The routes of the sandbox server: what a request may be, who may send it, and what the answers look like."""
+
+import asyncio
+import binascii
+import hmac
+import json
+import logging
+import os
+from pathlib import PurePosixPath
+from typing import Annotated, Any, Literal
+
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import AfterValidator, BaseModel, Field, PlainValidator, ValidationError
+
+from verl_ext.sandbox.server.metrics import Metrics
+from verl_ext.sandbox.server.pool import Pool, QueueTimeoutError, SandboxError
+from verl_ext.sandbox.server.sessions import SessionLimitError, Sessions
+
+logger = logging.getLogger(__name__)
+
+SERVER_NAME = "verl-retool-sandbox"  # in the header `Server`; by it a client knows what goes beyond the contract
+PROGRAM_NAME = "main.py"  # folders.SCRIPT
+STDIN_NAME = ".stdin"  # program.read_call's
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # NAME_MAX of Linux; PATH_MAX less what is above the request's folder
+MAX_INPUT_INODES = 2048  # files and folders that `files` makes; namespaces.HOME_INODES has room for as many more
+MAX_BODY_BYTES = 64 << 20
+MAX_TIMEOUT_S = 86400.0
+# verl's call_sandbox_api gives up after compile_timeout + run_timeout + 10 s and retries only on 504, so a request may
+# wait compile_timeout (python compiles nothing) and half of the 10 s.
+QUEUE_GRACE_S = 5.0
+PING_QUEUE_S = 10.0  # a queue that lets no program through for this long is not healthy
+RETRY_AFTER_S = 1
+
+
+def _text(value: Any) -> str:
+    """Any str, also one with lone surrogates, which JSON can carry: it runs as a file with those bytes would."""
+    if not isinstance(value, str):
+        raise ValueError("Input should be a valid string")
+    return value
+
+
+def _path_inside(path: str) -> str:
+    """A relative path that stays below the request's folder, and that a file there can have."""
+    parts = PurePosixPath(path).parts
+    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
+        raise ValueError("expected a relative path below the request's folder, without '..' and NUL")
+    try:
+        lengths = [len(os.fsencode(part)) for part in parts]
+    except UnicodeEncodeError:
+        raise ValueError("expected a path without lone surrogates") from None
+    if max(lengths) > MAX_NAME_BYTES or len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise ValueError(
+            f"expected names of at most {MAX_NAME_BYTES} bytes and a path of at most {MAX_PATH_BYTES} bytes, "
+            f"got a name of {max(lengths)} in a path of {len(os.fsencode(path))}"
+        )
+    return path
+
+
+def _can_be_made_together(files: dict[str, bytes | None]) -> dict[str, bytes | None]:
+    """Paths by their one spelling; none is another's folder, the program's name, or there twice."""
+    named = {PurePosixPath(path): content for path, content in files.items()}
+    if len(named) < len(files):
+        raise ValueError("two of the paths are the same file")
+    folders = {folder for path in named for folder in path.parents}
+    for path in named:
+        if path.parts[0] in (PROGRAM_NAME, STDIN_NAME):
+            raise ValueError(f"{path.parts[0]!r} is the sandbox's own: choose another name than {str(path)!r}")
+        if path in folders:
+            raise ValueError(f"{str(path)!r} cannot be a file and a folder of other files")
+    if len(named | dict.fromkeys(folders)) > MAX_INPUT_INODES:
+        raise ValueError(f"expected at most {MAX_INPUT_INODES} files and folders, got {len(named) + len(folders)}")
+    return {str(path): content for path, content in named.items()}
+
+
+def _from_base64(content: Any) -> bytes:
+    """SandboxFusion takes null, too, and makes no file of it; see `RunCodeRequest.files`."""
+    if not isinstance(content, str):
+        raise ValueError("Input should be a valid string")
+    try:
+        return binascii.a2b_base64(content)
+    except ValueError as exc:
+        raise ValueError(f"expected base64: {exc}") from None
+
+
+Text = Annotated[str, PlainValidator(_text)]
+Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
+Path = Annotated[str, AfterValidator(_path_inside)]
+Files = Annotated[
+    dict[Path, Annotated[bytes, PlainValidator(_from_base64)] | None], AfterValidator(_can_be_made_together)
+]
+
+
+class RunCodeRequest(BaseModel):
+    """Body of `POST /run_code`; unknown fields are ignored."""
+
+    code: Text
+    language: Literal["python"]
+    compile_timeout: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_S)] = 10  # s, allowed for queueing
+    run_timeout: Timeout = 10  # s, wall clock
+    # Of address space, on top of what the preloaded packages take. With --allow-subprocess also of all processes.
+    memory_limit_MB: Annotated[int, Field(le=1 << 30)] = 1024  # <= 0: no limit
+    stdin: Text | None = None
+    files: Files = {}  # path: base64; null: no file
+    fetch_files: list[Path] = []
+    queue_timeout: Timeout | None = None  # s; default compile_timeout + 5
+    session_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
+    echo_last_expression: bool = False  # print what a last bare expression gives, as a Python prompt does
+
+
+def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web.Application:
+    """The routes over `pool`.
+
+    Args:
+        token: what every request must carry as `Authorization: Bearer ...`; None: nothing.
+    """
+    metrics = Metrics(pool, sessions)
+    health: asyncio.Task | None = None  # of all who ask meanwhile
+
+    async def run_code(http_request: web.Request) -> web.Response:
+        outcome = "hung_up"  # unless it comes to an answer
+        try:
+            response, outcome = await _run_code(http_request)
+            return response
+        except web.HTTPException:  # 413: a body over the limit
+            outcome = "rejected"
+            raise
+        finally:
+            metrics.requests.labels(outcome).inc()
+
+    async def _run_code(http_request: web.Request) -> tuple[web.Response, str]:
+        try:
+            request = RunCodeRequest.model_validate(json.loads(await http_request.read()))
+        except ValidationError as exc:
+            errors = exc.errors(include_url=False, include_input=False, include_context=False)
+            details = [error | {"loc": ["body", *error["loc"]]} for error in errors]
+            return reply({"detail": details}, status=422), "rejected"
+        except (ValueError, RecursionError, web.RequestPayloadError) as exc:  # the last: no gzip, say, though told so
+            details = [{"type": "json_invalid", "loc": ["body"], "msg": f"JSON: {exc}"}]
+            return reply({"detail": details}, status=422), "rejected"
+        if request.session_id is not None and not sessions.max_sessions:
+            why = "this server has no sessions: start it with --max-sessions"
+            details = [{"type": "value_error", "loc": ["body", "session_id"], "msg": why}]
+            return reply({"detail": details}, status=422), "rejected"
+        budget_s = request.queue_timeout or request.compile_timeout + QUEUE_GRACE_S
+        try:
+            if request.session_id is None:
+                result, queue_time = await pool.run(vars(request), queue_timeout_s=budget_s)
+            else:
+                result, queue_time = await sessions.run(request.session_id, vars(request), queue_timeout_s=budget_s)
+        except (QueueTimeoutError, SessionLimitError) as exc:
+            status = 504 if isinstance(exc, QueueTimeoutError) else 503
+            headers = {"Retry-After": str(RETRY_AFTER_S)}
+            return reply({"detail": f"overloaded: {exc}"}, status=status, headers=headers), "overloaded"
+        except SandboxError as exc:
+            logger.error("%s", exc)
+            return reply(answer("SandboxError", message=str(exc))), "sandbox_error"
+        metrics.queue_time.observe(queue_time)
+        metrics.run_time.observe(result["execution_time"])
+        files, not_fetched, alive = result.pop("files"), result.pop("not_fetched"), result.pop("alive")
+        session = None if request.session_id is None else {"call": result.pop("call"), "alive": alive}
+        message = "; ".join(f"{path} was not fetched: {why}" for path, why in not_fetched.items())
+        status = "Success" if result["return_code"] == 0 else "Failed"
+        body = answer(status, message=message, run_result=result, files=files, queue_time=queue_time, session=session)
+        outcome = {"Success": "ok", "Failed": "code_error"}[status]
+        return reply(body), "timeout" if result["status"] == "TimeLimitExceeded" else outcome
+
+    async def end_session(http_request: web.Request) -> web.Response:
+        ended = await sessions.end(http_request.match_info["session_id"])
+        return reply({"ended": ended}, status=200 if ended else 404)
+
+    async def ping(_: web.Request) -> web.Response:
+        nonlocal health
+        if health is None or health.done():
+            health = asyncio.create_task(check_health(pool))
+        why = await asyncio.shield(health)
+        body = {"status": "error" if why else "ok", "message": why or "", "layers": pool.layers}
+        return reply(body, status=503 if why else 200)
+
+    async def get_metrics(_: web.Request) -> web.Response:
+        return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @web.middleware
+    async def check_sender(http_request: web.Request, handler: Handler) -> web.StreamResponse:
+        if "Origin" in http_request.headers:  # a page in a browser on this machine, where loopback protects nothing
+            return reply({"detail": "requests from web pages are refused"}, status=403)
+        if token is not None:
+            sent = http_request.headers.get("Authorization", "")
+            if not hmac.compare_digest(sent.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode()):
+                headers = {"WWW-Authenticate": "Bearer"}
+                return reply({"detail": "expected the header Authorization: Bearer <token>"}, 401, headers)
+        return await handler(http_request)
+
+    async def name_server(_: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Server"] = SERVER_NAME
+
+    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[check_sender])
+    app.on_response_prepare.append(name_server)
+    app.add_routes(
+        [
+            web.post("/run_code", run_code),
+            web.get("/v1/ping", ping),
+            web.get("/metrics", get_metrics),
+            web.delete("/v1/sessions/{session_id}", end_session),
+        ]
+    )
+    return app
+
+
+async def check_health(pool: Pool) -> str | None:
+    """Send a small program through the queue; None when it answers as it should, else what it did instead."""
+    program = RunCodeRequest(code="print(6 * 7)", language="python", run_timeout=5, memory_limit_MB=-1)
+    try:
+        result, _ = await pool.run(vars(program), queue_timeout_s=PING_QUEUE_S)
+    except QueueTimeoutError as exc:
+        return f"overloaded: {exc}; {pool.running} requests run and {pool.waiting} wait"
+    except SandboxError as exc:
+        return str(exc)
+    return None if result["stdout"] == "42\n" else f"print(6 * 7) gave {result}"
+
+
+def answer(
+    status: str,
+    *,
+    message: str = "",
+    run_result: dict[str, Any] | None = None,
+    files: dict[str, str] | None = None,
+    queue_time: float | None = None,
+    session: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """SandboxFusion's RunCodeResponse, with `queue_time` (s) and `session` ({call, alive}) added."""
+    return {
+        "status": status,
+        "message": message,
+        "compile_result": None,
+        "run_result": run_result,
+        "executor_pod_name": None,
+        "files": files or {},
+        "queue_time": queue_time,
+        "session": session,
+    }
+
+
+def reply(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(text=json.dumps(body), status=status, headers=headers, content_type="application/json")

@@ -1,0 +1,331 @@
+"""The server's side of execution: a zygote process, its workers, and the queue for them.
+
+Nothing here knows of HTTP; what runs the code is in `zygote.py`, and what goes over a worker's socket in
+`connection.py` and `worker.py`.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import json
+import logging
+import marshal
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from verl_ext.sandbox.server.connection import LENGTH as LENGTH
+from verl_ext.sandbox.server.connection import LostProgramError, SandboxError, Worker, send_fd, with_blobs
+
+logger = logging.getLogger(__name__)
+
+ZYGOTE = Path(__file__).with_name("zygote.py")
+ANSWER_GRACE_S = 3.5  # a worker that says nothing for this long after the program's time limit is lost
+CONTROL_S = 1.5  # for a control program, which shows whether it is the sandbox that fails
+ZYGOTE_END_S = 0.3  # for the end of a zygote to be seen, which takes its workers with it
+MAX_REMEMBERED = 1024  # programs that were lost once
+START_GRACE_S = 60.0  # a zygote first imports packages: 2 s, but more on a cold disk; after that it forks in 10 ms
+STOP_GRACE_S = 5.0
+# Not scipy, with which the fork of every program costs more, also of one that does not use it (docs/sandbox.md).
+PRELOAD = ("numpy", "sympy")
+# All that a program sees. One BLAS thread and two malloc arenas: both reserve address space per thread and per core,
+# so that on a large machine `import numpy` alone would be over a limit of 1024 MB.
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LANG": "C.UTF-8",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "MALLOC_ARENA_MAX": "2",
+}
+
+
+class QueueTimeoutError(Exception):
+    """No worker became free within the request's queue budget; nothing ran."""
+
+
+class Pool:
+    """Runs requests in the workers of one zygote; both are started on demand, and again when they have died.
+
+    Args:
+        workers: programs that run at once; further requests wait in order of arrival.
+        max_output_bytes: kept of stdout and of stderr, each; more is read, counted and cut.
+        isolation: "auto" (all layers that work, at least one strong one), "full" (all) or "none" (resource limits).
+        allow_subprocess: programs may start other programs.
+        preload: packages to import before any program, if they are installed.
+    """
+
+    def __init__(
+        self,
+        workers: int,
+        max_output_bytes: int,
+        *,
+        isolation: str = "auto",
+        allow_subprocess: bool = False,
+        preload: Sequence[str] = PRELOAD,
+    ) -> None:
+        self._slots = asyncio.Semaphore(workers)
+        self._max_idle = workers
+        self.waiting = self.running = 0  # requests
+        self.restarts = {"zygote": 0, "worker": 0}  # of those that died or were killed
+        self._root = Path(tempfile.mkdtemp(prefix="verl-sandbox-"))  # of the workers' folders
+        self._options = {
+            "root": str(self._root),
+            "max_output_bytes": max_output_bytes,
+            "isolation": isolation,
+            "allow_subprocess": allow_subprocess,
+            "preload": list(preload),
+        }
+        self.layers: list[str] = []  # as the newest worker told
+        self.off: dict[str, str] = {}
+        self._lost: OrderedDict[bytes, None] = OrderedDict()  # programs that were lost once, by hash, oldest first
+        self._removals: set[asyncio.Task] = set()  # of what dead workers left
+        self._numbers = itertools.count()  # of workers
+        self._idle: list[Worker] = []
+        self._zygote: subprocess.Popen | None = None
+        self._control_socket: socket.socket | None = None
+
+    async def run(self, request: dict[str, Any], *, queue_timeout_s: float) -> tuple[dict[str, Any], float]:
+        """Wait for a free slot, then execute.
+
+        Returns:
+            (what `execute` returns, seconds waited).
+        Raises:
+            QueueTimeoutError: there was no free slot within queue_timeout_s.
+            SandboxError: see `execute`.
+        """
+        async with self.slot(queue_timeout_s) as queue_time:
+            return await self.execute(request, spare_s=queue_timeout_s - queue_time), queue_time
+
+    @asynccontextmanager
+    async def slot(self, queue_timeout_s: float) -> AsyncIterator[float]:
+        """Wait for the right to execute, in order of arrival; gives the seconds waited. Raises QueueTimeoutError."""
+        arrived = time.monotonic()
+        self.waiting += 1
+        try:
+            async with asyncio.timeout(queue_timeout_s):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise QueueTimeoutError(f"no worker became free within {queue_timeout_s:g} s") from None
+        finally:
+            self.waiting -= 1
+        self.running += 1
+        try:
+            yield time.monotonic() - arrived
+        finally:
+            self.running -= 1
+            self._slots.release()
+
+    async def execute(self, request: dict[str, Any], *, spare_s: float = 0.0) -> dict[str, Any]:
+        """Run a request at once, past the queue.
+
+        A program whose worker died or failed is run again. When that worker does, too, while a control program runs
+        well, then the program is to blame: it counts as killed (return code -9).
+
+        Args:
+            request: code, stdin (str or None), run_timeout (s), memory_limit_MB (<= 0: none),
+                files {path: bytes}, fetch_files [path], echo_last_expression.
+            spare_s: what the answer may take beyond run_timeout. A program that was lost later than this is not run
+                again here; it is remembered, so that the client's next attempt counts as the second.
+        Returns:
+            status ("Finished" or "TimeLimitExceeded"), return_code, execution_time (s), stdout, stderr,
+            files {path: base64}, not_fetched {path: why}.
+        Raises:
+            SandboxError: the zygote or the worker died or did not answer, or the program could not be set up.
+        """
+        started = time.monotonic()
+        try:
+            return await self._execute(request)
+        except LostProgramError as first:
+            failure = first
+        program = hashlib.sha256(marshal.dumps([request["code"], request["stdin"]])).digest()
+        if program not in self._lost:
+            self._lost[program] = None
+            if len(self._lost) > MAX_REMEMBERED:
+                self._lost.popitem(last=False)
+            # Without isolation any program may kill what it likes, so that the loss of one says nothing about it.
+            if time.monotonic() - started > spare_s or self._options["isolation"] == "none":
+                raise failure
+            try:
+                return await self._execute(request)
+            except LostProgramError as second:
+                failure = second
+        if self._options["isolation"] == "none":
+            raise failure
+        if why := await self._control():
+            raise SandboxError(f"{failure}; a control program failed, too: {why}") from failure
+        stderr = "Killed: the process that ran this program died with it, twice\n"
+        return _blamed(request, "Finished", -signal.SIGKILL, stderr, time.monotonic() - started)
+
+    async def _execute(self, request: dict[str, Any]) -> dict[str, Any]:
+        worker = await self.take_worker()
+        healthy = False
+        try:
+            result = await self.call(worker, request | {"session": False})
+            healthy = not result.pop("spent")
+        finally:  # also when the client hangs up and this is cancelled
+            if healthy and len(self._idle) < self._max_idle:
+                self._idle.append(worker)
+            else:
+                worker.close()
+        return result
+
+    async def _control(self) -> str | None:
+        """Run a program that harms nothing; None when it ran as it should, else what it did instead."""
+        program = {"code": "print(6 * 7)", "stdin": None, "run_timeout": CONTROL_S, "memory_limit_MB": -1}
+        try:
+            async with asyncio.timeout(CONTROL_S):
+                result = await self._execute(program | {"files": {}, "fetch_files": [], "echo_last_expression": False})
+        except (SandboxError, TimeoutError) as exc:
+            return str(exc) or f"it did not end within {CONTROL_S:g} s"
+        return None if result["stdout"] == "42\n" else f"print(6 * 7) gave {result}"
+
+    async def take_worker(self) -> Worker:
+        """A worker that nobody else uses; the caller closes it. Raises SandboxError."""
+        return self._idle_worker() or await self._start_worker()
+
+    async def call(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
+        """`execute` in a given worker; with `session`, its program stays for the next call if the result is `alive`.
+
+        `spent` says that the worker can take no further request. A program that ran, and whose worker does not answer
+        after the time limit, while a control program runs well, was stopped at that limit as far as anyone can tell.
+        """
+        try:
+            async with asyncio.timeout(request["run_timeout"] + ANSWER_GRACE_S):
+                header, blobs = await worker.call(request)
+        except (OSError, EOFError) as exc:  # TimeoutError is an OSError
+            self.restarts["worker"] += 1
+            worker.kill()
+            if isinstance(exc, TimeoutError):
+                self._remove(worker)  # not awaited: what hangs may be the disk
+                failure = SandboxError("the worker that ran the program did not answer")
+                if not worker.started:
+                    raise failure from exc
+                if why := await self._control():
+                    raise SandboxError(f"{failure}; a control program failed, too: {why}") from exc
+                stderr = "Killed: it did not end at its time limit\n"
+                return _blamed(request, "TimeLimitExceeded", None, stderr, request["run_timeout"]) | {"spent": True}
+            await self._remove(worker)
+            message = f"the worker that ran the program died ({exc})"
+            if not worker.started or await self._zygote_has_ended():
+                raise SandboxError(message) from exc
+            raise LostProgramError(message) from exc
+        if "error" in header:
+            raise (LostProgramError if worker.started and header["lost"] else SandboxError)(header["error"])
+        if header["spent"]:
+            self.restarts["worker"] += 1
+            worker.kill()
+            self._remove(worker)
+        return with_blobs(header, blobs)
+
+    def _remove(self, worker: Worker) -> asyncio.Task:
+        """Remove the files that a dead worker can no longer remove."""
+        removal = asyncio.create_task(asyncio.to_thread(shutil.rmtree, worker.folder, ignore_errors=True))
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+        return removal
+
+    async def _zygote_has_ended(self) -> bool:
+        """Whether what killed a worker killed all, which is no program's doing; a process takes a while to end."""
+        await asyncio.sleep(ZYGOTE_END_S)
+        return self._zygote.poll() is not None
+
+    async def close(self) -> None:
+        """Stop the zygote, which first waits until every program is dead, and remove all files."""
+        for worker in self._idle:
+            worker.close()
+        if self._control_socket:
+            self._control_socket.close()
+        if self._zygote:
+            try:
+                await asyncio.to_thread(self._zygote.wait, STOP_GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._kill_zygote(f"it did not stop within {STOP_GRACE_S:g} s")
+        await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
+
+    def _idle_worker(self) -> Worker | None:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive():
+                return worker
+            logger.error("an idle sandbox worker died; starting another when one is needed")
+            worker.close()
+            self.restarts["worker"] += 1
+        return None
+
+    async def _start_worker(self) -> Worker:
+        """Have the zygote fork a worker; starts a zygote if there is none. Raises SandboxError."""
+        if self._zygote is None or self._zygote.poll() is not None:
+            if self._zygote is not None:
+                self.restarts["zygote"] += 1
+                logger.error("the sandbox zygote died (exit code %d); starting another", self._zygote.returncode)
+            self._start_zygote()
+        # Landlock lets a program look at any path that it knows, so that it must not guess another one's folder.
+        name = f"{next(self._numbers)}-{secrets.token_hex(16)}"
+        ours, theirs = socket.socketpair()
+        worker = Worker(ours, self._root / name)
+        try:
+            with theirs:
+                async with asyncio.timeout(START_GRACE_S):
+                    await send_fd(self._control_socket, name.encode(), theirs.fileno())
+            async with asyncio.timeout(START_GRACE_S):
+                await worker.start()
+            self.layers, self.off = worker.layers, worker.off
+        except BaseException as exc:
+            worker.close()
+            if isinstance(exc, TimeoutError):
+                self._kill_zygote(f"it forked no worker within {START_GRACE_S:g} s")
+            if isinstance(exc, OSError | EOFError):
+                raise SandboxError(f"the zygote did not start a worker ({exc!r})") from exc
+            raise
+        return worker
+
+    def _start_zygote(self) -> None:
+        if self._control_socket:
+            self._control_socket.close()
+        self._control_socket, zygote_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self._control_socket.setblocking(
+            False
+        )  # a full buffer means that the zygote hangs; it must not hang the server
+        with zygote_end:
+            fd = zygote_end.fileno()
+            self._zygote = subprocess.Popen(
+                [sys.executable, "-I", str(ZYGOTE), str(fd), json.dumps(self._options)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(fd,),
+                env=ENVIRONMENT,
+                cwd="/",
+                start_new_session=True,  # Ctrl-C goes to the server, which stops it in order
+            )
+
+    def _kill_zygote(self, why: str) -> None:
+        logger.error("killing the sandbox zygote: %s", why)
+        self._zygote.kill()
+        self._zygote.wait()
+
+
+def _blamed(
+    request: dict[str, Any], status: str, return_code: int | None, stderr: str, execution_time: float
+) -> dict[str, Any]:
+    """The result of a program of which nothing is left but that it was lost by its own doing."""
+    return {
+        "status": status,
+        "return_code": return_code,
+        "execution_time": execution_time,
+        "stdout": "",
+        "stderr": stderr,
+        "alive": False,
+        "files": {},
+        "not_fetched": dict.fromkeys(request["fetch_files"], "the program was lost"),
+    }

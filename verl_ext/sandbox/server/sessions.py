@@ -1,0 +1,121 @@
+"""Sessions: programs that stay for later calls, which see their variables and files. Off unless the server is told.
+
+State makes an answer depend on what ran before, so that a call can neither be repeated nor moved to another server;
+the sandbox of an RL run is better without. It is here for traces that were recorded with a notebook.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl_ext.sandbox.server.pool import Pool, QueueTimeoutError, Worker
+
+
+class SessionLimitError(Exception):
+    """There are as many sessions as the server may have; nothing ran."""
+
+
+@dataclass
+class Session:
+    worker: Worker | None = None
+    calls: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # calls of one session run one after the other
+    expiry: asyncio.TimerHandle | None = None
+
+
+class Sessions:
+    """The sessions of a pool; each has a worker of its own, and takes one of the pool's slots while a call runs.
+
+    Args:
+        max_sessions: at once; each may have the memory of its first call's limit.
+        idle_s: a session that got no call for this long is ended.
+    """
+
+    def __init__(self, pool: Pool, *, max_sessions: int, idle_s: float) -> None:
+        self.pool, self.max_sessions, self.idle_s = pool, max_sessions, idle_s
+        self._sessions: dict[str, Session] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    async def run(
+        self, session_id: str, request: dict[str, Any], *, queue_timeout_s: float
+    ) -> tuple[dict[str, Any], float]:
+        """Run a call in its session, which begins with it if it is new.
+
+        Returns:
+            (what `Pool.execute` returns, with `call`: the number of this call in its session, from 1, and `alive`:
+            whether there can be a next; seconds waited).
+        Raises:
+            SessionLimitError: no new session can be had.
+            QueueTimeoutError, SandboxError: see `Pool.run`; after a SandboxError the session has ended.
+        """
+        arrived = time.monotonic()
+        try:
+            async with asyncio.timeout(queue_timeout_s):
+                session = await self._acquire(session_id)
+        except TimeoutError:
+            raise QueueTimeoutError(f"an earlier call of the session still runs after {queue_timeout_s:g} s") from None
+        try:
+            left_s = max(queue_timeout_s - (time.monotonic() - arrived), 0)
+            async with self.pool.slot(left_s):
+                queue_time = time.monotonic() - arrived
+                return await self._call(session, request), queue_time
+        finally:
+            if session.worker:
+                session.expiry = asyncio.get_running_loop().call_later(self.idle_s, self._end, session_id)
+            else:
+                self._sessions.pop(session_id, None)
+            session.lock.release()
+
+    async def end(self, session_id: str) -> bool:
+        """End a session, after the call that may be running; False if there is none."""
+        session = self._sessions.get(session_id)
+        if session is None:
+            return False
+        async with session.lock:
+            if self._sessions.get(session_id) is session:
+                self._end(session_id)
+        return True
+
+    def close(self) -> None:
+        for session_id in list(self._sessions):
+            self._end(session_id)
+
+    async def _acquire(self, session_id: str) -> Session:
+        """The session, new or not, with its lock held and its clock stopped."""
+        while True:
+            session = self._sessions.get(session_id)
+            if session is None:
+                if len(self._sessions) >= self.max_sessions:
+                    raise SessionLimitError(f"there are {self.max_sessions} sessions already (--max-sessions)")
+                session = self._sessions[session_id] = Session()
+            await session.lock.acquire()
+            if self._sessions.get(session_id) is session:  # it has not ended meanwhile
+                if session.expiry:
+                    session.expiry.cancel()
+                return session
+            session.lock.release()
+
+    async def _call(self, session: Session, request: dict[str, Any]) -> dict[str, Any]:
+        alive = False
+        try:
+            session.worker = session.worker or await self.pool.take_worker()
+            session.calls += 1
+            result = await self.pool.call(session.worker, request | {"session": True})
+            result.pop("spent")  # then it is not alive, either
+            alive = result["alive"]
+            return result | {"call": session.calls}
+        finally:
+            if not alive and session.worker:  # also when the client hung up: nobody knows how far its code got
+                session.worker.close()
+                session.worker = None
+
+    def _end(self, session_id: str) -> None:
+        session = self._sessions.pop(session_id)
+        if session.expiry:
+            session.expiry.cancel()
+        if session.worker:
+            session.worker.close()
+            session.worker = None

@@ -1,0 +1,370 @@
+"""The sampler of verl's v1 trainers, synchronous and asynchronous: dynamic sampling with an end, and no training on
+infrastructure failures.
+
+`trainer.v1.sampler.custom_sampler` of configs/*_dapo.yaml names this class; its settings are
+`trainer.v1.sampler.sampler_kwargs`. What it does beyond verl 0.9.1's own samplers (trainer/ppo/v1/replay_buffer.py):
+
+- a rollout that failed outside the model (sandbox, verifier, abort) is kept out of its group's baseline and of the
+  loss: where more than half of a group is valid, valid ones are repeated to fill it, else the group is replaced (the
+  rule of GLM-5). What the policy can cause (its code fails or takes too long, it prints or calls too much) stays a
+  normal sample;
+- groups that are all right or all wrong are replaced only until `max_num_gen_batches` are spent. Then some of them fill
+  the batch, as fillers, and the run goes on and says so, where verl's would generate for ever;
+- in the mode `sync` useful groups beyond the batch can wait for the next step (`keep_surplus`);
+- it looks every `poll_interval_s` instead of every 2 s, which is most of a step when a step is short;
+- in the mode `sync` it submits as many prompts as the share of useful groups so far lets expect to be needed, at once,
+  instead of twice the loss of every round;
+- it logs accuracy, tool use and failures over all that was generated, before any group is left out.
+"""
+
+import logging
+import math
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
+
+from verl_ext.records.exclusions import CAUSES, FAILURES, REMEDIES, Ended, NothingStored, failure
+from verl_ext.rollout.tool_use import tool_metrics
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+_MIN_KEEP_RATE = 0.1  # never expect less than one useful group in ten, or one bad step would flood the next
+_KINDS = ("useful", "equal", "void", "failed")  # of groups, in the order in which a batch takes them; failed: never
+_KEEP_RATE_DECAY = 0.5  # weight of the newest step in the expected share of useful groups
+
+
+@dataclass
+class _Group:
+    """The rollouts of one prompt that has ended. `kind`: useful | equal | void (too many void turns) | failed."""
+
+    kind: str
+    valid: list[str] = field(default_factory=list)  # keys
+    excluded: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Seen:
+    """What ended since the last batch was taken."""
+
+    rollouts: list[dict[str, Any]] = field(default_factory=list)  # `extra_fields` of those without one of FAILURES
+    excluded: Counter = field(default_factory=Counter)  # rollouts by reason
+    groups: Counter = field(default_factory=Counter)  # by kind
+
+
+class DapoReplayBuffer(ReplayBufferAsync):
+    """See the module's docstring.
+
+    A repeated rollout is a further output of its session, `{uid}_{session}_{index + 1}`: verl's GRPO gives it the
+    advantage of that session, whose baseline it does not enter (verl/trainer/ppo/v1/utils.py:148). So the advantages of
+    a filled group are those of its valid rollouts alone. Other estimators would count it twice.
+
+    Which groups are useful is DAPO's rule (arXiv:2503.14476, section 3.2): the constraint of Eq. 11 is on the number of
+    right answers, 0 < right < G, not on rewards. A group of right answers that differ in length penalties alone is
+    filtered, as in the paper, although its rewards differ. The paper samples until the batch is full of useful groups
+    and has no fillers; here a step that is spent takes equal groups as fillers, and `fillers` names them: the trainer
+    sets their advantages to 0 (trainer/run_trainer.py), so that a filler trains as little as the filter meant it to.
+    Its tokens stay in the denominator of the token mean: of a mini-batch whose tokens are half fillers, the policy
+    gradient is half of what the useful half alone would give.
+
+    A batch takes useful groups first, the oldest ones before others, then equal groups, then those of void turns.
+
+    The groups of a batch may differ in size. `on_group_end`, where a trainer sets it, is told the uid of each training
+    group that ended, and `acc` of those of its rollouts that no infrastructure failure hit.
+
+    Args:
+        sampler_kwargs: `poll_interval_s`; `void_turn_filter`, whether a rollout with a turn that has neither code nor
+            answer is left out like a failed one (SimpleTIR, arXiv:2509.02479, which keeps it in the baseline);
+            `keep_surplus` (default false), whether useful groups that a step of the mode `sync` did not need wait for
+            the next one, as long as verl's `max_off_policy_threshold` allows: weights of one step more are one version
+            more, and 1 allows none. They are in no checkpoint: a run that resumes has lost them, and their prompts come
+            again in the next epoch; and
+            `filter_groups`: verl's `algorithm.filter_groups`, of which `metric` is the key of `reward_extra_info` whose
+            equality makes a group useless, and `max_num_gen_batches` the most prompts generated in a step, in train
+            batches.
+        kwargs: what verl passes to every sampler.
+    Raises:
+        ValueError: `max_num_gen_batches` is below 1.
+    """
+
+    def __init__(self, *, sampler_kwargs: Any, **kwargs: Any):
+        super().__init__(sampler_kwargs=sampler_kwargs, poll_interval=sampler_kwargs.poll_interval_s, **kwargs)
+        filter_groups = sampler_kwargs.filter_groups
+        self.filter_metric = filter_groups.metric if filter_groups.enable else None
+        self.max_gen_batches = filter_groups.max_num_gen_batches
+        if self.max_gen_batches < 1:
+            raise ValueError(
+                f"algorithm.filter_groups.max_num_gen_batches is {self.max_gen_batches}; expected at least 1: the "
+                "batches that a step may generate before it takes what it has."
+            )
+        self.void_turn_filter = sampler_kwargs.void_turn_filter
+        self.keep_surplus = sampler_kwargs.get("keep_surplus", False)
+        # In `separate_async` a step takes so many batches, over which verl averages every metric of ours
+        # (trainer/ppo/v1/utils.py:94, 0.9.1): counts are multiplied by it, so that a step's count comes out.
+        self._batches_per_step = self.trainer_config.get("parameter_sync_step", 1)
+        self.keep_rate = 1.0
+        self._groups: dict[str, _Group] = {}  # uid -> training groups that ended and are still in the queue
+        self._seen = _Seen()
+        self._limit = math.inf  # groups that may be evicted for each reason before a batch is taken
+        self._is_spent = False  # that many were
+        self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
+        self.num_kept = 0  # useful groups of earlier steps that wait for the next batch
+        self._ended = Ended()  # since `take_ended`
+        self._filled = 0  # groups in the newest batch that had failed rollouts
+        self.on_group_end: Callable[[str, list[float]], None] | None = None
+        self._rng = random.Random(0)  # draws the rollouts that are repeated
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict[str, float]]:
+        """Wait for `batch_size` prompt groups and take them.
+
+        Returns:
+            The trajectories of the groups, and metrics (`train/`, `tool/`, `turn/`, `finish/`, `failure/`,
+            `filter_groups/`; none in validation).
+        Raises:
+            RuntimeError: more than `max_num_gen_batches` x `batch_size` groups failed: the sandbox is down.
+            NothingStored: all rollouts of a validation raised.
+        """
+        if partition_id == "val":  # all groups, failed ones too: the reward manager marked their samples
+            batch, metrics = super().sample(global_steps, partition_id, batch_size)
+            if not batch.keys:  # verl would read an empty batch
+                raise NothingStored(f"All rollouts of {batch_size} validation prompts raised. {REMEDIES['raised']}.")
+            return batch, metrics
+        self._filled = 0
+        if self.trainer_mode == "sync":
+            batch, metrics = self._sample_sync(global_steps, partition_id, batch_size)
+        else:
+            batch, metrics = super().sample(global_steps, partition_id, batch_size)
+            metrics["filter_groups/filled_with_equal"] = self._count(len(self.fillers))
+        metrics = {**self._metrics(), "failure/groups_filled": self._count(self._filled), **metrics}
+        self._seen, self._is_spent = _Seen(), False
+        return batch, metrics
+
+    def take_ended(self) -> Ended:
+        """What ended since the last call, for the trainer's `ExclusionWatch`."""
+        ended, self._ended = self._ended, Ended()
+        return ended
+
+    def num_to_submit(self, batch_size: int) -> int:
+        """Prompts with which a step of the mode `sync` begins: those of a batch, less the groups that wait for it."""
+        return max(batch_size - self.num_kept, 0)
+
+    def _sample_sync(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
+        submitted = self.num_to_submit(batch_size)  # by the trainer, before it called
+        limit = self.max_gen_batches * batch_size
+        last_debug_time = time.time()
+        while True:
+            self._sync_metadata_from_transfer_queue()
+            self._classify(partition_id)
+            self._clear_groups(partition_id, self._uids("failed"))
+            useful, failed = self._uids("useful"), self._seen.groups["failed"]
+            self._stop_if_most_failed(failed, limit, global_steps)
+            in_flight = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
+            # Submit what fills the batch with a margin of one standard deviation: another wave costs a whole rollout.
+            expected = len(useful) + self.keep_rate * in_flight
+            margin = math.sqrt(in_flight * self.keep_rate * (1 - self.keep_rate))
+            missing = math.ceil((batch_size + margin - expected) / max(self.keep_rate, _MIN_KEEP_RATE))
+            missing = min(missing, limit + failed - submitted)
+            if expected - margin < batch_size - 0.5 and missing > 0 and len(useful) < batch_size:
+                submitted += self.refill_fn(missing)
+                continue
+            if in_flight == 0 and (len(useful) >= batch_size or submitted >= limit + failed):
+                break
+            last_debug_time = self._wait_for_next_poll(partition_id, last_debug_time)
+
+        selected, snapshot, _ = self._select_prompt_uids(partition_id, useful, batch_size)
+        shortfall = batch_size - len(selected)
+        if shortfall > 0:
+            logger.warning(
+                "step %d: only %d of %d groups had unequal rewards after %d prompts (max_num_gen_batches=%d); "
+                "filled with %d others, whose advantages are set to 0",
+                *(global_steps, len(selected), batch_size, submitted, self.max_gen_batches, shortfall),
+            )
+            spare = self._uids("equal") | self._uids("void")
+            selected += self._select_prompt_uids(partition_id, spare, shortfall)[0]
+        surplus = useful - set(selected)
+        kept = surplus - self._stale_terminal_keys(global_steps + 1, partition_id) if self.keep_surplus else set()
+        groups = self._seen.groups
+        keep_rate = groups["useful"] / max(groups["useful"] + groups["equal"] + groups["void"], 1)
+        self.keep_rate += _KEEP_RATE_DECAY * (max(keep_rate, _MIN_KEEP_RATE) - self.keep_rate)
+        self._clear_groups(partition_id, set(self._groups) - set(selected) - kept)
+        metrics = {
+            "filter_groups/generated": float(submitted),
+            "filter_groups/filled_with_equal": float(shortfall),
+            "filter_groups/surplus": float(len(surplus)),
+            "filter_groups/kept": float(len(kept)),
+        }
+        self.num_kept = len(kept)
+        return self._materialize_batch(partition_id, selected, snapshot), metrics
+
+    # The asynchronous trainers call `wait_for_sampleable` and `get_sampleable_count` of the base class as well as
+    # `sample`; all three evict, and refill one by one, what this names.
+
+    def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> tuple[set[str], dict]:
+        self._limit = self.max_gen_batches * target_count if partition_id != "val" else math.inf
+        return super().wait_for_sampleable(global_steps, partition_id, target_count)
+
+    def _terminal_eviction_reasons(
+        self, global_steps: int, partition_id: str
+    ) -> tuple[set[str], set[str], set[str], Counter]:
+        if partition_id == "val":
+            return super()._terminal_eviction_reasons(global_steps, partition_id)
+        self._classify(partition_id)
+        failed, spare = self._uids("failed"), self._uids("equal") | self._uids("void")
+        self._stop_if_most_failed(self._seen.groups["failed"], self._limit, global_steps)
+        if self._seen.groups["equal"] + self._seen.groups["void"] > self._limit:
+            if not self._is_spent:
+                logger.warning(
+                    "step %d: %d prompt groups ended, but only %d had unequal rewards (max_num_gen_batches=%d); "
+                    "where useful groups are missing, others are taken now, and their advantages are set to 0",
+                    *(global_steps, self._seen.groups.total(), self._seen.groups["useful"], self.max_gen_batches),
+                )
+            self._is_spent = True
+            spare = set()
+        return self._stale_terminal_keys(global_steps, partition_id), spare, failed, Counter()
+
+    def _stop_if_most_failed(self, failed: int, limit: float, global_steps: int) -> None:
+        if failed > limit:
+            reasons = {reason: count for reason, count in self._seen.excluded.most_common() if count}
+            remedy = REMEDIES.get(next(iter(reasons), ""), "See the log for why")
+            raise RuntimeError(
+                f"{failed} of {self._seen.groups.total()} prompt groups of step {global_steps} failed for reasons "
+                f"outside the model ({reasons}). {remedy}, then resume the run."
+            )
+
+    def _uids(self, kind: str) -> set[str]:
+        return {uid for uid, group in self._groups.items() if group.kind == kind}
+
+    def _classify(self, partition_id: str) -> None:
+        """Look at the groups that ended since the last look."""
+        raised = self.failure_keys[partition_id]  # a loop of the group raised: nothing of it is used
+        ended = (self.finished_keys[partition_id] | raised) - self._groups.keys()
+        rows: dict[str, list[tuple[str, dict]]] = {uid: [] for uid in sorted(ended)}
+        keys = [key for key in self.partitions[partition_id] if key.split("_")[0] in ended - raised]
+        if keys:
+            data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["extra_fields"])
+            for key, value in zip(keys, data["extra_fields"], strict=True):
+                rows[key.split("_")[0]].append((key, getattr(value, "data", value)))
+        for uid, group in rows.items():
+            self._groups[uid] = self._classify_group(group)
+            self._seen.groups[self._groups[uid].kind] += 1
+            self._exclude("raised", uid in raised)
+            self._ended += Ended(rollouts=len(group), groups=1)
+            if self.on_group_end:
+                judged = [extra["reward_extra_info"] for _, extra in group if self._exclusion(extra) not in FAILURES]
+                self.on_group_end(uid, [info["acc"] for info in judged])
+
+    def _classify_group(self, rows: list[tuple[str, dict]]) -> _Group:
+        group, values = _Group("useful"), set()
+        num_failed = 0
+        for key, extra in rows:
+            reason = self._exclusion(extra)
+            if reason not in FAILURES:
+                self._seen.rollouts.append(extra)
+            if reason is None:
+                group.valid.append(key)
+                if self.filter_metric is not None:
+                    values.add(self._metric(extra["reward_extra_info"]))
+            else:
+                group.excluded.append(key)
+                num_failed += reason in FAILURES
+                self._exclude(reason, 1)
+        if 2 * len(group.valid) <= len(rows):
+            # Void turns alone are the policy's own: such a group is used where nothing else is left.
+            group.kind = "void" if rows and not num_failed else "failed"
+        elif len(values) == 1:
+            group.kind = "equal"
+        return group
+
+    def _exclude(self, reason: str, number: int) -> None:
+        self._seen.excluded[reason] += number
+        self._ended.excluded[reason] += number
+
+    def _metric(self, info: Mapping[str, Any]) -> Any:
+        if self.filter_metric not in info:
+            numbers = sorted(name for name, value in info.items() if isinstance(value, float))
+            raise ValueError(
+                f"algorithm.filter_groups.metric is {self.filter_metric!r}, which the reward manager does not give. "
+                f"Expected one of {', '.join(numbers)}."
+            )
+        return info[self.filter_metric]
+
+    def _exclusion(self, extra: Mapping[str, Any]) -> str | None:
+        """Why a rollout is kept out of baseline and loss, or None."""
+        reason = failure({"finish_reason": extra.get("finish_reason"), **extra["reward_extra_info"]})
+        has_void_turn = self.void_turn_filter and extra.get("tool_use", {}).get("void_turns")
+        return reason or ("void_turn" if has_void_turn else None)
+
+    def _select_prompt_uids(
+        self, partition_id: str, sampleable_keys: Iterable[str], batch_size: int
+    ) -> tuple[list[str], dict[str, dict], dict[str, int]]:
+        """As verl's, the oldest first, but a filler only where no useful group is ready; and a set's order decides
+        nothing.
+        """
+        if partition_id == "val":
+            return super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
+        snapshot, steps = dict(self.partitions[partition_id]), dict(self.prompt_global_steps[partition_id])
+        order = {uid: (_KINDS.index(self._groups[uid].kind), steps.get(uid, 0), uid) for uid in sampleable_keys}
+        return sorted(order, key=order.get)[:batch_size], snapshot, steps
+
+    def _clear_groups(self, partition_id: str, uids: set[str]) -> None:
+        super()._clear_groups(partition_id, uids)
+        for uid in uids:
+            self._groups.pop(uid, None)
+
+    def _materialize_batch(
+        self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]
+    ) -> KVBatchMeta:
+        if partition_id != "val":
+            self.fillers = {uid for uid in selected_prompt_uids if self._groups[uid].kind != "useful"}
+            for uid in selected_prompt_uids:
+                group = self._groups.pop(uid)
+                if group.excluded and group.kind != "void":
+                    self._fill(partition_id, group, partition_snapshot)
+        return super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
+
+    def _fill(self, partition_id: str, group: _Group, snapshot: dict[str, dict]) -> None:
+        """Put copies of valid rollouts, drawn at random, in the place of the excluded ones."""
+        sources = self._rng.sample(group.valid, len(group.excluded))  # there are more: none is taken twice
+        copies = []
+        for key in sources:
+            session, _, index = key.rpartition("_")
+            copies.append(f"{session}_{int(index) + 1}")
+        data = tq.kv_batch_get(keys=sources, partition_id=partition_id)
+        tags = [dict(snapshot[key]) for key in sources]
+        tq.kv_batch_put(keys=copies, partition_id=partition_id, fields=data, tags=tags)
+        tq.kv_clear(keys=group.excluded, partition_id=partition_id)
+        for key in group.excluded:
+            del snapshot[key]
+        snapshot |= dict(zip(copies, tags, strict=True))
+        self._filled += 1
+
+    def _count(self, number: int) -> float:
+        return float(number * self._batches_per_step)
+
+    def _metrics(self) -> dict[str, float]:
+        seen = self._seen
+        infos = [rollout["reward_extra_info"] for rollout in seen.rollouts]
+        metrics = {
+            "filter_groups/keep_rate": seen.groups["useful"]
+            / max(seen.groups["useful"] + seen.groups["equal"] + seen.groups["void"], 1),
+            "filter_groups/failed": self._count(seen.groups["failed"]),
+            "failure/groups_dropped": self._count(seen.groups["failed"]),
+            **{f"failure/{reason}": self._count(seen.excluded[reason]) for reason in CAUSES},
+            **tool_metrics([rollout for rollout in seen.rollouts if "tool_use" in rollout]),  # not of others' loops
+        }
+        if infos:
+            metrics |= {
+                "train/acc": float(np.mean([info["acc"] for info in infos])),
+                "train/truncation_rate": float(np.mean([info["truncated"] for info in infos])),
+                "train/model_tokens": float(np.mean([info["response_tokens"] for info in infos])),
+            }
+        return metrics
