@@ -20,7 +20,7 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = out / "model"
     builder = [sys.executable, str(REPO / "data/tiny_tools/build_model.py"), "--out", str(model)]
     subprocess.run(builder, check=True, capture_output=True)
-    with serve(model, out / "server.log", "--max-model-len", "1024") as url:
+    with serve(model, out / "server.log", "--max-model-len", "1024", "--enforce-eager") as url:
         yield url
 
 
