@@ -5,7 +5,7 @@ set -euo pipefail
 usage() {
     cat <<'EOF'
 Usage: bash scripts/test.sh [unit|slow|all] [pytest arguments]
-  unit   ruff, then the fast tests (about ten minutes)
+  unit   ruff, then the fast tests (about five minutes)
   slow   only the tests that run the real commands end to end
   all    ruff, the fast tests, then the slow ones (default)
 Example: bash scripts/test.sh unit -k lock -x
@@ -80,15 +80,25 @@ run_pytest() {
 }
 SELECTED=0
 
+SLOW=(-m "slow or gpu" --timeout=1800 --durations=0 --durations-min=5)
+
 if [ "$PART" != slow ]; then
     say "ruff"
     .venv/bin/ruff check --output-format=concise .
     .venv/bin/ruff format --check .
-    say "fast tests"
-    run_pytest "$@"
 fi
-if [ "$PART" != unit ]; then
-    say "slow tests (end to end; a GPU test skips where there is no GPU)"
-    run_pytest -m "slow or gpu" --timeout=1800 --durations=0 --durations-min=5 "$@"
+if [ $# -gt 0 ]; then # of the caller's choice
+    [ "$PART" = slow ] || run_pytest "$@"
+    [ "$PART" = unit ] || run_pytest "${SLOW[@]}" "$@"
+else
+    case $PART in
+        unit) say "fast tests" && run_pytest ;;
+        slow) say "slow unit tests" && run_pytest -m slow tests/unit ;;
+        all) say "unit tests, the slow ones included" && run_pytest -m "" tests/unit ;;
+    esac
+    if [ "$PART" != unit ]; then
+        say "end-to-end tests (a GPU test skips where there is no GPU)"
+        run_pytest "${SLOW[@]}" tests/e2e
+    fi
 fi
 [ "$SELECTED" = 1 ] || exit 5

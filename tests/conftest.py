@@ -1,6 +1,22 @@
 """For all tests: what a shell may have told this process to ignore, and so all that the tests start."""
 
 import signal
+from pathlib import Path
+
+import pytest
+
+FAST = "not slow and not gpu"  # as pyproject.toml has it
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Processes for `-n auto`: two for unit tests, none beside this one for the end-to-end tests, which take all cores.
+
+    Nor for one file or test, which two processes would not share.
+    """
+    fast = config.option.markexpr == FAST
+    whole = all(Path(argument).is_dir() for argument in config.args)
+    of_units = all("unit" in Path(argument).parts for argument in config.args)
+    return 2 if whole and (fast or of_units) else 0
