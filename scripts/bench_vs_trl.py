@@ -9,7 +9,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -74,17 +74,25 @@ def delayed(url: str, delay_s: float) -> Iterator[str]:
         thread.join()
 
 
-def run_ours(supervisor: Supervisor, run: Path, sandbox: str, steps: int, out: Path) -> dict[str, float]:
+def run_ours(
+    supervisor: Supervisor,
+    run: Path,
+    sandbox: str,
+    steps: int,
+    out: Path,
+    overrides: Sequence[str] = (),
+    python: str = sys.executable,
+) -> dict[str, float]:
     """RL by the launcher, without checkpoints."""
     started = time.time()
     supervisor.run(
         [
             *("bash", str(REPO / "recipe/retool/run_tiny_dapo.sh"), f"trainer.total_training_steps={steps}"),
-            *("trainer.save_freq=-1", "trainer.resume_mode=disable"),
+            *("trainer.save_freq=-1", "trainer.resume_mode=disable", *overrides),
         ],
         log=out / "log.txt",
         env={
-            "PYTHON": sys.executable,
+            "PYTHON": python,
             "DATA_DIR": str(run / "data"),
             "MODEL_PATH": str(run / "sft" / "merged"),
             "OUTPUT_DIR": str(out),

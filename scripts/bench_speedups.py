@@ -1,0 +1,73 @@
+"""What each speed-up of the tiny RL run is worth: the launcher with and without it, in turns on one machine.
+
+    python scripts/bench_speedups.py [--run outputs/quickstart] [--rounds 3] [--steps 14]
+
+Needs the data and the SFT model of a quickstart. Every step generates 16 prompts, since dynamic sampling is off: the
+number of prompts would differ between the runs. Prints a table of medians over the rounds, with the lowest and the
+highest; docs/speed.md has one. About five minutes a round.
+"""
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+from bench_vs_trl import run_ours
+
+from verl_ext.quickstart.pipeline import SANDBOX_OPTIONS
+from verl_ext.quickstart.supervise import Supervisor
+from verl_ext.sandbox.launch import running_server
+
+MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+WITHOUT = {  # variant -> overrides
+    "as shipped": (),
+    "imports in every process (no cpu/warm_python.py)": (),
+    "loops in an actor of their own (LeanAgentLoopManager)": (
+        f"{MANAGER}=verl_ext.rollout.workers.LeanAgentLoopManager",
+    ),
+    "verl's own agent-loop manager": (f"{MANAGER}=null",),
+}
+PLAIN_START = list(WITHOUT)[1]
+# The launcher starts `python -m verl_ext.cpu.warm_python -m verl.trainer.main_ppo ...`.
+PLAIN_PYTHON = """#!/bin/sh
+if [ "$2" = verl_ext.cpu.warm_python ]; then shift 2; fi
+exec {python} "$@"
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, default=Path("outputs/quickstart"), help="a quickstart's folder")
+    parser.add_argument("--out", type=Path, default=Path("outputs/bench_speedups"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=14)
+    args = parser.parse_args()
+    if not (args.run / "sft" / "merged").is_dir():
+        parser.error(f"{args.run} has no SFT model. Make it: bash scripts/quickstart.sh --stage sft --stage merge")
+    args.out.mkdir(parents=True, exist_ok=True)
+    plain = args.out.resolve() / "python"
+    plain.write_text(PLAIN_PYTHON.format(python=sys.executable))
+    plain.chmod(0o755)
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in WITHOUT}
+    for number in range(args.rounds):
+        for index, (name, overrides) in enumerate(WITHOUT.items()):
+            out = args.out / f"{number}-{index}"
+            python = str(plain) if name == PLAIN_START else sys.executable
+            overrides = (*overrides, "algorithm.filter_groups.enable=false")
+            with running_server(options=SANDBOX_OPTIONS) as sandbox, Supervisor() as supervisor:
+                figures = run_ours(supervisor, args.run, sandbox, args.steps, out, overrides, python)
+            found[name].append(figures)
+            print(f"round {number + 1}: {name}: {figures}", flush=True)
+    print(
+        f"\n| {args.rounds} rounds of {args.steps} steps | first step after, s | a later step, s |\n| --- | --- | --- |"
+    )
+    for name, rounds in found.items():
+        cells = []
+        for key in ("first_step_s", "step_s"):
+            values = [figures[key] for figures in rounds]
+            cells.append(f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
