@@ -5,9 +5,9 @@ set -euo pipefail
 usage() {
     cat <<'EOF'
 Usage: bash scripts/test.sh [unit|slow|all] [pytest arguments]
-  unit   ruff, then the fast tests (about ten minutes)
+  unit   ruff and import-linter, then the fast tests (about ten minutes)
   slow   only the tests that run the real commands end to end
-  all    ruff, the fast tests, then the slow ones (default)
+  all    both, the fast tests, then the slow ones (default)
 Example: bash scripts/test.sh unit -k lock -x
 EOF
 }
@@ -81,9 +81,10 @@ run_pytest() {
 SELECTED=0
 
 if [ "$PART" != slow ]; then
-    say "ruff"
+    say "ruff and import-linter"
     .venv/bin/ruff check --output-format=concise .
     .venv/bin/ruff format --check .
+    .venv/bin/lint-imports --no-logo --no-cache
     say "fast tests"
     run_pytest "$@"
 fi
