@@ -3,7 +3,7 @@
 One fact has one name in the code: `RolloutEnd.UNVERIFIED` is an answer that no verifier could judge. Files of users'
 runs spell this end in three ways, which stay: "verifier_unknown" (its value: trajectories, names of metrics),
 `UNVERIFIED` (a column of the dumps, a `failure` of an evaluation) and `UNVERIFIED_VERDICT` (`verdict` of a score).
-`RolloutEnd.ABORTED` is "server_failure" in the files of an evaluation: `EVALUATION_NAMES`.
+`RolloutEnd.ABORTED` is `SERVER_FAILURE` in the files of an evaluation.
 """
 
 from collections.abc import Mapping
@@ -63,11 +63,13 @@ class PromptEnd(StrEnum):
 
 UNVERIFIED = "unverified"
 UNVERIFIED_VERDICT = "unknown"
-EVALUATION_NAMES = {  # `failure` in samples.jsonl, and names of counts in result.json and summary.json
+SERVER_FAILURE = "server_failure"
+_EVALUATION_NAMES = {
     RolloutEnd.SANDBOX_FAILURE: "sandbox_failure",
-    RolloutEnd.ABORTED: "server_failure",
+    RolloutEnd.ABORTED: SERVER_FAILURE,
     RolloutEnd.UNVERIFIED: UNVERIFIED,
 }
+EVALUATION_FAILURES = tuple(_EVALUATION_NAMES.values())  # of `evaluation_failure`, as tables and result.json list them
 
 INFRASTRUCTURE_FAILURES = tuple(end for end in RolloutEnd if end.fault is Fault.INFRASTRUCTURE)
 VOID_TURN = "void_turn"  # the model's own fault; the option `void_turn_filter` excludes such rollouts
@@ -81,7 +83,7 @@ REMEDIES = {
     RolloutEnd.RAISED: "Correct what the log has as 'Error in _run_prompt'",
 }
 
-_ENDS = {str(end): end for end in RolloutEnd} | {name: end for end, name in EVALUATION_NAMES.items()}
+_ENDS = {str(end): end for end in RolloutEnd} | {name: end for end, name in _EVALUATION_NAMES.items()}
 
 
 def rollout_end(info: Mapping[str, Any]) -> str:
@@ -104,3 +106,8 @@ def infrastructure_failure(info: Mapping[str, Any]) -> RolloutEnd | None:
     """Which failure of the infrastructure kept a rollout from being judged; None: it was. `info`: see `rollout_end`."""
     end = rollout_end(info)
     return end if end in INFRASTRUCTURE_FAILURES else None
+
+
+def evaluation_failure(info: Mapping[str, Any]) -> str | None:
+    """`infrastructure_failure` as the files of an evaluation spell it: one of EVALUATION_FAILURES, or None."""
+    return _EVALUATION_NAMES.get(infrastructure_failure(info))

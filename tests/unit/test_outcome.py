@@ -5,7 +5,7 @@ import json
 import pytest
 
 from verl_ext.outcome import (
-    EVALUATION_NAMES,
+    EVALUATION_FAILURES,
     EXCLUSIONS,
     INFRASTRUCTURE_FAILURES,
     REMEDIES,
@@ -14,6 +14,7 @@ from verl_ext.outcome import (
     Fault,
     PromptEnd,
     RolloutEnd,
+    evaluation_failure,
     infrastructure_failure,
     rollout_end,
 )
@@ -38,6 +39,8 @@ from verl_ext.outcome import (
 def test_the_loops_infrastructure_failure_comes_before_the_verifiers_and_both_before_the_models_end(info, end, failed):
     assert rollout_end(info) == end
     assert infrastructure_failure(info) == (end if failed else None)
+    spelt = {"aborted": "server_failure", "verifier_unknown": "unverified"}
+    assert evaluation_failure(info) == (spelt.get(end, end) if failed else None)
 
 
 def test_only_sandbox_verifier_and_server_are_infrastructure_and_a_bug_is_ours():
@@ -50,7 +53,7 @@ def test_only_sandbox_verifier_and_server_are_infrastructure_and_a_bug_is_ours()
 
 def test_the_words_of_users_files_stay():
     """Runs, dumps and evaluations of other days are read by these strings, and dashboards are made of them."""
-    assert list(EVALUATION_NAMES.values()) == ["sandbox_failure", "server_failure", "unverified"]
+    assert EVALUATION_FAILURES == ("sandbox_failure", "server_failure", "unverified")
     assert (UNVERIFIED, UNVERIFIED_VERDICT, RolloutEnd.UNVERIFIED) == ("unverified", "unknown", "verifier_unknown")
     assert set(PromptEnd) == {"open", "trained", "equal", "void", "failed", "stale", "surplus"}
     written = json.dumps({RolloutEnd.UNVERIFIED: RolloutEnd.ABORTED, f"failure/{RolloutEnd.RAISED}": 1})

@@ -26,7 +26,7 @@ from verl_ext.evaluation.estimators import (
     ratio_of_sums,
     share_95,
 )
-from verl_ext.outcome import EVALUATION_NAMES, UNVERIFIED, infrastructure_failure
+from verl_ext.outcome import EVALUATION_FAILURES, UNVERIFIED, evaluation_failure
 
 # Each figure is a ratio of sums over problems, so that one resampling of problems serves them all.
 METRICS = (
@@ -81,10 +81,10 @@ class Sample:
 
     @property
     def failure(self) -> str | None:
-        """The infrastructure failure, of EVALUATION_NAMES, that kept this sample from being judged; None: it was."""
+        """The infrastructure failure, of EVALUATION_FAILURES, that kept this sample from being judged; None: it was."""
         info = {"finish_reason": self.finish_reason, "sandbox_failure": self.sandbox_failure}
         info[UNVERIFIED] = self.unverified or self.acc is None
-        return EVALUATION_NAMES.get(infrastructure_failure(info))
+        return evaluation_failure(info)
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def evaluate(
             num_problems_scored=len(judged),
             num_problems_short=sum(len(group) < k for group in judged.values()),
             num_samples=len(rows),
-            excluded={kind: sum(row.failure == kind for row in rows) for kind in EVALUATION_NAMES.values()},
+            excluded={kind: sum(row.failure == kind for row in rows) for kind in EVALUATION_FAILURES},
             n=n,
             k=k,
             finish_reasons=dict(sorted(Counter(row.finish_reason for row in rows).items())),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_ext.evaluation import read_dump
-from verl_ext.outcome import EVALUATION_NAMES, UNVERIFIED, infrastructure_failure
+from verl_ext.outcome import UNVERIFIED, evaluation_failure
 from verl_ext.records.run_folder import SAMPLES, dumps_of, evaluations_of, find_run, step_dumps, training_folder
 
 SURELY_WRONG = -0.6 + 1e-6  # a wrong answer's highest reward, with the whole bonus for tool calls (reward/shaping.py)
@@ -118,7 +118,7 @@ def _logged(file: Path) -> Iterator[PastSample]:
             reward, key = row["reward"], (row["uid"], row["session"], row["validate"])
             is_unverified = reward.get(UNVERIFIED) or reward.get("acc") is None
             info = reward | {"finish_reason": row["finish_reason"], UNVERIFIED: is_unverified}
-            failure = EVALUATION_NAMES.get(infrastructure_failure(info))
+            failure = evaluation_failure(info)
             last[key] = PastSample(row["prompt"], None if failure else float(reward["acc"]), failure)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}, line {number}: {error!r}. Expected a record of the trajectory log.") from error

@@ -23,7 +23,7 @@ from verl_ext.datasets.rows import DataError, progress_bar
 from verl_ext.evaluation.figures import NUMBERS, TEXTS
 from verl_ext.evaluation.servers import Server, ServerFailure
 from verl_ext.evaluation.store import Store
-from verl_ext.outcome import EVALUATION_NAMES, UNVERIFIED, RolloutEnd, infrastructure_failure
+from verl_ext.outcome import SERVER_FAILURE, UNVERIFIED, evaluation_failure
 from verl_ext.reward.manager import RetoolRewardManager
 from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.seeds import seed_of
@@ -177,13 +177,12 @@ class Sampler:
                 output = await self._loop(task.row).run(self._params | seed, **columns)
             except ServerFailure as error:
                 logger.warning("%s: %s", task.uid, error)
-                kind = EVALUATION_NAMES[RolloutEnd.ABORTED]
-                return _row(task, finish_reason=kind, failure=kind, error=str(error), **seed)
+                return _row(task, finish_reason=SERVER_FAILURE, failure=SERVER_FAILURE, error=str(error), **seed)
             ids, fields = output.response_ids, output.extra_fields
             prompt = self._tokenizer.decode(output.prompt_ids, skip_special_tokens=True)
         scored = await self._reward.score_rollout(ids, columns | {"tool_extra_fields": fields})
         info = scored["reward_extra_info"]
-        failure = EVALUATION_NAMES.get(infrastructure_failure(info))
+        failure = evaluation_failure(info)
         return _row(
             task,
             input=prompt,
