@@ -65,3 +65,12 @@ def test_a_policy_that_learns_to_provoke_exclusions_is_seen_before_the_level(cap
     again.resume(22)
     assert again.end_step(23, ended(512))["failure/run_share_verifier_unknown"] == (20 + 2 + 4) / (23 * 512)
     assert watch.end_step(29, Ended()) == {}
+
+
+def test_the_alarm_counts_groups_where_rollouts_raised_and_names_the_remedy(caplog):
+    """4 of 64 groups are 6.25%."""
+    with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.exclusions"):
+        metrics = ExclusionWatch(Journal()).end_step(1, ended(480, 64, raised=4))
+    assert metrics["failure/alarm"] == 1 and metrics["failure/share_raised"] == 4 / 64
+    assert "step 1: raised kept 6.2% of 64 groups out of training" in caplog.text
+    assert "Correct what the log has as 'Error in _run_prompt'" in caplog.text
