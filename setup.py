@@ -91,6 +91,8 @@ EXTRAS = {
         "sandbox-fusion==0.3.7",
         # Lint and format; exact, because formatting changes between minor versions.
         "ruff==0.17.5",
+        # Imports point downwards only, from layer to layer.
+        "import-linter>=2.5,<3",
     ],
 }
 

@@ -41,9 +41,10 @@ TESTS = {  # source -> its unit tests, the fastest first
     "verl_ext/protocols/hermes.py": ["protocols/test_hermes.py", "protocols/test_turns.py"],
     "verl_ext/protocols/call_json.py": ["protocols/test_hermes.py", "protocols/test_turns.py"],
     "verl_ext/reward/manager.py": ["reward/test_manager.py"],
-    "verl_ext/trainer/sampler.py": ["trainer/test_sampler.py", "records/test_exclusions.py"],
-    "verl_ext/records/exclusions.py": [
-        "records/test_exclusions.py",
+    "verl_ext/trainer/sampler.py": ["trainer/test_sampler.py", "trainer/test_exclusions.py"],
+    "verl_ext/outcome.py": ["test_outcome.py", "trainer/test_failed_samples.py", "trainer/test_sampler.py"],
+    "verl_ext/trainer/exclusions.py": [
+        "trainer/test_exclusions.py",
         "trainer/test_sampler.py",
         "trainer/test_failed_samples.py",
     ],

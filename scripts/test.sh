@@ -5,9 +5,9 @@ set -euo pipefail
 usage() {
     cat <<'EOF'
 Usage: bash scripts/test.sh [unit|slow|all] [pytest arguments]
-  unit   ruff, then the fast tests (about five minutes)
+  unit   ruff and import-linter, then the fast tests (about five minutes)
   slow   only the tests that run the real commands end to end
-  all    ruff, the fast tests, then the slow ones (default)
+  all    both, the fast tests, then the slow ones (default)
 Example: bash scripts/test.sh unit -k lock -x
 EOF
 }
@@ -83,9 +83,10 @@ SELECTED=0
 SLOW=(-m "slow or gpu" --timeout=1800 --durations=0 --durations-min=5)
 
 if [ "$PART" != slow ]; then
-    say "ruff"
+    say "ruff and import-linter"
     .venv/bin/ruff check --output-format=concise .
     .venv/bin/ruff format --check .
+    .venv/bin/lint-imports --no-logo --no-cache
 fi
 if [ $# -gt 0 ]; then # of the caller's choice
     [ "$PART" = slow ] || run_pytest "$@"

@@ -9,8 +9,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from verl_ext.outcome import EXCLUSIONS
 from verl_ext.protocols.base import MALFORMED_KINDS
-from verl_ext.records.exclusions import CAUSES
 
 REPO = Path(__file__).resolve().parents[2]
 VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
@@ -76,7 +76,7 @@ def test_every_metric_in_the_guides_is_logged():
     missing = found - logged() - kinds
     # The published run's name; and what a run with bypass_mode logs (tests/e2e/test_failures.py), which these are not.
     elsewhere = {"perf/max_memory_allocated_gb", "actor/entropy_loss"}
-    elsewhere |= {f"failure/share_{cause}" for cause in CAUSES} | {
+    elsewhere |= {f"failure/share_{cause}" for cause in EXCLUSIONS} | {
         "failure/run_share_verifier_unknown",
         "failure/alarm",
     }

@@ -12,6 +12,7 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable
+from verl_ext.outcome import RolloutEnd
 from verl_ext.protocols.base import format_output, strip_fence
 from verl_ext.sandbox.shared import SETTINGS, shared_client
 
@@ -72,7 +73,7 @@ class CodeInterpreter(BaseTool):
         )
         if result.status == "sandbox_failure":
             if agent_data := kwargs.get("agent_data"):
-                agent_data.extra_fields["finish_reason"] = "sandbox_failure"
+                agent_data.extra_fields["finish_reason"] = RolloutEnd.SANDBOX_FAILURE.value
             raise SandboxFailure(result.message)
         text = format_output(result.stdout, result.error_text(timeout_s), traceback=self.settings["traceback"])
         return ToolResponse(text=text), 0.0, {"status": result.status, "run_s": result.run_s, "queue_s": result.queue_s}

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-MODEL, INFRASTRUCTURE, TOOL = "model", "infrastructure", "tool"
+from verl_ext.outcome import Fault
 
 _TRY_AGAIN = (408, 425, 429)  # HTTP status, beside 5xx
 # Of HTTP clients that a tool may have imported. Their other errors of that base are the infrastructure's.
@@ -53,33 +53,33 @@ class ToolUnavailable(RuntimeError):
     """Raised by a tool: its backend failed, whatever the arguments were. The call is not tried again."""
 
 
-def who_is_at_fault(error: Exception, arguments: Mapping[str, Any]) -> str:
-    """MODEL, INFRASTRUCTURE or TOOL, for what a tool raised; see the module's docstring.
+def who_is_at_fault(error: Exception, arguments: Mapping[str, Any]) -> Fault:
+    """MODEL, INFRASTRUCTURE or OURS, for what a tool raised; see the module's docstring.
 
     Args:
         arguments: of the call, as the model wrote them.
     """
     if isinstance(error, ToolError):
-        return MODEL
+        return Fault.MODEL
     if isinstance(error, ToolUnavailable):
-        return INFRASTRUCTURE
+        return Fault.INFRASTRUCTURE
     if isinstance(error, (aiohttp.InvalidURL, *_imported(_BAD_ADDRESSES))):
-        return TOOL
+        return Fault.OURS
     of_client = isinstance(error, aiohttp.ClientError | http.client.HTTPException)
     if of_client or isinstance(error, _imported(_CLIENT_ERRORS)) or _is_of_urllib(error):
         return _fault_of_request(error, arguments)
     if isinstance(error, OSError):  # ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError, ...
-        return _fault_of_file(error, arguments) if _is_of_file(error) else INFRASTRUCTURE
-    return TOOL
+        return _fault_of_file(error, arguments) if _is_of_file(error) else Fault.INFRASTRUCTURE
+    return Fault.OURS
 
 
-def _fault_of_request(error: Exception, arguments: Mapping[str, Any]) -> str:
+def _fault_of_request(error: Exception, arguments: Mapping[str, Any]) -> Fault:
     host, status = _host(error), _status(error)
     if host and host in {_host_of(text) for text in _texts(arguments)}:
-        return MODEL
+        return Fault.MODEL
     if status is not None and 400 <= status < 500 and status not in _TRY_AGAIN:
-        return TOOL  # refused: whether for its content only the tool can say
-    return INFRASTRUCTURE
+        return Fault.OURS  # refused: whether for its content only the tool can say
+    return Fault.INFRASTRUCTURE
 
 
 def _is_of_file(error: OSError) -> bool:
@@ -87,12 +87,12 @@ def _is_of_file(error: OSError) -> bool:
     return isinstance(error, _OF_FILES) or (error.filename is not None and not isinstance(error, ConnectionError))
 
 
-def _fault_of_file(error: OSError, arguments: Mapping[str, Any]) -> str:
+def _fault_of_file(error: OSError, arguments: Mapping[str, Any]) -> Fault:
     file = os.path.normpath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
     names = {os.path.basename(file), os.path.splitext(os.path.basename(file))[0]} - {""}
     if names & {os.path.basename(os.path.normpath(text)) for text in _texts(arguments) if text}:
-        return MODEL
-    return TOOL if isinstance(error, _OF_FILES) else INFRASTRUCTURE  # of the rest: a full disk, too many open files
+        return Fault.MODEL
+    return Fault.OURS if isinstance(error, _OF_FILES) else Fault.INFRASTRUCTURE  # a full disk, too many open files
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -1,8 +1,10 @@
 """What runs a call: the sandbox for code, verl's tool interface for the further tools of a tool YAML."""
 
 import asyncio
+import builtins
 import logging
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +14,9 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 from verl.tools.schemas import ToolResponse
 
-from verl_ext.environments.tool_errors import MODEL, TOOL, ToolError, ToolUnavailable, who_is_at_fault
+from verl_ext.environments.tool_errors import ToolError, ToolUnavailable, who_is_at_fault
+from verl_ext.outcome import Fault
 from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL, Call, format_output
-from verl_ext.rollout.tool_use import error_kind
 from verl_ext.sandbox.shared import shared_client
 
 logger = logging.getLogger(__name__)
@@ -22,10 +24,11 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 TOOL_ATTEMPTS = 3  # calls of a tool whose backend does not answer, the first included
 TOOL_BACKOFF_S = 0.5  # pause before the second call; doubles
+_EXCEPTION = re.compile(r"\A[A-Za-z_][\w.]*")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallResult:
     """What a tool said. `failure` is why the infrastructure, not the model, kept it from saying anything."""
 
     output: str
@@ -73,7 +76,7 @@ class Toolbox:
             )
         return {name: self.schemas[name] for name in selection}
 
-    async def run(self, call: Call, tools_kwargs: Mapping[str, Any]) -> Outcome:
+    async def run(self, call: Call, tools_kwargs: Mapping[str, Any]) -> CallResult:
         """Run one call.
 
         Args:
@@ -83,12 +86,12 @@ class Toolbox:
         """
         return await (self._run_code(call) if call.tool == CODE_TOOL else self._run_tool(call, tools_kwargs))
 
-    async def _run_code(self, call: Call) -> Outcome:
+    async def _run_code(self, call: Call) -> CallResult:
         result = await self.sandbox.run(call.arguments["code"], **self._limits, echo_last_expression=self._echo)
         if result.status == "sandbox_failure":
-            return Outcome("", failure=result.message, attempts=result.attempts)
+            return CallResult("", failure=result.message, attempts=result.attempts)
         stderr = result.error_text(self._timeout_s)
-        return Outcome(
+        return CallResult(
             output=format_output(result.stdout, stderr, traceback=self._traceback),
             error=None if result.status == "ok" else error_kind(result.status, result.stderr, result.return_code),
             queue_s=result.queue_s,
@@ -96,7 +99,7 @@ class Toolbox:
             attempts=result.attempts,
         )
 
-    async def _run_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> Outcome:
+    async def _run_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> CallResult:
         """A tool of the tool YAML; tool_errors.py says whose error an exception is.
 
         Raises:
@@ -105,7 +108,7 @@ class Toolbox:
         known = (self.schemas[call.tool]["function"].get("parameters") or {}).get("properties") or {}
         if unknown := sorted(call.arguments.keys() - known.keys()):
             told = f"{call.tool} has no argument {unknown[0]!r}; it has {', '.join(known) or 'none'}"
-            return Outcome(f"ToolError: {told}", error="ToolError")
+            return CallResult(f"ToolError: {told}", error="ToolError")
         started, attempt = time.perf_counter(), 0
         while True:
             attempt += 1
@@ -114,23 +117,23 @@ class Toolbox:
                 break
             except Exception as error:  # of whatever a tool's author wrote; a bug is raised again
                 fault = who_is_at_fault(error, call.arguments)
-                if fault == TOOL:
+                if fault is Fault.OURS:
                     error.add_note(
                         f"Raised by the tool {call.tool!r} for the arguments {call.arguments!r:.200}. Correct it: "
                         "where the arguments are at fault it must raise verl_ext.environments.tool_errors.ToolError, "
                         "where its backend is down ToolUnavailable."
                     )
                     raise
-                if fault == MODEL:
+                if fault is Fault.MODEL:
                     kind = "ToolError" if isinstance(error, ToolError) else type(error).__name__
                     seconds = time.perf_counter() - started
-                    return Outcome(f"{kind}: {error}", error=kind, run_s=seconds, attempts=attempt)
+                    return CallResult(f"{kind}: {error}", error=kind, run_s=seconds, attempts=attempt)
                 if isinstance(error, ToolUnavailable) or attempt == TOOL_ATTEMPTS:
-                    return Outcome("", failure=f"{call.tool}: {error!r}", attempts=attempt)
+                    return CallResult("", failure=f"{call.tool}: {error!r}", attempts=attempt)
                 logger.info("%s failed, and is called again: %r", call.tool, error)
             await asyncio.sleep(TOOL_BACKOFF_S * 2 ** (attempt - 1))
         text = format_output(response.text, "")
-        return Outcome(text, run_s=time.perf_counter() - started, reward=reward, attempts=attempt)
+        return CallResult(text, run_s=time.perf_counter() - started, reward=reward, attempts=attempt)
 
     async def _call_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> tuple[ToolResponse, float | None]:
         """What the tool says, and its reward.
@@ -157,3 +160,15 @@ class Toolbox:
         if response.text is None:
             raise TypeError(f"The tool {call.tool!r} answered without text; expected some, or an empty string.")
         return response, reward
+
+
+def error_kind(status: str, stderr: str, return_code: int | None) -> str:
+    """What a program ended with: "timeout", "killed", the name of one of Python's own exceptions, or "other"."""
+    if status == "timeout":
+        return "timeout"
+    if return_code is not None and return_code < 0:
+        return "killed"
+    lines = stderr.strip().splitlines()
+    name = match.group() if lines and (match := _EXCEPTION.match(lines[-1])) else ""
+    known = getattr(builtins, name, None)
+    return name if isinstance(known, type) and issubclass(known, BaseException) else "other"

@@ -4,7 +4,6 @@
 """
 
 from verl_ext.evaluation.figures import (
-    FAILURES,
     NUMBERS,
     POOLED,
     TEXTS,
@@ -24,7 +23,6 @@ from verl_ext.evaluation.figures import (
 )
 
 __all__ = [
-    "FAILURES",
     "NUMBERS",
     "POOLED",
     "TEXTS",

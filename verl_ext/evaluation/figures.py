@@ -26,6 +26,7 @@ from verl_ext.evaluation.estimators import (
     ratio_of_sums,
     share_95,
 )
+from verl_ext.outcome import EVALUATION_FAILURES, UNVERIFIED, evaluation_failure
 
 # Each figure is a ratio of sums over problems, so that one resampling of problems serves them all.
 METRICS = (
@@ -48,11 +49,10 @@ NUMBERS = (
     "model_turns",
     "response_tokens",
     "truncated",
-    "unverified",
+    UNVERIFIED,
     "sandbox_failure",
 )
 TEXTS = ("input", "output", "uid", "pred", "data_source", "finish_reason")
-FAILURES = ("sandbox_failure", "server_failure", "unverified")  # of infrastructure: such samples are in no figure
 POOLED = ("in_distribution", "out_of_distribution", "overall")
 
 
@@ -81,12 +81,10 @@ class Sample:
 
     @property
     def failure(self) -> str | None:
-        """The infrastructure failure, of FAILURES, that kept this sample from being judged; None: it was judged."""
-        if self.sandbox_failure:
-            return "sandbox_failure"
-        if self.finish_reason in ("server_failure", "aborted"):  # the second: of the agent loop, in verl's dumps
-            return "server_failure"
-        return "unverified" if self.unverified or self.acc is None else None
+        """The infrastructure failure, of EVALUATION_FAILURES, that kept this sample from being judged; None: it was."""
+        info = {"finish_reason": self.finish_reason, "sandbox_failure": self.sandbox_failure}
+        info[UNVERIFIED] = self.unverified or self.acc is None
+        return evaluation_failure(info)
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,7 @@ def evaluate(
             num_problems_scored=len(judged),
             num_problems_short=sum(len(group) < k for group in judged.values()),
             num_samples=len(rows),
-            excluded={kind: sum(row.failure == kind for row in rows) for kind in FAILURES},
+            excluded={kind: sum(row.failure == kind for row in rows) for kind in EVALUATION_FAILURES},
             n=n,
             k=k,
             finish_reasons=dict(sorted(Counter(row.finish_reason for row in rows).items())),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_ext.evaluation import read_dump
+from verl_ext.outcome import UNVERIFIED, evaluation_failure
 from verl_ext.records.run_folder import SAMPLES, dumps_of, evaluations_of, find_run, step_dumps, training_folder
 
 SURELY_WRONG = -0.6 + 1e-6  # a wrong answer's highest reward, with the whole bonus for tool calls (reward/shaping.py)
@@ -115,12 +116,9 @@ def _logged(file: Path) -> Iterator[PastSample]:
     for number, row in _rows(file):
         try:
             reward, key = row["reward"], (row["uid"], row["session"], row["validate"])
-            failed = {
-                "sandbox_failure": reward.get("sandbox_failure") or row["finish_reason"] == "sandbox_failure",
-                "server_failure": row["finish_reason"] in ("aborted", "server_failure"),
-                "unverified": reward.get("unverified") or reward.get("acc") is None,
-            }
-            failure = next((name for name, is_so in failed.items() if is_so), None)
+            is_unverified = reward.get(UNVERIFIED) or reward.get("acc") is None
+            info = reward | {"finish_reason": row["finish_reason"], UNVERIFIED: is_unverified}
+            failure = evaluation_failure(info)
             last[key] = PastSample(row["prompt"], None if failure else float(reward["acc"]), failure)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{file}, line {number}: {error!r}. Expected a record of the trajectory log.") from error
@@ -136,7 +134,7 @@ def _dumped(file: Path) -> Iterator[PastSample]:
             score = float(row["score"])
             acc = 1.0 if score > 0 else 0.0 if score <= SURELY_WRONG else None
             key = row.get("uid", number)
-            last[key] = PastSample(row["input"], acc, "unverified" if acc is None else None)
+            last[key] = PastSample(row["input"], acc, UNVERIFIED if acc is None else None)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file}, line {number}: {error!r}. Expected a row of verl's rollout dump.") from error
     yield from last.values()

@@ -9,7 +9,6 @@ from typing import Any
 
 from verl_ext.evaluation.estimators import Estimate
 from verl_ext.evaluation.figures import (
-    FAILURES,
     Sample,
     by_k,
     compare,
@@ -23,6 +22,7 @@ from verl_ext.evaluation.figures import (
     to_json,
 )
 from verl_ext.evaluation.store import SAMPLES, SETTINGS, flatten
+from verl_ext.outcome import EVALUATION_FAILURES
 from verl_ext.records.run_folder import dumps_of, evaluations_of
 from verl_ext.rollout.tool_use import tool_metrics
 
@@ -80,7 +80,7 @@ def make_result(
     judged = len(samples) - failed.total()
     result = about | {
         "samples": {"file": str(file), "wanted": wanted, "judged": judged, "missing": wanted - len(samples)}
-        | {kind: failed[kind] for kind in FAILURES},
+        | {kind: failed[kind] for kind in EVALUATION_FAILURES},
         "figures": to_json(figures),
         "by_k": {
             group: {name: {k: _plain(each) for k, each in of_k.items()} for name, of_k in curve.items()}
@@ -90,7 +90,7 @@ def make_result(
     }
     blocks = [f"# {about.get('title') or file}"]
     if judged < wanted:
-        counts = ", ".join(f"{kind} {failed[kind]}" for kind in FAILURES if failed[kind])
+        counts = ", ".join(f"{kind} {failed[kind]}" for kind in EVALUATION_FAILURES if failed[kind])
         blocks.append(
             f"**{wanted - judged} of {wanted} samples are not judged** (not taken {wanted - len(samples)}"
             f"{'; ' + counts if counts else ''}). They are in no figure; the same command takes them."

@@ -23,6 +23,7 @@ from verl_ext.datasets.rows import DataError, progress_bar
 from verl_ext.evaluation.figures import NUMBERS, TEXTS
 from verl_ext.evaluation.servers import Server, ServerFailure
 from verl_ext.evaluation.store import Store
+from verl_ext.outcome import SERVER_FAILURE, UNVERIFIED, evaluation_failure
 from verl_ext.reward.manager import RetoolRewardManager
 from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.seeds import seed_of
@@ -169,20 +170,19 @@ class Sampler:
         started = time.perf_counter()
         seed = {"seed": task.seed} if self._server.seeded else {}
         columns = task.row | {"session_id": task.number, "global_steps": 0}
-        if before and before["failure"] == "unverified":
+        if before and before["failure"] == UNVERIFIED:
             ids, fields, prompt = before["response_ids"], before, before["input"]
         else:
             try:
                 output = await self._loop(task.row).run(self._params | seed, **columns)
             except ServerFailure as error:
                 logger.warning("%s: %s", task.uid, error)
-                kind = "server_failure"
-                return _row(task, finish_reason=kind, failure=kind, error=str(error), **seed)
+                return _row(task, finish_reason=SERVER_FAILURE, failure=SERVER_FAILURE, error=str(error), **seed)
             ids, fields = output.response_ids, output.extra_fields
             prompt = self._tokenizer.decode(output.prompt_ids, skip_special_tokens=True)
         scored = await self._reward.score_rollout(ids, columns | {"tool_extra_fields": fields})
         info = scored["reward_extra_info"]
-        failure = "sandbox_failure" if info["sandbox_failure"] else "unverified" if info["unverified"] else None
+        failure = evaluation_failure(info)
         return _row(
             task,
             input=prompt,
@@ -193,7 +193,7 @@ class Sampler:
             seconds=round(time.perf_counter() - started, 3),
             model_spans=fields["model_spans"],
             tool_use=fields["tool_use"],
-            **{"response_ids": ids} if failure == "unverified" else {},
+            **{"response_ids": ids} if failure == UNVERIFIED else {},
         )
 
     def _loop(self, row: Mapping[str, Any]) -> RetoolAgentLoop:
@@ -205,7 +205,7 @@ class Sampler:
         return self._loops[name]
 
     def _check_world(self, row: Mapping[str, Any]) -> None:
-        if row["failure"] in (None, "unverified"):
+        if row["failure"] in (None, UNVERIFIED):
             self._failed_in_a_row.clear()
             return
         self._failed_in_a_row.append(row["failure"])

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.rollout.tool_use import end_reason
+from verl_ext.outcome import rollout_end
 
 
 class TrajectoryLog:
@@ -86,7 +86,7 @@ def trajectory_record(
         "index": sample.get("index"),
         "data_source": sample.get("data_source"),
         "ground_truth": (sample.get("reward_model") or {}).get("ground_truth"),
-        "finish_reason": end_reason({"finish_reason": extra_fields.get("finish_reason"), **info}),
+        "finish_reason": rollout_end({"finish_reason": extra_fields.get("finish_reason"), **info}),
         "reward": info,
         "versions": [extra_fields.get("min_global_steps"), extra_fields.get("max_global_steps")],
         "tool_use": extra_fields.get("tool_use"),

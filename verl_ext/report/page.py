@@ -24,7 +24,7 @@ from verl_ext import evaluation
 from verl_ext.evaluation import Difference, Evaluation
 from verl_ext.records.run_record import Metrics, Run, environment, read_run, step_times, warm_step
 from verl_ext.report.charts import Series, interval_strip, line_chart, stacked_chart
-from verl_ext.report.rollouts import Rollout, pick_rollouts, pick_training_rollouts, split_rollout
+from verl_ext.report.rollouts import ShownRollout, pick_rollouts, pick_training_rollouts, split_rollout
 from verl_ext.report.verdict import headline, held_out_source, judge, percent, points
 
 _SAMPLES = "validation/<step>.jsonl or evaluation/global_step_<n>/samples.jsonl"
@@ -307,9 +307,9 @@ def _curve_json(metrics: Metrics, key: str) -> dict[str, list]:
     return {"step": steps, "value": values}
 
 
-def _columns(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
+def _columns(rollouts: Sequence[ShownRollout]) -> dict[str, list[ShownRollout]]:
     """By where they come from ("Before RL", "After RL"), in the order given."""
-    columns: dict[str, list[Rollout]] = {}
+    columns: dict[str, list[ShownRollout]] = {}
     for rollout in rollouts:
         columns.setdefault(rollout.where, []).append(rollout)
     return columns

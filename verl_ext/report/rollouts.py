@@ -25,14 +25,14 @@ BLOCK = re.compile(
 ERROR = re.compile(r"Traceback \(most recent call last\)|^\s*\w*(?:Error|Exception)\b|\btimed out\b", re.MULTILINE)
 
 
-class Segment(NamedTuple):
+class Passage(NamedTuple):
     """A stretch of a response: the model's `text`, `boxed` or `code`, the interpreter's `tool` or `tool_error`."""
 
     kind: str
     text: str
 
 
-class Rollout(NamedTuple):
+class ShownRollout(NamedTuple):
     """A rollout to show, and why it was chosen."""
 
     why: str
@@ -46,24 +46,24 @@ class Rollout(NamedTuple):
     facts: str  # calls, errors, how it ended
 
 
-def split_rollout(output: str) -> list[Segment]:
+def split_rollout(output: str) -> list[Passage]:
     r"""Segments of a response in order, tags removed; `<code>` and hermes `<tool_call>` protocols.
 
     `A <code>print(2)</code><interpreter>2</interpreter>\boxed{2}` ->
     text "A ", code "print(2)", tool "2", boxed "\boxed{2}".
     """
-    segments: list[Segment] = []
+    segments: list[Passage] = []
     end = 0
     for block in BLOCK.finditer(output):
         segments += _split_boxed(output[end : block.start()])
         end = block.end()
         if block["code"] is not None:
-            segments.append(Segment("code", block["code"].strip("\n")))
+            segments.append(Passage("code", block["code"].strip("\n")))
         elif block["call"] is not None:
-            segments.append(Segment("code", _called_code(block["call"])))
+            segments.append(Passage("code", _called_code(block["call"])))
         else:
             text = block["interpreter"] if block["interpreter"] is not None else block["reply"]
-            segments.append(Segment("tool_error" if ERROR.search(text) else "tool", text.strip("\n")))
+            segments.append(Passage("tool_error" if ERROR.search(text) else "tool", text.strip("\n")))
     return segments + _split_boxed(output[end:])
 
 
@@ -72,7 +72,7 @@ def pick_rollouts(
     after: Sequence[Sample],
     names: tuple[str, str] = ("before RL", "after RL"),
     count: int = 10,
-) -> list[Rollout]:
+) -> list[ShownRollout]:
     """Rollouts that show each kind of behaviour: right and wrong, with and without code, repaired, out of distribution.
 
     Of each kind the one whose text has the smallest SHA-256, which favours none; open places are filled in that order
@@ -123,11 +123,11 @@ def pick_rollouts(
     return [_evaluation_rollout(why, where[side], sample) for why, side, sample in chosen]
 
 
-def pick_training_rollouts(rows: Sequence[dict], count: int = 10) -> list[Rollout]:
+def pick_training_rollouts(rows: Sequence[dict], count: int = 10) -> list[ShownRollout]:
     """The first `count` rows by SHA-256 of verl rollout dumps (`trainer.rollout_data_dir`), in order of their steps."""
     ordered = sorted(rows, key=lambda row: _digest(str(row["step"]), row["input"], row["output"]))[:count]
     return [
-        Rollout(
+        ShownRollout(
             why="training",
             where=f"RL step {row['step']}",
             data_source="",
@@ -142,11 +142,11 @@ def pick_training_rollouts(rows: Sequence[dict], count: int = 10) -> list[Rollou
     ]
 
 
-def _evaluation_rollout(why: str, where: str, sample: Sample) -> Rollout:
+def _evaluation_rollout(why: str, where: str, sample: Sample) -> ShownRollout:
     verdict = "not judged" if sample.failure else "right" if sample.acc else "wrong"
     calls, errors = int(sample.tool_calls), int(sample.tool_errors)
     ran = f"{calls} call{'s' * (calls != 1)}, {errors} error{'s' * (errors != 1)}"
-    return Rollout(
+    return ShownRollout(
         why=why,
         where=where,
         data_source=sample.data_source,
@@ -159,7 +159,7 @@ def _evaluation_rollout(why: str, where: str, sample: Sample) -> Rollout:
     )
 
 
-def _split_boxed(text: str) -> list[Segment]:
+def _split_boxed(text: str) -> list[Passage]:
     """Text around each `\\boxed{...}`, braces balanced; an unclosed box stays text."""
     segments, end = [], 0
     for match in re.finditer(r"\\boxed\{", text):
@@ -168,9 +168,9 @@ def _split_boxed(text: str) -> list[Segment]:
             depth += {"{": 1, "}": -1}.get(text[close], 0)
             close += 1
         if match.start() >= end and not depth:
-            segments += [Segment("text", text[end : match.start()]), Segment("boxed", text[match.start() : close])]
+            segments += [Passage("text", text[end : match.start()]), Passage("boxed", text[match.start() : close])]
             end = close
-    return [segment for segment in [*segments, Segment("text", text[end:])] if segment.text.strip()]
+    return [segment for segment in [*segments, Passage("text", text[end:])] if segment.text.strip()]
 
 
 def _question(prompt: str) -> str:

@@ -23,6 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from verl_ext.outcome import UNVERIFIED_VERDICT
 from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths.normalisation import normalise
 from verl_ext.reward.score import Score
@@ -333,7 +334,7 @@ def summarise(output: Path) -> str:
 
 def _recorded_right(row: dict[str, Any]) -> bool | None:
     recorded = row.get("recorded", {})
-    if recorded.get("verdict", "") != "unknown" and recorded.get("acc") is not None:
+    if recorded.get("verdict", "") != UNVERIFIED_VERDICT and recorded.get("acc") is not None:
         return recorded["acc"] == 1.0
     return row.get("upstream_correct")
 

@@ -22,7 +22,7 @@ from verl.experimental.reward_loop.reward_manager import register
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from verl_ext.objectives.shaping import PIECEWISE, overlong_penalty, piecewise_length_penalty, tool_bonus
-from verl_ext.records.trajectories import check_trajectory_log
+from verl_ext.outcome import UNVERIFIED, RolloutEnd, infrastructure_failure
 from verl_ext.reward.score import Score
 from verl_ext.reward.unverified import UnverifiedLog
 from verl_ext.reward.verifiers import Verifiers, verify_response
@@ -134,12 +134,10 @@ class RetoolRewardManager(RewardManagerBase):
         """Called by verl. `compute_score` and the reward model's arguments are not used.
 
         Raises:
-            ValueError: `reward.reward_kwargs` has an unknown or impossible setting, a custom reward function is
-                configured, which this manager would ignore, or a trajectory log that nothing would write (the loops
-                are built with the first rollouts; this is the first of ours to see the run's configuration).
+            ValueError: `reward.reward_kwargs` has an unknown or impossible setting, or a custom reward function is
+                configured, which this manager would ignore.
         """
         super().__init__(config, tokenizer, compute_score)
-        check_trajectory_log(config)
         custom = (config["reward"].get("custom_reward_function") or {}).get("path")
         if custom:
             raise ValueError(
@@ -184,19 +182,22 @@ class RetoolRewardManager(RewardManagerBase):
 
         response = await asyncio.to_thread(self._decode, token_ids, spans)
         score = await self._verify(response, sample)
-        unverified = score.verdict == "unknown"
-        world_failed = unverified or finish_reason in ("sandbox_failure", "aborted")
+        flags = {
+            UNVERIFIED: float(score.is_unverified),
+            "sandbox_failure": float(finish_reason == RolloutEnd.SANDBOX_FAILURE),
+        }
+        infrastructure_failed = infrastructure_failure(flags | {"finish_reason": finish_reason}) is not None
         self._count(score, response, sample)
         num_model_tokens = sum(end - start for start, end in spans)
 
         train_acc = score.acc
         if self.options.random_reward_p is not None:
             train_acc = float(self._draw(sample, token_ids) < self.options.random_reward_p)
-        if world_failed:
+        if infrastructure_failed:
             train_acc = 0.5
         parts = {"reward_base": 2.0 * train_acc - 1.0, "reward_overlong": 0.0, "reward_length": 0.0}
         parts["reward_tool_bonus"] = 0.0
-        if not world_failed:
+        if not infrastructure_failed:
             counted = num_model_tokens if self.options.overlong_counts == "model" else num_tokens
             parts["reward_overlong"] = self._overlong(counted)
             if self.options.length_penalty:
@@ -214,8 +215,7 @@ class RetoolRewardManager(RewardManagerBase):
                 "acc": score.acc or 0.0,
                 "train_acc": train_acc,
                 **parts,
-                "unverified": float(unverified),
-                "sandbox_failure": float(finish_reason == "sandbox_failure"),
+                **flags,
                 "response_tokens": float(num_model_tokens),
                 **{name: float(extra_fields.get(name, 0.0)) for name in COPIED_COUNTS},
                 "pred": score.pred,
@@ -255,7 +255,7 @@ class RetoolRewardManager(RewardManagerBase):
 
     def _count(self, score: Score, response: str, sample: Mapping[str, Any]) -> None:
         self.num_scored += 1
-        if score.verdict != "unknown":
+        if not score.is_unverified:
             return
         self.num_unverified += 1
         logger.warning(

@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from verl_ext.outcome import UNVERIFIED_VERDICT
 from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths import symbolic
 from verl_ext.reward.maths.extraction import extract_answer
@@ -51,6 +52,10 @@ class Score:
     verdict: Literal["correct", "partial", "wrong", "no_answer", "unknown"]
     method: str
 
+    @property
+    def is_unverified(self) -> bool:
+        return self.verdict == UNVERIFIED_VERDICT
+
 
 def score_answer(response_text: str, ground_truth: str) -> Score:
     """Score one response. Deterministic, safe in any thread, fast where no computer algebra is needed.
@@ -71,7 +76,7 @@ def score_answer(response_text: str, ground_truth: str) -> Score:
     pred = pred.strip()
     comparison = compare(pred, ground_truth.strip())
     if comparison.equal is None:
-        return Score(None, pred, "unknown", comparison.method)
+        return Score(None, pred, UNVERIFIED_VERDICT, comparison.method)
     return Score(float(comparison.equal), pred, "correct" if comparison.equal else "wrong", comparison.method)
 
 

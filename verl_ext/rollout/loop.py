@@ -20,13 +20,13 @@ from uuid import uuid4
 from cachetools import LRUCache
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, ToolListWrap
 
-from verl_ext.environments.toolbox import Outcome, Toolbox
+from verl_ext.environments.toolbox import CallResult, Toolbox
+from verl_ext.outcome import RolloutEnd
 from verl_ext.protocols.base import Call, MalformedCall, SegmentEncoder, cut_output
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.hermes import HermesProtocol
-from verl_ext.records.exclusions import RETRY_PAUSE_S
-from verl_ext.records.trajectories import check_trajectory_log
 from verl_ext.rollout.log_probs import check_log_probs_are_sent, checked_log_probs, wants_log_probs
+from verl_ext.rollout.retries import RETRY_PAUSE_S
 from verl_ext.rollout.seeds import seed_of
 from verl_ext.rollout.tool_use import ToolUse
 
@@ -92,15 +92,13 @@ class RetoolAgentLoop(AgentLoopBase):
             gives its schema; code always runs by `retool.sandbox`.
         protocol: "code" or "hermes"; None takes `retool.protocol`.
     Raises:
-        ValueError: an unknown protocol, trajectories are to be logged and nothing would write them, or the trainer
-            needs log-probs that no server is asked for.
+        ValueError: an unknown protocol, or the trainer needs log-probs that no server is asked for.
     """
 
     shared = True  # `run` keeps what belongs to a sample to itself: LeanAgentLoopWorker takes one instance for all
 
     def __init__(self, *args: Any, tools: ToolListWrap | None = None, protocol: str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        check_trajectory_log(self.config)
         check_log_probs_are_sent(self.config)
         settings = self.config.retool
         self.max_tool_calls = settings.max_tool_calls
@@ -146,9 +144,9 @@ class RetoolAgentLoop(AgentLoopBase):
                 `extra_info.tool_selection`, the names of the tools that this sample may use (none named: all); and
                 `call_retries`, which the worker adds in validation (`_run_calls`).
         Returns:
-            `extra_fields` holds `finish_reason` (answer | max_turns | max_tokens | malformed_limit | sandbox_failure |
-            aborted), `model_spans` (the [start, end) pairs of response tokens that the model sampled), the counts that
-            the reward manager logs, `tool_use` (see there), and `trajectory` where it is recorded.
+            `extra_fields` holds `finish_reason` (of `RolloutEnd`), `model_spans` (the [start, end) pairs of response
+            tokens that the model sampled), the counts that the reward manager logs, `tool_use` (see there), and
+            `trajectory` where it is recorded.
         Raises:
             ValueError: the sample selects a tool that does not exist, or that the protocol cannot call.
         """
@@ -159,22 +157,22 @@ class RetoolAgentLoop(AgentLoopBase):
         rollout = Rollout(limit=self.response_length)
         params = dict(sampling_params, **self._stop_params)
         request_id = uuid4().hex
-        finish_reason = None
-        while finish_reason is None:
+        reason = None
+        while reason is None:
             if self._is_repeatable:  # each turn of its own: neither order nor batch of the requests matters
                 turn = len(rollout.spans)
                 params["seed"] = seed_of(self._seeds["rollout"], kwargs["uid"], kwargs["session_id"], turn)
             text, ended, aborted = await self._model_turn(rollout, prompt_ids, params, request_id, priority)
             calls = [] if aborted else self.protocol.parse(text, schemas, ended=ended)
             if calls:
-                finish_reason = await self._tool_turn(rollout, text, calls, ended, kwargs)
+                reason = await self._tool_turn(rollout, text, calls, ended, kwargs)
             elif aborted:
-                finish_reason = "aborted"
+                reason = RolloutEnd.ABORTED
             else:
-                finish_reason = "answer" if ended else "max_tokens"
+                reason = RolloutEnd.ANSWER if ended else RolloutEnd.MAX_TOKENS
             is_void = not any(isinstance(call, Call) for call in calls) and "\\boxed{" not in text
             rollout.use.void_turns += is_void and not aborted
-        return self._output(prompt_ids, rollout, finish_reason, sampling_params, kwargs)
+        return self._output(prompt_ids, rollout, reason, sampling_params, kwargs)
 
     async def _model_turn(
         self,
@@ -243,7 +241,7 @@ class RetoolAgentLoop(AgentLoopBase):
         calls: list[Call | MalformedCall],
         ended: bool,
         sample: Mapping[str, Any],
-    ) -> str | None:
+    ) -> RolloutEnd | None:
         """Run the calls of a turn and append what the tools say; returns why the rollout ends here, or None."""
         use = rollout.use
         to_run = [call for call in calls if isinstance(call, Call)]
@@ -252,57 +250,57 @@ class RetoolAgentLoop(AgentLoopBase):
                 use.add_malformed(call.kind)
         records = self._record(rollout, calls)
         if use.malformed.total() > self.max_malformed_calls:
-            return "malformed_limit"
+            return RolloutEnd.MALFORMED_LIMIT
         is_last = use.calls + len(to_run) > self.max_tool_calls
         if is_last and not self.run_last_code:
-            return "max_turns"
+            return RolloutEnd.MAX_TURNS
         answer_tokens = 0 if is_last else 1  # the least that is kept free
         if rollout.room <= answer_tokens:
-            return "max_turns" if is_last else "max_tokens"
+            return RolloutEnd.MAX_TURNS if is_last else RolloutEnd.MAX_TOKENS
 
         started = time.perf_counter()
-        outcomes = await self._run_calls(to_run, sample.get("tools_kwargs") or {}, sample.get("call_retries", 0))
+        results = await self._run_calls(to_run, sample.get("tools_kwargs") or {}, sample.get("call_retries", 0))
         use.tool_s += time.perf_counter() - started
-        for record, outcome in zip(records, outcomes, strict=False):
-            record |= vars(outcome)
-        failure = next((outcome.failure for outcome in outcomes if outcome.failure), None)
+        for record, result in zip(records, results, strict=False):
+            record |= vars(result)
+        failure = next((result.failure for result in results if result.failure), None)
         if failure is not None:
             logger.warning("a tool failed: %s", failure)
-            return "sandbox_failure"
+            return RolloutEnd.SANDBOX_FAILURE
         if to_run and use.first_call_token is None:
             start, end = rollout.spans[-1]
             use.first_call_token = start + round((end - start) * to_run[0].start / max(len(text), 1))
-        for call, outcome in zip(to_run, outcomes, strict=True):
-            use.add_call(call, outcome.error, queue_s=outcome.queue_s, run_s=outcome.run_s)
-            if outcome.reward is not None:
-                rollout.tool_rewards.append(outcome.reward)
-        said = iter(outcomes)
+        for call, result in zip(to_run, results, strict=True):
+            use.add_call(call, result.error, queue_s=result.queue_s, run_s=result.run_s)
+            if result.reward is not None:
+                rollout.tool_rewards.append(result.reward)
+        said = iter(results)
         texts = [_encodable(next(said).output if isinstance(call, Call) else str(call)) for call in calls]
         reply, was_cut = self._encode_reply(texts, ended, rollout.room - answer_tokens)
         use.outputs_cut += was_cut
         if reply is None:
-            return "max_turns" if is_last else "max_tokens"
+            return RolloutEnd.MAX_TURNS if is_last else RolloutEnd.MAX_TOKENS
         rollout.add_reply(reply)
-        return "max_turns" if is_last else None
+        return RolloutEnd.MAX_TURNS if is_last else None
 
-    async def _run_calls(self, calls: list[Call], tools_kwargs: Mapping[str, Any], retries: int) -> list[Outcome]:
+    async def _run_calls(self, calls: list[Call], tools_kwargs: Mapping[str, Any], retries: int) -> list[CallResult]:
         """Run the calls of a turn at once, and those that infrastructure failed again, `retries` times at the most.
 
         The response stays as it is. Were it sampled anew, a dead sandbox would favour responses that do not call it.
         """
-        outcomes = list(await asyncio.gather(*(self.tools.run(call, tools_kwargs) for call in calls)))
+        results = list(await asyncio.gather(*(self.tools.run(call, tools_kwargs) for call in calls)))
         for number in range(1, retries + 1):
-            failed = [i for i, outcome in enumerate(outcomes) if outcome.failure]
+            failed = [i for i, result in enumerate(results) if result.failure]
             if not failed:
                 break
             logger.warning(
-                "a tool failed and is called again (%d of %d): %s", number, retries, outcomes[failed[0]].failure
+                "a tool failed and is called again (%d of %d): %s", number, retries, results[failed[0]].failure
             )
             await asyncio.sleep(RETRY_PAUSE_S * number)
             again = await asyncio.gather(*(self.tools.run(calls[i], tools_kwargs) for i in failed))
-            for i, outcome in zip(failed, again, strict=True):
-                outcomes[i] = outcome
-        return outcomes
+            for i, result in zip(failed, again, strict=True):
+                results[i] = result
+        return results
 
     def _encode_reply(self, texts: list[str], ended: bool, room: int) -> tuple[list[int] | None, int]:
         """What the tools say as at most `room` tokens, and how many outputs were cut for it; None if none would do.
@@ -342,7 +340,7 @@ class RetoolAgentLoop(AgentLoopBase):
         self,
         prompt_ids: list[int],
         rollout: Rollout,
-        finish_reason: str,
+        reason: RolloutEnd,
         sampling_params: Mapping[str, Any],
         sample: Mapping[str, Any],
     ) -> AgentLoopOutput:
@@ -355,10 +353,10 @@ class RetoolAgentLoop(AgentLoopBase):
             "tool_errors": use.errors.total(),
             "tool_timeouts": use.errors["timeout"],
             "model_turns": len(rollout.spans),
-            "finish_reason": finish_reason,
+            "finish_reason": reason.value,
             "model_spans": rollout.spans,
             "response_tokens": sum(rollout.mask),
-            "truncated": float(finish_reason == "max_tokens"),
+            "truncated": float(reason == RolloutEnd.MAX_TOKENS),
             "tool_use": use.as_dict(),
             "turn_scores": [],
             "tool_rewards": rollout.tool_rewards,

@@ -4,8 +4,6 @@ The agent loop leaves `ToolUse.as_dict()` in `extra_fields["tool_use"]`; the sam
 metrics of it, in every trainer mode.
 """
 
-import builtins
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,21 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from verl_ext.outcome import RolloutEnd, rollout_end
 from verl_ext.protocols.base import CODE_TOOL, Call
 
-FINISH_REASONS = (
-    "answer",
-    "max_turns",
-    "max_tokens",
-    "malformed_limit",
-    "sandbox_failure",
-    "verifier_unknown",
-    "aborted",
-)
 TIME_METRICS = {"tool/time_share", "tool/seconds", "tool/queue_s", "tool/run_s"}  # of `tool_metrics`, from a clock
 # verl's MetricsAggregator takes the largest instead of the mean of what has "max" in its name.
-_METRIC_NAMES = {"max_turns": "turn_limit", "max_tokens": "token_limit"}
-_EXCEPTION = re.compile(r"\A[A-Za-z_][\w.]*")
+_METRIC_NAMES = {RolloutEnd.MAX_TURNS: "turn_limit", RolloutEnd.MAX_TOKENS: "token_limit"}
 
 
 @dataclass
@@ -76,27 +65,6 @@ class ToolUse:
         return numbers | {"errors": dict(self.errors), "malformed": dict(self.malformed)}
 
 
-def error_kind(status: str, stderr: str, return_code: int | None) -> str:
-    """What a program ended with: "timeout", "killed", the name of one of Python's own exceptions, or "other"."""
-    if status == "timeout":
-        return "timeout"
-    if return_code is not None and return_code < 0:
-        return "killed"
-    lines = stderr.strip().splitlines()
-    name = match.group() if lines and (match := _EXCEPTION.match(lines[-1])) else ""
-    known = getattr(builtins, name, None)
-    return name if isinstance(known, type) and issubclass(known, BaseException) else "other"
-
-
-def end_reason(info: Mapping[str, Any]) -> str:
-    """Why a rollout ended, of FINISH_REASONS: the loop's reason, unless the verifier then failed.
-
-    Args:
-        info: `reward_extra_info` of verl_ext/reward/manager.py.
-    """
-    return "verifier_unknown" if info.get("unverified") else str(info.get("finish_reason", ""))
-
-
 def tool_metrics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Metrics over rollouts: what the figures of ReTool (arXiv:2504.11536) show, and more. 0 where there is no case.
 
@@ -128,7 +96,7 @@ def tool_metrics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for rollout in rollouts
         for (_, end), (begin, _) in zip(rollout["model_spans"], rollout["model_spans"][1:], strict=False)
     ]
-    reasons = Counter(map(end_reason, infos))
+    ends = Counter(map(rollout_end, infos))
     metrics = {
         "tool/code_ratio": float(np.mean(calls > 0)),
         "tool/calls": float(calls.mean()),
@@ -153,7 +121,8 @@ def tool_metrics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
     metrics |= {f"tool/error/{kind}": count / num_calls for kind, count in errors.items()}
     metrics |= {f"tool/malformed/{kind}": count / len(rollouts) for kind, count in malformed.items()}
-    metrics |= {f"finish/{_METRIC_NAMES.get(r, r)}": reasons[r] / len(rollouts) for r in FINISH_REASONS}
+    stored = [end for end in RolloutEnd if end != RolloutEnd.RAISED]
+    metrics |= {f"finish/{_METRIC_NAMES.get(end, end)}": ends[end] / len(rollouts) for end in stored}
     return metrics
 
 

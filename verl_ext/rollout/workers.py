@@ -33,15 +33,16 @@ from verl.utils.profiler import simple_timer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from verl_ext.records.exclusions import RETRY_PAUSE_S, FailedSamples, failure
+from verl_ext.outcome import RolloutEnd, infrastructure_failure
 from verl_ext.records.trajectories import TrajectoryLog, trajectory_record
+from verl_ext.rollout.retries import RETRY_PAUSE_S, FailedSamples
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 
 @dataclass
-class _Group:
+class _RunningGroup:
     """The rollouts of one prompt that have ended, until the last one has."""
 
     running: int
@@ -68,7 +69,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             )
         self._loop_classes: dict[str, tuple[type, dict]] = {}
         self._shared_loops: dict[str, AgentLoopBase] = {}
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _RunningGroup] = {}
         self._stored_columns = ["uid", "data_source", "reward_model"]  # what verl's trainer selects (trainer_base.py)
         if self.config.reward.reward_model.enable:
             self._stored_columns.append("raw_prompt")
@@ -91,7 +92,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         """As verl/trainer/ppo/v1/agent_loop_tq.py:104 (0.9.1), which sets the prompt's status when this returns."""
         rollout = self.config.actor_rollout_ref.rollout
         n = (rollout.val_kwargs if trajectory["validate"] else rollout).n
-        self._groups[prompt["uid"]] = _Group(running=prompt.get("__rollout_n__", n))
+        self._groups[prompt["uid"]] = _RunningGroup(running=prompt.get("__rollout_n__", n))
         try:
             await super()._run_prompt(prompt, sampling_params, trajectory, trace)
         finally:
@@ -152,10 +153,10 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     raise
                 cause = f"raised {error!r}"
             else:
-                cause = failure(outputs[-1].extra_fields.get("reward_extra_info") or {})
-                if cause in (None, "sandbox_failure") or number > retries:
+                cause = infrastructure_failure(outputs[-1].extra_fields.get("reward_extra_info") or {})
+                if cause in (None, RolloutEnd.SANDBOX_FAILURE) or number > retries:
                     return outputs
-                if cause == "verifier_unknown":
+                if cause == RolloutEnd.UNVERIFIED:
                     outputs[-1].reward_score = None
                 else:
                     outputs = []

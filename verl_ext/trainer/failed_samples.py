@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 from verl.trainer.ppo.metric_utils import bootstrap_metric, calc_maj_val
 
-from verl_ext.records.exclusions import FAILURES, failure
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES, RolloutEnd, infrastructure_failure
 
-MISSING = "raised"  # of a session that stored nothing, because its rollout raised
-CAUSES = (*FAILURES, MISSING)
+CAUSES = (*INFRASTRUCTURE_FAILURES, RolloutEnd.RAISED)  # a session that stored nothing: its rollout raised
 GROUP = "val-aux/failed"  # of the metrics
-ALL_RAISED = {f"{GROUP}/{MISSING}": 1.0, f"{GROUP}/share": 1.0, f"{GROUP}/void": 1.0}
+ALL_RAISED = {f"{GROUP}/{RolloutEnd.RAISED}": 1.0, f"{GROUP}/share": 1.0, f"{GROUP}/void": 1.0}
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,12 @@ class Failed:
     """What became of the samples of a validation.
 
     Attributes:
-        causes: of each stored sample, one of FAILURES, or None where it was judged.
+        causes: of each stored sample, an infrastructure failure, or None where it was judged.
         asked: (data source, uid) -> samples that the validation asked for.
-        by_source: data source -> number of failed samples by cause, MISSING included.
+        by_source: data source -> number of failed samples by cause, RAISED included.
     """
 
-    causes: list[str | None]
+    causes: list[RolloutEnd | None]
     asked: dict[tuple[str, str], int]
     by_source: dict[str, Counter]
 
@@ -67,7 +66,7 @@ def find_failed(
         infos: name -> values, one per stored sample, of `reward_extra_info`.
         expected: (data source, uid) -> samples asked for; None where all were stored.
     """
-    causes = [failure({name: values[i] for name, values in infos.items()}) for i in range(len(uids))]
+    causes = [infrastructure_failure({name: values[i] for name, values in infos.items()}) for i in range(len(uids))]
     stored = Counter((str(source), str(uid)) for source, uid in zip(data_sources, uids, strict=True))
     asked = {key: max(number, (expected or {}).get(key, 0)) for key, number in stored.items()} | {
         key: number for key, number in (expected or {}).items() if key not in stored
@@ -76,7 +75,7 @@ def find_failed(
     for source, cause in zip(data_sources, causes, strict=True):
         by_source[str(source)].update([cause] * (cause is not None))
     for key, number in asked.items():
-        by_source[key[0]].update({MISSING: number - stored[key]})
+        by_source[key[0]].update({RolloutEnd.RAISED: number - stored[key]})
     return Failed(causes, asked, by_source)
 
 

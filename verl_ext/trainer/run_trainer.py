@@ -22,10 +22,13 @@ from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.rl_dataset import collate_fn
 
-from verl_ext.records.exclusions import REMEDIES, ExclusionWatch, FailedSamples, NothingStored, describe
+from verl_ext.outcome import REMEDIES
 from verl_ext.records.journal import StepJournal
+from verl_ext.records.trajectories import check_trajectory_log
+from verl_ext.rollout.retries import FailedSamples
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveN, AdaptiveSampling
 from verl_ext.trainer.early_stop import EarlyStop, EarlyStopWatch
+from verl_ext.trainer.exclusions import ExclusionWatch, NothingStored, describe
 from verl_ext.trainer.failed_samples import ALL_RAISED, find_failed, judged_figures
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
 from verl_ext.trainer.settings import read_settings
@@ -45,10 +48,11 @@ class RunTrainer(PPOTrainer):
     """Base, beside a trainer of verl, of the classes that `extend_trainers` makes.
 
     Raises:
-        ValueError: an option is on that the rest of the config leaves without effect.
+        ValueError: an option, or the trajectory log, is on that the rest of the config leaves without effect.
     """
 
     def __init__(self, config: DictConfig):
+        check_trajectory_log(config)
         super().__init__(config)
         self._is_repeatable = bool(OmegaConf.select(config, "retool.repeatable"))
         if self._is_repeatable:

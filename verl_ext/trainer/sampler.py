@@ -32,22 +32,33 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from verl_ext.records.exclusions import CAUSES, FAILURES, REMEDIES, Ended, NothingStored, failure
+from verl_ext.outcome import (
+    EXCLUSIONS,
+    INFRASTRUCTURE_FAILURES,
+    REMEDIES,
+    VOID_TURN,
+    PromptEnd,
+    RolloutEnd,
+    infrastructure_failure,
+)
 from verl_ext.rollout.tool_use import tool_metrics
+from verl_ext.trainer.exclusions import Ended, NothingStored, describe
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 _MIN_KEEP_RATE = 0.1  # never expect less than one useful group in ten, or one bad step would flood the next
-_KINDS = ("useful", "equal", "void", "failed")  # of groups, in the order in which a batch takes them; failed: never
+# In which a batch takes groups; failed: never.
+_ORDER = (PromptEnd.OPEN, PromptEnd.EQUAL, PromptEnd.VOID, PromptEnd.FAILED)
 _KEEP_RATE_DECAY = 0.5  # weight of the newest step in the expected share of useful groups
 
 
 @dataclass
-class _Group:
-    """The rollouts of one prompt that has ended. `kind`: useful | equal | void (too many void turns) | failed."""
+class _EndedGroup:
+    """The rollouts of one prompt, which have ended. `end`: OPEN (useful, and no batch has taken it), EQUAL, VOID or
+    FAILED."""
 
-    kind: str
+    end: PromptEnd
     valid: list[str] = field(default_factory=list)  # keys
     excluded: list[str] = field(default_factory=list)
 
@@ -56,9 +67,20 @@ class _Group:
 class _Seen:
     """What ended since the last batch was taken."""
 
-    rollouts: list[dict[str, Any]] = field(default_factory=list)  # `extra_fields` of those without one of FAILURES
+    rollouts: list[dict[str, Any]] = field(default_factory=list)  # `extra_fields`, of what infrastructure did not fail
     excluded: Counter = field(default_factory=Counter)  # rollouts by reason
-    groups: Counter = field(default_factory=Counter)  # by kind
+    groups: Counter = field(default_factory=Counter)  # by `_EndedGroup.end`
+
+    @property
+    def num_replaceable(self) -> int:
+        """Groups that the policy made useless."""
+        return self.groups[PromptEnd.EQUAL] + self.groups[PromptEnd.VOID]
+
+    @property
+    def keep_rate(self) -> float:
+        """Share of the useful groups among those that did not fail."""
+        useful = self.groups[PromptEnd.OPEN]
+        return useful / max(useful + self.num_replaceable, 1)
 
 
 class DapoReplayBuffer(ReplayBufferAsync):
@@ -112,7 +134,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         # (trainer/ppo/v1/utils.py:94, 0.9.1): counts are multiplied by it, so that a step's count comes out.
         self._batches_per_step = self.trainer_config.get("parameter_sync_step", 1)
         self.keep_rate = 1.0
-        self._groups: dict[str, _Group] = {}  # uid -> training groups that ended and are still in the queue
+        self._groups: dict[str, _EndedGroup] = {}  # uid -> training groups that ended and are still in the queue
         self._seen = _Seen()
         self._limit = math.inf  # groups that may be evicted for each reason before a batch is taken
         self._is_spent = False  # that many were
@@ -136,7 +158,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
         if partition_id == "val":  # all groups, failed ones too: the reward manager marked their samples
             batch, metrics = super().sample(global_steps, partition_id, batch_size)
             if not batch.keys:  # verl would read an empty batch
-                raise NothingStored(f"All rollouts of {batch_size} validation prompts raised. {REMEDIES['raised']}.")
+                remedy = REMEDIES[RolloutEnd.RAISED]
+                raise NothingStored(f"All rollouts of {batch_size} validation prompts raised. {remedy}.")
             return batch, metrics
         self._filled = 0
         if self.trainer_mode == "sync":
@@ -164,8 +187,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
         while True:
             self._sync_metadata_from_transfer_queue()
             self._classify(partition_id)
-            self._clear_groups(partition_id, self._uids("failed"))
-            useful, failed = self._uids("useful"), self._seen.groups["failed"]
+            self._clear_groups(partition_id, self._uids(PromptEnd.FAILED))
+            useful, failed = self._uids(PromptEnd.OPEN), self._seen.groups[PromptEnd.FAILED]
             self._stop_if_most_failed(failed, limit, global_steps)
             in_flight = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
             # Submit what fills the batch with a margin of one standard deviation: another wave costs a whole rollout.
@@ -188,13 +211,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 "filled with %d others, whose advantages are set to 0",
                 *(global_steps, len(selected), batch_size, submitted, self.max_gen_batches, shortfall),
             )
-            spare = self._uids("equal") | self._uids("void")
+            spare = self._uids(PromptEnd.EQUAL, PromptEnd.VOID)
             selected += self._select_prompt_uids(partition_id, spare, shortfall)[0]
         surplus = useful - set(selected)
         kept = surplus - self._stale_terminal_keys(global_steps + 1, partition_id) if self.keep_surplus else set()
-        groups = self._seen.groups
-        keep_rate = groups["useful"] / max(groups["useful"] + groups["equal"] + groups["void"], 1)
-        self.keep_rate += _KEEP_RATE_DECAY * (max(keep_rate, _MIN_KEEP_RATE) - self.keep_rate)
+        self.keep_rate += _KEEP_RATE_DECAY * (max(self._seen.keep_rate, _MIN_KEEP_RATE) - self.keep_rate)
         self._clear_groups(partition_id, set(self._groups) - set(selected) - kept)
         metrics = {
             "filter_groups/generated": float(submitted),
@@ -218,14 +239,14 @@ class DapoReplayBuffer(ReplayBufferAsync):
         if partition_id == "val":
             return super()._terminal_eviction_reasons(global_steps, partition_id)
         self._classify(partition_id)
-        failed, spare = self._uids("failed"), self._uids("equal") | self._uids("void")
-        self._stop_if_most_failed(self._seen.groups["failed"], self._limit, global_steps)
-        if self._seen.groups["equal"] + self._seen.groups["void"] > self._limit:
+        failed, spare = self._uids(PromptEnd.FAILED), self._uids(PromptEnd.EQUAL, PromptEnd.VOID)
+        self._stop_if_most_failed(self._seen.groups[PromptEnd.FAILED], self._limit, global_steps)
+        if self._seen.num_replaceable > self._limit:
             if not self._is_spent:
                 logger.warning(
                     "step %d: %d prompt groups ended, but only %d had unequal rewards (max_num_gen_batches=%d); "
                     "where useful groups are missing, others are taken now, and their advantages are set to 0",
-                    *(global_steps, self._seen.groups.total(), self._seen.groups["useful"], self.max_gen_batches),
+                    *(global_steps, self._seen.groups.total(), self._seen.groups[PromptEnd.OPEN], self.max_gen_batches),
                 )
             self._is_spent = True
             spare = set()
@@ -233,15 +254,15 @@ class DapoReplayBuffer(ReplayBufferAsync):
 
     def _stop_if_most_failed(self, failed: int, limit: float, global_steps: int) -> None:
         if failed > limit:
-            reasons = {reason: count for reason, count in self._seen.excluded.most_common() if count}
-            remedy = REMEDIES.get(next(iter(reasons), ""), "See the log for why")
+            excluded = self._seen.excluded
+            remedy = REMEDIES[excluded.most_common(1)[0][0]]
             raise RuntimeError(
                 f"{failed} of {self._seen.groups.total()} prompt groups of step {global_steps} failed for reasons "
-                f"outside the model ({reasons}). {remedy}, then resume the run."
+                f"outside the model ({describe(excluded)}). {remedy}, then resume the run."
             )
 
-    def _uids(self, kind: str) -> set[str]:
-        return {uid for uid, group in self._groups.items() if group.kind == kind}
+    def _uids(self, *ends: PromptEnd) -> set[str]:
+        return {uid for uid, group in self._groups.items() if group.end in ends}
 
     def _classify(self, partition_id: str) -> None:
         """Look at the groups that ended since the last look."""
@@ -255,19 +276,19 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 rows[key.split("_")[0]].append((key, getattr(value, "data", value)))
         for uid, group in rows.items():
             self._groups[uid] = self._classify_group(group)
-            self._seen.groups[self._groups[uid].kind] += 1
-            self._exclude("raised", uid in raised)
+            self._seen.groups[self._groups[uid].end] += 1
+            self._exclude(RolloutEnd.RAISED, uid in raised)
             self._ended += Ended(rollouts=len(group), groups=1)
             if self.on_group_end:
-                judged = [extra["reward_extra_info"] for _, extra in group if self._exclusion(extra) not in FAILURES]
-                self.on_group_end(uid, [info["acc"] for info in judged])
+                judged = [extra for _, extra in group if self._exclusion(extra) not in INFRASTRUCTURE_FAILURES]
+                self.on_group_end(uid, [extra["reward_extra_info"]["acc"] for extra in judged])
 
-    def _classify_group(self, rows: list[tuple[str, dict]]) -> _Group:
-        group, values = _Group("useful"), set()
+    def _classify_group(self, rows: list[tuple[str, dict]]) -> _EndedGroup:
+        group, values = _EndedGroup(PromptEnd.OPEN), set()
         num_failed = 0
         for key, extra in rows:
             reason = self._exclusion(extra)
-            if reason not in FAILURES:
+            if reason not in INFRASTRUCTURE_FAILURES:
                 self._seen.rollouts.append(extra)
             if reason is None:
                 group.valid.append(key)
@@ -275,13 +296,13 @@ class DapoReplayBuffer(ReplayBufferAsync):
                     values.add(self._metric(extra["reward_extra_info"]))
             else:
                 group.excluded.append(key)
-                num_failed += reason in FAILURES
+                num_failed += reason in INFRASTRUCTURE_FAILURES
                 self._exclude(reason, 1)
         if 2 * len(group.valid) <= len(rows):
             # Void turns alone are the policy's own: such a group is used where nothing else is left.
-            group.kind = "void" if rows and not num_failed else "failed"
+            group.end = PromptEnd.VOID if rows and not num_failed else PromptEnd.FAILED
         elif len(values) == 1:
-            group.kind = "equal"
+            group.end = PromptEnd.EQUAL
         return group
 
     def _exclude(self, reason: str, number: int) -> None:
@@ -299,9 +320,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
 
     def _exclusion(self, extra: Mapping[str, Any]) -> str | None:
         """Why a rollout is kept out of baseline and loss, or None."""
-        reason = failure({"finish_reason": extra.get("finish_reason"), **extra["reward_extra_info"]})
+        reason = infrastructure_failure({"finish_reason": extra.get("finish_reason"), **extra["reward_extra_info"]})
         has_void_turn = self.void_turn_filter and extra.get("tool_use", {}).get("void_turns")
-        return reason or ("void_turn" if has_void_turn else None)
+        return reason or (VOID_TURN if has_void_turn else None)
 
     def _select_prompt_uids(
         self, partition_id: str, sampleable_keys: Iterable[str], batch_size: int
@@ -312,7 +333,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         if partition_id == "val":
             return super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
         snapshot, steps = dict(self.partitions[partition_id]), dict(self.prompt_global_steps[partition_id])
-        order = {uid: (_KINDS.index(self._groups[uid].kind), steps.get(uid, 0), uid) for uid in sampleable_keys}
+        order = {uid: (_ORDER.index(self._groups[uid].end), steps.get(uid, 0), uid) for uid in sampleable_keys}
         return sorted(order, key=order.get)[:batch_size], snapshot, steps
 
     def _clear_groups(self, partition_id: str, uids: set[str]) -> None:
@@ -324,14 +345,14 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]
     ) -> KVBatchMeta:
         if partition_id != "val":
-            self.fillers = {uid for uid in selected_prompt_uids if self._groups[uid].kind != "useful"}
+            self.fillers = {uid for uid in selected_prompt_uids if self._groups[uid].end != PromptEnd.OPEN}
             for uid in selected_prompt_uids:
                 group = self._groups.pop(uid)
-                if group.excluded and group.kind != "void":
+                if group.excluded and group.end != PromptEnd.VOID:
                     self._fill(partition_id, group, partition_snapshot)
         return super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
 
-    def _fill(self, partition_id: str, group: _Group, snapshot: dict[str, dict]) -> None:
+    def _fill(self, partition_id: str, group: _EndedGroup, snapshot: dict[str, dict]) -> None:
         """Put copies of valid rollouts, drawn at random, in the place of the excluded ones."""
         sources = self._rng.sample(group.valid, len(group.excluded))  # there are more: none is taken twice
         copies = []
@@ -354,11 +375,10 @@ class DapoReplayBuffer(ReplayBufferAsync):
         seen = self._seen
         infos = [rollout["reward_extra_info"] for rollout in seen.rollouts]
         metrics = {
-            "filter_groups/keep_rate": seen.groups["useful"]
-            / max(seen.groups["useful"] + seen.groups["equal"] + seen.groups["void"], 1),
-            "filter_groups/failed": self._count(seen.groups["failed"]),
-            "failure/groups_dropped": self._count(seen.groups["failed"]),
-            **{f"failure/{reason}": self._count(seen.excluded[reason]) for reason in CAUSES},
+            "filter_groups/keep_rate": seen.keep_rate,
+            "filter_groups/failed": self._count(seen.groups[PromptEnd.FAILED]),
+            "failure/groups_dropped": self._count(seen.groups[PromptEnd.FAILED]),
+            **{f"failure/{reason}": self._count(seen.excluded[reason]) for reason in EXCLUSIONS},
             **tool_metrics([rollout for rollout in seen.rollouts if "tool_use" in rollout]),  # not of others' loops
         }
         if infos:

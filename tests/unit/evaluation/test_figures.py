@@ -4,7 +4,6 @@ import random
 import pytest
 
 from verl_ext.evaluation import (
-    FAILURES,
     compare,
     evaluate,
     format_comparison,
@@ -14,6 +13,7 @@ from verl_ext.evaluation import (
 )
 from verl_ext.evaluation.estimators import Estimate
 from verl_ext.evaluation.figures import by_k
+from verl_ext.outcome import EVALUATION_FAILURES
 
 
 def row(problem, session, acc, **changes):
@@ -110,7 +110,7 @@ def test_a_sample_that_infrastructure_failed_is_not_wrong_but_counted_apart(samp
     each = evaluate(samples(rows), draws=10)["tiny_tools"]
     assert each.metrics["acc/mean@k"] == Estimate(1.0, pytest.approx(0.025**0.5), 1.0)  # 2 of 2 problems
     assert each.metrics["tool/error_rate"].value == 0.0
-    assert each.excluded == dict.fromkeys(FAILURES, 0) | {kind: 1}
+    assert each.excluded == dict.fromkeys(EVALUATION_FAILURES, 0) | {kind: 1}
     assert (each.num_samples, each.num_problems_scored, each.num_problems_short) == (4, 2, 1)
 
 

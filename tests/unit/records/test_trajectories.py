@@ -49,26 +49,3 @@ def test_a_record_says_where_it_belongs_how_it_ended_and_what_it_earned():
     assert record["reward"]["reward_base"] == 0.0 and record["ground_truth"] == "2"
     assert record["turns"] == trajectory["turns"] and record["seeds"] == {"data": 1}
     assert record["tool_use"] == {"ok": 1} and record["validate"] is False
-
-
-OFF, ON = ({"enable": enable, "folder": "x"} for enable in (False, True))
-
-
-def test_a_log_that_nothing_would_write_is_refused_when_the_run_starts(roll_out, tokenizer):
-    """By the reward manager, which verl builds first, and by the loop, which may have another reward manager."""
-    from omegaconf import OmegaConf
-
-    from verl_ext.reward.manager import RetoolRewardManager
-
-    def build(manager, log):
-        agent = {"agent_loop_manager_class": manager}
-        config = {"actor_rollout_ref": {"rollout": {"agent": agent}}, "retool": {"trajectory_log": log}}
-        config |= {"data": {"max_response_length": 10}, "reward": {}}
-        return RetoolRewardManager(OmegaConf.create(config), tokenizer)
-
-    build("verl_ext.rollout.workers.LeanAgentLoopManager", ON), build(None, OFF)
-    with pytest.raises(ValueError, match="agent_loop_manager_class is null.*set retool.trajectory_log.enable=false"):
-        build(None, ON)
-    with pytest.raises(ValueError, match="verl's own agent-loop workers write no trajectories"):
-        roll_out(tokenizer, [], agent_loop_manager_class=None, trajectory_log=ON)
-    roll_out(tokenizer, [[tokenizer.eos_token_id]], agent_loop_manager_class=None, trajectory_log=OFF)

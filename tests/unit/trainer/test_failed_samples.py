@@ -73,22 +73,3 @@ def test_the_worst_source_decides():
     samples = [("a", "p", 1.0, "answer")] * 9 + [("a", "p", 0.0, "aborted")] + [("b", "q", 0.0, "aborted")]
     _, failed = figures_of(samples)
     assert failed.worst == "b" and failed.share("b") == 1.0 and failed.share("a") == 0.1
-
-
-@pytest.mark.parametrize(
-    ("info", "cause"),
-    [
-        ({"finish_reason": "answer", "unverified": 0.0, "sandbox_failure": 0.0}, None),
-        ({"finish_reason": "answer", "unverified": 1.0}, "verifier_unknown"),
-        ({"finish_reason": "sandbox_failure", "unverified": 1.0, "sandbox_failure": 1.0}, "sandbox_failure"),
-        ({"finish_reason": "sandbox_failure"}, "sandbox_failure"),  # of a reward manager without the flag
-        ({"finish_reason": "aborted"}, "aborted"),
-        ({"finish_reason": "max_tokens"}, None),  # the model's
-        ({"acc": 1.0}, None),
-        ({"finish_reason": None, "unverified": None}, None),  # columns that only another data source has
-    ],
-)
-def test_what_kept_a_sample_from_being_judged(info, cause):
-    from verl_ext.records.exclusions import failure
-
-    assert failure(info) == cause

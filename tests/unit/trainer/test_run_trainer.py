@@ -104,6 +104,13 @@ def test_another_version_of_verl_is_refused(monkeypatch):
         trainer.extend_trainers(None)
 
 
+def test_a_trajectory_log_that_nothing_would_write_is_refused_when_the_run_starts(make):
+    none = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=null"
+    with pytest.raises(ValueError, match="agent_loop_manager_class is null.*set retool.trajectory_log.enable=false"):
+        make(none)
+    make(none, "retool.trajectory_log.enable=false")
+
+
 def test_with_all_options_off_the_loop_is_verls(make):
     trainer, calls = make(accs={2: 0.5, 4: 0.0, 6: 0.0})
     trainer.fit(None)
@@ -616,14 +623,14 @@ def test_a_step_submits_as_many_prompts_less_as_groups_wait_for_it(make, monkeyp
 def test_exclusions_are_logged_per_step_and_per_run_and_follow_a_resume(make, caplog, tmp_path):
     from collections import Counter
 
-    from verl_ext.records.exclusions import Ended
+    from verl_ext.trainer.exclusions import Ended
 
     trainer, calls = make("trainer.test_freq=-1", steps=3)
     excluded = {1: 0, 2: 1, 3: 60}
     trainer.replay_buffer.take_ended = lambda: Ended(
         rollouts=100, groups=10, excluded=Counter(verifier_unknown=excluded[trainer.global_steps])
     )
-    with caplog.at_level(logging.WARNING, logger="verl_ext.records.exclusions"):
+    with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.exclusions"):
         trainer.fit(None)
     shares = {step: data["failure/share_verifier_unknown"] for step, data in calls.logged.items()}
     assert shares == {1: 0.0, 2: 0.01, 3: 0.6}

@@ -262,7 +262,7 @@ def test_validation_returns_every_group_and_generates_nothing_anew(make):
 
 
 def test_a_validation_that_stored_nothing_at_all_is_named(make):
-    from verl_ext.records.exclusions import NothingStored
+    from verl_ext.trainer.exclusions import NothingStored
 
     queue, buffer = make([[], []], batch_size=2, partition="val")
     with pytest.raises(NothingStored, match="All rollouts of 2 validation prompts raised. Correct what the log has"):

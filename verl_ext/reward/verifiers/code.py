@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from verl_ext.outcome import UNVERIFIED_VERDICT
 from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers.code_dialogue import SANDBOX_FAILURE, Dialogue
 from verl_ext.sandbox.client import CONTROL_PROGRAM, RunResult, SandboxClient
@@ -79,7 +80,7 @@ class CodeVerifier:
         passed = await asyncio.gather(*(self._passes(program, case) for case in cases))
         undecided = [why for right, why in passed if right is None]
         if undecided:
-            return Score(None, program, "unknown", f"{undecided[0]}: {len(undecided)} of {len(cases)} tests")
+            return Score(None, program, UNVERIFIED_VERDICT, f"{undecided[0]}: {len(undecided)} of {len(cases)} tests")
         count = sum(bool(right) for right, _ in passed)
         share = count / len(cases)
         acc = float(share == 1.0) if self._all_or_nothing else share

@@ -31,7 +31,7 @@ MAX_ANSWERS = 8 << 20  # characters of all answers of a test
 MAX_FIRST_REQUESTS = 4096  # tests whose first requests are remembered
 
 # Runs a program in the sandbox; None where the sandbox failed, which the program has not caused.
-Run = Callable[[str], Awaitable[RunResult | None]]
+RunProgram = Callable[[str], Awaitable[RunResult | None]]
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Dialogue:
     """Runs tests against solutions.
 
     Args:
-        run: see `Run`.
+        run: see `RunProgram`.
         timeout_s: that `run` gives a program; a solution gets twice as much in all rounds of a test together.
     """
 
-    def __init__(self, run: Run, timeout_s: float):
+    def __init__(self, run: RunProgram, timeout_s: float):
         self._run = run
         self._timeout_s = timeout_s
         self._first: dict[str, dict[str, Any]] = {}

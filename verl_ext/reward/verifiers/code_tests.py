@@ -29,7 +29,7 @@ class Unpassable(TypeError):
     """The test passes what is no data, so that no program can be called with it."""
 
 
-class Run:
+class Replay:
     """One run of a test, with the answers that are known."""
 
     def __init__(self, mark, played, functions, modules, classes, own_builtin, output):
@@ -229,7 +229,7 @@ def run_test(test, mark, played, functions, modules, classes, own_builtin):
     os.dup2(null, 1)
     sys.stdout = io.StringIO()
     played = [(request, read_answer(line)) for request, line in played]
-    run = Run(mark, played, functions, modules, classes, own_builtin, output)
+    run = Replay(mark, played, functions, modules, classes, own_builtin, output)
     random.seed(0)  # the same test in each round
     if "numpy.random" in sys.modules:
         sys.modules["numpy"].random.seed(0)

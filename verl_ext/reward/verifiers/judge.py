@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from verl_ext.outcome import UNVERIFIED_VERDICT
 from verl_ext.reward.maths.extraction import strip_tool_blocks
 from verl_ext.reward.score import Score
 
@@ -109,7 +110,7 @@ class JudgeVerifier:
             if isinstance(score, float):
                 return Score(score, "", "correct" if score == 1.0 else "partial" if score > 0.0 else "wrong", "judge")
             if isinstance(await ask(CONTROL_RESPONSE), str):
-                return Score(None, "", "unknown", f"judge: {score}")
+                return Score(None, "", UNVERIFIED_VERDICT, f"judge: {score}")
         return Score(0.0, "", "wrong", f"judge: {score}")
 
     async def aclose(self) -> None:

@@ -1,37 +1,21 @@
-"""Rollouts that cannot be judged for reasons outside the model: their causes, what to do, and an alarm when they rise.
+"""Training rollouts that are excluded, for reasons of outcome.EXCLUSIONS: how many, and an alarm when they rise.
 
-The sampler (trainer/sampler.py) keeps such rollouts out of training, the trainer (trainer/failed_samples.py) out of a
-validation's figures. A policy that learns to provoke a cause would buy itself out of being judged: `ExclusionWatch`
-shows every cause's share of the rollouts, and warns.
+The sampler (sampler.py) keeps such rollouts out of training, `failed_samples.py` out of a validation's figures. A
+policy that learns to provoke a cause would buy itself out of being judged: `ExclusionWatch` shows every cause's share
+of the rollouts, and warns.
 """
 
 import logging
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
-from verl_ext.rollout.tool_use import end_reason
+from verl_ext.outcome import EXCLUSIONS, REMEDIES, VOID_TURN, RolloutEnd
+from verl_ext.records.journal import StepJournal
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
-
-FAILURES = ("sandbox_failure", "verifier_unknown", "aborted")  # of a rollout, outside the model
-CAUSES = (*FAILURES, "void_turn", "raised")  # of an exclusion; void_turn is the policy's own, and an option
-
-REMEDIES = {
-    "sandbox_failure": "Start the sandbox (the agent loop's warnings say what it answered)",
-    "verifier_unknown": "See the reward manager's warnings for what could not be verified",
-    "aborted": "See the log of the rollout servers",
-    "void_turn": "Set trainer.v1.sampler.sampler_kwargs.void_turn_filter=false, which trains on such rollouts",
-    "raised": "Correct what the log has as 'Error in _run_prompt'",
-}
-
-RETRY_PAUSE_S = 2.0  # before a failed part of a validation sample is tried again, longer by as much each time
 
 ALARM_LEVEL = 0.05  # share of a step's rollouts; a cause above it is an alarm, the option void_turn aside
 ALARM_FLOOR = 0.01  # below it a rise is no alarm
@@ -42,55 +26,13 @@ class NothingStored(RuntimeError):
     """Every rollout of a validation raised."""
 
 
-def failure(info: Mapping[str, Any]) -> str | None:
-    """Which of FAILURES kept a rollout from being judged; None: it was judged.
-
-    Args:
-        info: `reward_extra_info` of verl_ext/reward/manager.py, or of another manager with the loop's `finish_reason`.
-    """
-    reason = "sandbox_failure" if info.get("sandbox_failure") else end_reason(info)
-    return reason if reason in FAILURES else None
-
-
-@dataclass(frozen=True)
-class FailedSamples:
-    """Settings of `retool.validation`.
-
-    Attributes:
-        max_failed_share: of the samples of a data source. A validation that lost more, of any of its sources, is void.
-        retries: how often what failed of a sample is tried again, at the most: a call of a tool, a verification, or
-            the whole rollout where it was aborted or raised.
-    Raises:
-        ValueError: one of them is out of range.
-    """
-
-    max_failed_share: float = 0.25
-    retries: int = 2
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.max_failed_share < 1 or self.retries < 0:
-            raise ValueError(f"retool.validation: expected 0 <= max_failed_share < 1 and retries >= 0, got {self}")
-
-    @classmethod
-    def from_config(cls, config: DictConfig) -> "FailedSamples":
-        """From a run's config; what it does not set has its default.
-
-        Raises:
-            ValueError: a setting is unknown or out of range.
-        """
-        section = OmegaConf.select(config, "retool.validation") or {}
-        if unknown := sorted(set(section) - {"max_failed_share", "retries"}):
-            raise ValueError(f"retool.validation has {', '.join(unknown)}; expected max_failed_share and retries.")
-        return cls(**section)
-
-
 @dataclass
 class Ended:
     """Training rollouts that ended, by what became of them."""
 
     rollouts: int = 0  # of groups in which no rollout raised
     groups: int = 0
-    excluded: Counter = field(default_factory=Counter)  # CAUSES -> rollouts; "raised" counts groups
+    excluded: Counter = field(default_factory=Counter)  # EXCLUSIONS -> rollouts; "raised" counts groups
 
     def __iadd__(self, other: "Ended") -> "Ended":
         self.rollouts += other.rollouts
@@ -100,7 +42,7 @@ class Ended:
 
     def out_of(self, cause: str) -> int:
         """A rollout that raised takes its whole group along, so that the share of the groups is that of rollouts."""
-        return self.groups if cause == "raised" else self.rollouts
+        return self.groups if cause == RolloutEnd.RAISED else self.rollouts
 
     def share(self, cause: str) -> float:
         return self.excluded[cause] / max(self.out_of(cause), 1)
@@ -116,7 +58,7 @@ def is_alarm(cause: str, step: Ended, before: Ended) -> bool:
     number, share = step.out_of(cause), step.share(cause)
     if not step.excluded[cause]:
         return False
-    if share > ALARM_LEVEL and cause != "void_turn":
+    if share > ALARM_LEVEL and cause != VOID_TURN:
         return True
     if not before.out_of(cause):
         return False
@@ -127,11 +69,7 @@ def is_alarm(cause: str, step: Ended, before: Ended) -> bool:
 class ExclusionWatch:
     """Shares of the excluded rollouts per step and per run, over all starts of the run."""
 
-    def __init__(self, journal: Any):
-        """
-        Args:
-            journal: a `trainer.journal.StepJournal`.
-        """
+    def __init__(self, journal: StepJournal):
         self._journal = journal
         self._run = Ended()
 
@@ -149,17 +87,17 @@ class ExclusionWatch:
         """
         if not ended.groups:
             return {}
-        alarms = [cause for cause in CAUSES if is_alarm(cause, ended, self._run)]
+        alarms = [cause for cause in EXCLUSIONS if is_alarm(cause, ended, self._run)]
         for cause in alarms:
             self._warn(step, cause, ended)
         self._run += ended
         self._journal.append(step, rollouts=ended.rollouts, groups=ended.groups, excluded=+ended.excluded)
-        shares = {f"failure/share_{cause}": ended.share(cause) for cause in CAUSES}
-        run_shares = {f"failure/run_share_{cause}": self._run.share(cause) for cause in CAUSES}
+        shares = {f"failure/share_{cause}": ended.share(cause) for cause in EXCLUSIONS}
+        run_shares = {f"failure/run_share_{cause}": self._run.share(cause) for cause in EXCLUSIONS}
         return shares | run_shares | {"failure/alarm": float(len(alarms))}
 
     def _warn(self, step: int, cause: str, ended: Ended) -> None:
-        unit = "groups" if cause == "raised" else "rollouts"
+        unit = "groups" if cause == RolloutEnd.RAISED else "rollouts"
         logger.warning(
             "step %d: %s kept %.1f%% of %d %s out of training (%.1f%% of %d in the run before). %s. Then read such "
             "rollouts in the run's trajectories: if the model's own text or code brings the failure about, the policy "

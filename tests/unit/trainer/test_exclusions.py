@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from verl_ext.records.exclusions import Ended, ExclusionWatch, FailedSamples, is_alarm
+from verl_ext.trainer.exclusions import Ended, ExclusionWatch, is_alarm
 
 
 def ended(rollouts, groups=None, **excluded):
@@ -53,7 +53,7 @@ def test_a_policy_that_learns_to_provoke_exclusions_is_seen_before_the_level(cap
     """From 0.2% of 512 rollouts to 3.1% over 10 steps."""
     journal = Journal()
     watch = ExclusionWatch(journal)
-    with caplog.at_level(logging.WARNING, logger="verl_ext.records.exclusions"):
+    with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.exclusions"):
         metrics = [watch.end_step(step, ended(512, verifier_unknown=n)) for step, n in enumerate([1] * 20, 1)]
         assert not any(data["failure/alarm"] for data in metrics) and caplog.text == ""
         rising = [watch.end_step(20 + i, ended(512, verifier_unknown=n)) for i, n in enumerate(range(2, 17, 2), 1)]
@@ -67,15 +67,10 @@ def test_a_policy_that_learns_to_provoke_exclusions_is_seen_before_the_level(cap
     assert watch.end_step(29, Ended()) == {}
 
 
-def test_settings_of_failed_validation_samples_have_defaults_and_no_other_names():
-    from omegaconf import OmegaConf
-
-    assert FailedSamples.from_config(OmegaConf.create({})) == FailedSamples(0.25, 2)
-    config = OmegaConf.create({"retool": {"validation": {"retries": 0}}})
-    assert FailedSamples.from_config(config) == FailedSamples(0.25, 0)
-    for wrong in ({"max_failed_share": 1}, {"max_failed_share": -0.1}, {"retries": -1}):
-        with pytest.raises(ValueError, match="expected 0 <= max_failed_share < 1 and retries >= 0"):
-            FailedSamples(**wrong)
-    config.retool.validation.max_failed = 0.5
-    with pytest.raises(ValueError, match="retool.validation has max_failed; expected max_failed_share and retries"):
-        FailedSamples.from_config(config)
+def test_the_alarm_counts_groups_where_rollouts_raised_and_names_the_remedy(caplog):
+    """4 of 64 groups are 6.25%."""
+    with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.exclusions"):
+        metrics = ExclusionWatch(Journal()).end_step(1, ended(480, 64, raised=4))
+    assert metrics["failure/alarm"] == 1 and metrics["failure/share_raised"] == 4 / 64
+    assert "step 1: raised kept 6.2% of 64 groups out of training" in caplog.text
+    assert "Correct what the log has as 'Error in _run_prompt'" in caplog.text

@@ -1,0 +1,113 @@
+"""How a rollout and a prompt end, and who was at fault. All other modules take these words from here.
+
+One fact has one name in the code: `RolloutEnd.UNVERIFIED` is an answer that no verifier could judge. Files of users'
+runs spell this end in three ways, which stay: "verifier_unknown" (its value: trajectories, names of metrics),
+`UNVERIFIED` (a column of the dumps, a `failure` of an evaluation) and `UNVERIFIED_VERDICT` (`verdict` of a score).
+`RolloutEnd.ABORTED` is `SERVER_FAILURE` in the files of an evaluation.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+
+class Fault(StrEnum):
+    """Who is at fault where a rollout or a call did not end well. What the model can cause is the model's fault."""
+
+    NONE = "none"
+    MODEL = "model"  # data: the model reads what was wrong, and the rollout is scored
+    INFRASTRUCTURE = "infrastructure"  # sandbox, verifier, server: tried again, then excluded, never scored as wrong
+    OURS = "ours"  # a bug of this package or of a tool: raised
+
+
+class RolloutEnd(StrEnum):
+    """Why a rollout ended: `finish_reason` of the agent loop and of the trajectories, `finish/*` of the metrics."""
+
+    ANSWER = "answer"  # the model ended a turn without a call
+    MAX_TURNS = "max_turns"  # one call more than `retool.max_tool_calls`
+    MAX_TOKENS = "max_tokens"  # the response is full
+    MALFORMED_LIMIT = "malformed_limit"  # more than `retool.max_malformed_calls` calls that could not be run
+    SANDBOX_FAILURE = "sandbox_failure"  # the sandbox, or the backend of a tool, did not answer a call
+    UNVERIFIED = "verifier_unknown"  # no verifier could judge the answer, whatever the response said
+    ABORTED = "aborted"  # the rollout server failed or gave the request up
+    RAISED = "raised"  # an exception; nothing of the rollout is stored, and nothing of its group is trained on
+
+    @property
+    def fault(self) -> Fault:
+        return _FAULTS[self]
+
+
+_FAULTS = {
+    RolloutEnd.ANSWER: Fault.NONE,
+    RolloutEnd.MAX_TURNS: Fault.MODEL,
+    RolloutEnd.MAX_TOKENS: Fault.MODEL,
+    RolloutEnd.MALFORMED_LIMIT: Fault.MODEL,
+    RolloutEnd.SANDBOX_FAILURE: Fault.INFRASTRUCTURE,
+    RolloutEnd.UNVERIFIED: Fault.INFRASTRUCTURE,
+    RolloutEnd.ABORTED: Fault.INFRASTRUCTURE,
+    RolloutEnd.RAISED: Fault.OURS,
+}
+
+
+class PromptEnd(StrEnum):
+    """What becomes of a prompt, that is of the group of its rollouts. A group is useful where its answers differ."""
+
+    OPEN = "open"  # not decided: rollouts still run, or the group is useful and no batch has taken it yet
+    TRAINED = "trained"  # useful, and taken by a batch
+    EQUAL = "equal"  # all right or all wrong: replaced; a filler, with advantage 0, where useful groups are missing
+    VOID = "void"  # half of its rollouts or more have void turns (`void_turn_filter`): replaced or a filler
+    FAILED = "failed"  # infrastructure failed so many of its rollouts, or one raised: replaced, never trained
+    STALE = "stale"  # useful, but written by weights that were too old when a batch had room: replaced
+    SURPLUS = "surplus"  # useful, but the batch was full: dropped, or kept for the next step (`keep_surplus`)
+
+
+UNVERIFIED = "unverified"
+UNVERIFIED_VERDICT = "unknown"
+SERVER_FAILURE = "server_failure"
+_EVALUATION_NAMES = {
+    RolloutEnd.SANDBOX_FAILURE: "sandbox_failure",
+    RolloutEnd.ABORTED: SERVER_FAILURE,
+    RolloutEnd.UNVERIFIED: UNVERIFIED,
+}
+EVALUATION_FAILURES = tuple(_EVALUATION_NAMES.values())  # of `evaluation_failure`, as tables and result.json list them
+
+INFRASTRUCTURE_FAILURES = tuple(end for end in RolloutEnd if end.fault is Fault.INFRASTRUCTURE)
+VOID_TURN = "void_turn"  # the model's own fault; the option `void_turn_filter` excludes such rollouts
+EXCLUSIONS = (*INFRASTRUCTURE_FAILURES, VOID_TURN, RolloutEnd.RAISED)  # why a rollout is kept out of training
+
+REMEDIES = {
+    RolloutEnd.SANDBOX_FAILURE: "Start the sandbox (the agent loop's warnings say what it answered)",
+    RolloutEnd.UNVERIFIED: "See the reward manager's warnings for what could not be verified",
+    RolloutEnd.ABORTED: "See the log of the rollout servers",
+    VOID_TURN: "Set trainer.v1.sampler.sampler_kwargs.void_turn_filter=false, which trains on such rollouts",
+    RolloutEnd.RAISED: "Correct what the log has as 'Error in _run_prompt'",
+}
+
+_ENDS = {str(end): end for end in RolloutEnd} | {name: end for end, name in _EVALUATION_NAMES.items()}
+
+
+def rollout_end(info: Mapping[str, Any]) -> str:
+    """Why a rollout ended: of `RolloutEnd`, or what the loop or reward manager of another project says.
+
+    A failure in the loop comes before one of the verifier, which was then given a response that is cut off.
+
+    Args:
+        info: `reward_extra_info` of verl_ext/reward/manager.py, or of another manager with the loop's `finish_reason`;
+            or a row of a dump or of an evaluation.
+    """
+    if info.get("sandbox_failure"):
+        return RolloutEnd.SANDBOX_FAILURE
+    reason = str(info.get("finish_reason") or "")
+    end = _ENDS.get(reason, reason)
+    return RolloutEnd.UNVERIFIED if info.get(UNVERIFIED) and end not in INFRASTRUCTURE_FAILURES else end
+
+
+def infrastructure_failure(info: Mapping[str, Any]) -> RolloutEnd | None:
+    """Which failure of the infrastructure kept a rollout from being judged; None: it was. `info`: see `rollout_end`."""
+    end = rollout_end(info)
+    return end if end in INFRASTRUCTURE_FAILURES else None
+
+
+def evaluation_failure(info: Mapping[str, Any]) -> str | None:
+    """`infrastructure_failure` as the files of an evaluation spell it: one of EVALUATION_FAILURES, or None."""
+    return _EVALUATION_NAMES.get(infrastructure_failure(info))
