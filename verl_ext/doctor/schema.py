@@ -60,6 +60,7 @@ def compose_run(name: str, overrides: Sequence[str] = (), *, folder: Path = CONF
         return compose(name, overrides=[f"hydra.searchpath=[file://{VERL}/trainer/config]", *overrides])
 
 
+@functools.cache
 def lineage(path: str, folder: Path = CONFIGS) -> list[str]:
     """The YAMLs that one of ours is made of by `defaults:`, later ones on top; the first of a run is verl's own."""
     names, entries = [], list(OmegaConf.load(folder / f"{path}.yaml").get("defaults", []))
