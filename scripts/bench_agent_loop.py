@@ -93,9 +93,10 @@ def script_turns(tokenizer: Any, rng: random.Random) -> list[list[int]]:
 def make_loop(tokenizer: Any, engine: Engine) -> Any:
     from omegaconf import OmegaConf
 
+    from verl_ext.doctor.schema import compose_run
     from verl_ext.rollout.loop import RetoolAgentLoop
 
-    config = OmegaConf.load(REPO / "configs" / "tiny_dapo.yaml")
+    config = compose_run("tiny_dapo")
     retool = config.retool
     retool.max_tool_calls = CALLS
     retool.trajectory_log.folder = ""

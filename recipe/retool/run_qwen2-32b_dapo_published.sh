@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# DAPO RL of Qwen2.5-32B-Instruct with a code interpreter, as the published run really was. Every hyper-parameter is in configs/qwen2-32b_dapo_published.yaml.
+# DAPO RL of Qwen2.5-32B-Instruct with a code interpreter, as the published run really was.
+# Every hyper-parameter: configs/qwen2-32b_dapo_published.yaml and the YAMLs in its head.
 # Machines: 2 nodes of 8 GPUs, or 1 (NNODES=1). Time: a public log of the published run, on 8 GPUs, shows 81 minutes a step
 # (42 rollouts, 9 old log-probs, 30 update). Not run by us at this size.
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SFT of Qwen2.5-32B-Instruct on ReTool traces. Every hyper-parameter is in configs/qwen2-32b_sft.yaml.
+# SFT of Qwen2.5-32B-Instruct on ReTool traces. Every hyper-parameter: configs/qwen2-32b_sft.yaml and the YAMLs in its head.
 # Machines: 2 nodes of 8 GPUs; start it on each of them. Time: 372 steps; a public log of the published run shows 7 s a step.
 # Not run by us at this size.
 #

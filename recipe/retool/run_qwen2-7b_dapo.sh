@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# DAPO RL of Qwen2.5-7B-Instruct with a code interpreter. Every hyper-parameter is in configs/qwen2-7b_dapo.yaml.
+# DAPO RL of Qwen2.5-7B-Instruct with a code interpreter. Every hyper-parameter: configs/qwen2-7b_dapo.yaml and the YAMLs in its head.
 # Machines: 1 node of 8 GPUs. Not run by us at this size.
 #
 # Usage: [NAME=value ...] bash recipe/retool/run_qwen2-7b_dapo.sh [--cfg job] [Hydra overrides, e.g. trainer.save_freq=10]

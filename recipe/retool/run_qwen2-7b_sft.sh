@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# SFT of Qwen2.5-7B-Instruct on ReTool traces. Every hyper-parameter is in configs/qwen2-7b_sft.yaml.
+# SFT of Qwen2.5-7B-Instruct on ReTool traces. Every hyper-parameter: configs/qwen2-7b_sft.yaml and the YAMLs in its head.
 # Machines: 1 node of 8 GPUs. 372 steps. Not run by us at this size.
 #
 # Usage: [NAME=value ...] bash recipe/retool/run_qwen2-7b_sft.sh [--cfg job] [Hydra overrides, e.g. trainer.total_epochs=1]

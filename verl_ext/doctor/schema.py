@@ -20,7 +20,7 @@ VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
 
 # Sections whose keys verl's YAML does not list, and who refuses a wrong key instead.
 OPEN_SECTIONS = {
-    "retool": "ours: compared with the `retool` section of qwen2-32b_dapo.yaml",
+    "retool": "ours: compared with the `retool` section of qwen2-32b_dapo",
     "data.retool": "ours: verl_ext/datasets/sft.py",
     "reward.reward_kwargs": "verl's `dapo` reward manager and ours read it; no YAML of verl lists it",
     "ray_kwargs.ray_init": "keyword arguments of ray.init, which refuses unknown ones",
@@ -61,25 +61,33 @@ def compose_run(name: str, overrides: Sequence[str] = (), *, folder: Path = CONF
 
 
 @functools.cache
-def own_yaml(path: str, folder: Path = CONFIGS) -> dict:
-    """A YAML of ours as written, `path` without suffix, without what its `defaults:` bring in."""
-    return OmegaConf.to_container(OmegaConf.load(folder / f"{path}.yaml"))
-
-
-def lineage(run: str, folder: Path = CONFIGS) -> list[str]:
-    """The run and the ones of ours that it begins with; the last one begins with an entry config of verl's."""
-    names = [run]
-    while (folder / f"{own_yaml(names[-1], folder)['defaults'][0]}.yaml").is_file():
-        names.append(own_yaml(names[-1], folder)["defaults"][0])
+def lineage(path: str, folder: Path = CONFIGS) -> list[str]:
+    """The YAMLs that one of ours is made of by `defaults:`, later ones on top; the first of a run is verl's own."""
+    names, entries = [], list(OmegaConf.load(folder / f"{path}.yaml").get("defaults", []))
+    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
+        name = entry if isinstance(entry, str) else "/".join(map(str, next(iter(entry.items()))))
+        if name == "_self_":
+            names.append(path)
+            continue
+        beside = str(Path(path).parent / name)  # the YAML of a group names its neighbours
+        own = [found for found in (beside, name) if (folder / f"{found}.yaml").is_file()]
+        names += lineage(own[0], folder) if own else [name]
     return names
+
+
+@functools.cache
+def own_yaml(path: str, folder: Path = CONFIGS) -> dict:
+    """A YAML of ours, `path` without suffix, with all YAMLs of ours that its `defaults:` bring in, unresolved."""
+    files = [folder / f"{name}.yaml" for name in lineage(path, folder)]
+    tree = OmegaConf.to_container(OmegaConf.merge(*(OmegaConf.load(file) for file in files if file.is_file())))
+    return {name: value for name, value in tree.items() if name != "defaults"}
 
 
 @functools.cache
 def schema(run: str, folder: Path = CONFIGS) -> dict:
     """All keys that verl's entry config of this run has, with verl's defaults."""
-    entry = own_yaml(lineage(run, folder)[-1], folder)["defaults"][0]
     with initialize_config_dir(f"{VERL}/trainer/config", version_base=None):
-        return OmegaConf.to_container(compose(entry), resolve=False)
+        return OmegaConf.to_container(compose(lineage(run, folder)[0]), resolve=False)
 
 
 def leaves(tree: dict, prefix: str = "") -> dict[str, Any]:
@@ -143,13 +151,10 @@ def has_type_of(value: Any, default: Any) -> bool:
 
 
 def own_keys(run: str, folder: Path = CONFIGS) -> dict[str, Any]:
-    """Dotted key -> value, of the run's YAML and of what its `defaults:` include from configs/ by `group: option`."""
-    groups = [entry for entry in own_yaml(run, folder)["defaults"] if isinstance(entry, dict)]
-    paths = [f"{group}/{option}" for entry in groups for group, option in entry.items()] + [run]
-    trees = [{name: value for name, value in own_yaml(path, folder).items() if name != "defaults"} for path in paths]
-    return {key: value for tree in trees for key, value in leaves(tree).items()}
+    """Dotted key -> value, of the run's YAML and of all YAMLs of ours that its `defaults:` bring in."""
+    return leaves(own_yaml(run, folder))
 
 
 def required_keys(run: str, folder: Path = CONFIGS) -> frozenset[str]:
     """Keys that the run's YAMLs leave open by `???`. Composed they have verl's default: `???` does not replace it."""
-    return frozenset(key for name in lineage(run, folder) for key, v in own_keys(name, folder).items() if v == "???")
+    return frozenset(key for key, value in own_keys(run, folder).items() if value == "???")

@@ -2,7 +2,7 @@
 
 `adaptive_n.py`, `validation.py`, `early_stop.py` hold what each option decides, `run_trainer.py` where verl does it,
 `lr_schedule.py` and `wsd_engine.py` the schedule, `repeatable.py` what a repeatable run takes out of chance. Keys:
-`retool.*` and `optim.*` in configs/qwen2-32b_dapo.yaml.
+`retool.*` in configs/shared/retool.yaml, `optim.*` in configs/shared/rl.yaml.
 """
 
 from types import ModuleType

@@ -1,7 +1,7 @@
 """The sampler of verl's v1 trainers, synchronous and asynchronous: dynamic sampling with an end, and no training on
 infrastructure failures.
 
-`trainer.v1.sampler.custom_sampler` of configs/*_dapo.yaml names this class; its settings are
+`trainer.v1.sampler.custom_sampler` of configs/shared/rl.yaml names this class; its settings are
 `trainer.v1.sampler.sampler_kwargs`. What it does beyond verl 0.9.1's own samplers (trainer/ppo/v1/replay_buffer.py):
 
 - a rollout that failed outside the model (sandbox, verifier, abort) is kept out of its group's baseline and of the

@@ -105,7 +105,7 @@ def test_what_hydra_refuses_is_a_finding(arguments, message, capsys):
 
 def test_a_misspelt_key_within_a_yaml_is_told(inputs, tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("defaults: [tiny_dapo, _self_]\ntrainer: {savefreq: 3}\n")
-    for name in ("tiny_dapo.yaml", "hardware"):
+    for name in ("tiny_dapo.yaml", "hardware", "shared"):
         (tmp_path / name).symlink_to(ROOT / "configs" / name)
     assert main(["--quick", "--config-dir", str(tmp_path), "--config-name", "mine", *inputs]) == 1
     printed = capsys.readouterr().out
