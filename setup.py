@@ -1,13 +1,24 @@
 """What verl_retool needs, one line per dependency: why it is here, and the range it was tested in.
 
-Nothing is resolved from these ranges at install time: `scripts/setup_env.sh` installs the complete pins of
-`requirements/cpu.txt` or `requirements/gpu.txt`, which `scripts/lock.py` derives from this file. Keep CORE and EXTRAS
-literal (no calls, no variables): lock.py reads them without running setup.py.
+CORE is the sandbox, server and client: all that `pip install .` brings. Training is the extra `cpu` or `gpu`, each with
+TRAINING. Nothing of training is resolved from these ranges: `scripts/setup_env.sh` installs the complete pins of
+`requirements/cpu.txt` or `requirements/gpu.txt`, which `scripts/lock.py` derives from this file. Keep CORE, TRAINING
+and EXTRAS literal (no calls, no variables): lock.py reads them without running setup.py.
 """
 
 from setuptools import find_namespace_packages, setup
 
 CORE = [
+    # HTTP of server and client, asynchronous, so that the calls of many samples overlap; checks of requests; metrics
+    # for Prometheus. Not numpy, sympy and scipy, which are many times as large and which the server does not use: who
+    # runs programs that import them, or any other package, installs it beside the server (docs/sandbox.md).
+    "aiohttp>=3.14,<4",
+    "pydantic>=2.14,<3",
+    "prometheus_client>=0.26,<1",
+]
+
+# Of both stacks.
+TRAINING = [
     # Exact: verl_ext/cpu replaces internals of this version and refuses any other.
     "verl==0.9.1",
     # The transport of verl's v1 trainer, with its container; verl declares the first only in its "verl-core" extra.
@@ -18,11 +29,6 @@ CORE = [
     "pyzmq>=27,<28",
     "msgspec>=0.22,<0.23",
     "cachetools>=8,<9",
-    # The sandbox: HTTP of server and client, asynchronous, so that the calls of many samples overlap; checks of
-    # requests; metrics for Prometheus.
-    "aiohttp>=3.14,<4",
-    "pydantic>=2.14,<3",
-    "prometheus_client>=0.26,<1",
     # Processes, placement groups and shared memory of RL; finding and ending those processes.
     "ray>=2.60,<2.61",
     "psutil>=7,<8",
@@ -83,6 +89,8 @@ EXTRAS = {
         "pytest-asyncio>=1.5,<2",
         # A hung test fails by name instead of holding up the suite.
         "pytest-timeout>=2.4,<3",
+        # Runs the test files on two cores at once.
+        "pytest-xdist>=3.8,<4",
         # Properties of the parsers.
         "hypothesis>=6.170,<7",
         # What the sandbox's client is measured against (scripts/bench_sandbox.py).
@@ -105,5 +113,5 @@ setup(
     packages=find_namespace_packages(include=["verl_ext", "verl_ext.*"]),
     package_data={"": ["*.yaml", "*.jinja", "*.html"]},
     install_requires=CORE,
-    extras_require=EXTRAS,
+    extras_require=EXTRAS | {hardware: TRAINING + EXTRAS[hardware] for hardware in ("cpu", "gpu")},
 )

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Write or check requirements/cpu.txt and requirements/gpu.txt, the complete pins that scripts/setup_env.sh installs.
 
-cpu: walks the requirements of setup.py's CORE, `cpu` and `test` through what is installed in the running environment,
-so that what is locked is what was run. To refresh: `.venv/bin/pip install --no-deps NAME==VERSION`, run the tests, then
+cpu: walks setup.py's CORE, TRAINING, `cpu` and `test` through what is installed in the running environment, so that
+what is locked is what was run. To refresh: `.venv/bin/pip install --no-deps NAME==VERSION`, run the tests, then
 `.venv/bin/python scripts/lock.py cpu`.
-gpu: asks pip's resolver for CORE, `gpu` and `test` (metadata only, no GPU needed; about three minutes).
+gpu: asks pip's resolver for CORE, TRAINING, `gpu` and `test` (metadata only, no GPU needed; about three minutes).
 It never installs anything, and it leaves out the packages of `NOT_INSTALLED`, each with its reason.
 """
 
@@ -74,13 +74,14 @@ HEADERS = {
 
 
 def read_requirements(extra: str) -> list[Requirement]:
-    """CORE, EXTRAS[extra] and EXTRAS["test"] of setup.py, read without running it."""
-    assignments = {
+    """CORE, TRAINING, EXTRAS[extra] and EXTRAS["test"] of setup.py, read without running it."""
+    lists = {
         node.targets[0].id: ast.literal_eval(node.value)
         for node in ast.parse((ROOT / "setup.py").read_text()).body
         if isinstance(node, ast.Assign)
     }
-    return [Requirement(r) for r in assignments["CORE"] + assignments["EXTRAS"][extra] + assignments["EXTRAS"]["test"]]
+    extras = lists["EXTRAS"]
+    return [Requirement(r) for r in lists["CORE"] + lists["TRAINING"] + extras[extra] + extras["test"]]
 
 
 def holds(marker: Marker | None, python_version: str, extra: str = "") -> bool:

@@ -4,6 +4,7 @@ import ast
 import importlib.metadata
 import importlib.util
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,17 @@ def test_every_requirement_of_setup_py_is_pinned_within_its_range(hardware):
         assert pin is not None, f"{requirement} of setup.py is not in requirements/{hardware}.txt"
         version = pinned_version(pin)
         assert requirement.specifier.contains(version), f"setup.py has {requirement}, {hardware}.txt has {version}"
+
+
+@pytest.mark.parametrize("hardware", ["cpu", "gpu"])
+def test_lock_is_made_from_what_pip_installs_with_the_extras(hardware, monkeypatch):
+    given = {}
+    monkeypatch.setattr("setuptools.setup", given.update)
+    monkeypatch.setattr("setuptools.find_namespace_packages", lambda include: [])
+    runpy.run_path(str(ROOT / "setup.py"))
+    extras = given["extras_require"]
+    installed = given["install_requires"] + extras[hardware] + extras["test"]
+    assert sorted(map(str, lock.read_requirements(hardware))) == sorted(str(Requirement(r)) for r in installed)
 
 
 def test_gpu_lock_is_the_matrix_that_verl_names():

@@ -17,7 +17,8 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 
-SERVER_NAME = "verl-retool-sandbox"  # as api.SERVER_NAME: what goes beyond SandboxFusion's contract, only ours can do
+# In the header `Server` of our server's answers: what goes beyond SandboxFusion's contract, only ours can do.
+SERVER_NAME = "verl-retool-sandbox"
 # Beyond queueing and running, before an attempt counts as lost. Above the server's own grace (pool.ANSWER_GRACE_S),
 # so that it is the server that reports a lost program.
 ANSWER_GRACE_S = 8.0
@@ -159,7 +160,7 @@ class SandboxClient:
     async def _run(self, body: dict[str, Any], deadline: float, session: "_Session | None") -> RunResult:
         """All attempts of one call; `deadline` is by time.monotonic()."""
         timeout_s = body["run_timeout"]
-        failure = _WorldError("no attempt was made")
+        failure = _InfrastructureFailure("no attempt was made")
         failed_servers: set[int] = set()  # by this call; tried again only when every other has failed, too
         attempts = losses = 0
         while attempts < self._max_attempts:
@@ -167,7 +168,7 @@ class SandboxClient:
                 pause_s = min(self._backoff_s * 2 ** (attempts - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1.5)
                 pause_s = max(pause_s, failure.retry_after_s)
                 if time.monotonic() + pause_s + timeout_s >= deadline:
-                    failure = _WorldError(f"{failure}; no time left to try again")
+                    failure = _InfrastructureFailure(f"{failure}; no time left to try again")
                     break
                 await asyncio.sleep(pause_s)
             waited_from = time.monotonic()
@@ -175,7 +176,9 @@ class SandboxClient:
                 async with asyncio.timeout(deadline - waited_from):
                     await self._slots.acquire()
             except TimeoutError:
-                failure = _WorldError(f"no free slot of this client for {time.monotonic() - waited_from:.1f} s")
+                failure = _InfrastructureFailure(
+                    f"no free slot of this client for {time.monotonic() - waited_from:.1f} s"
+                )
                 break
             try:
                 if self._acquire:
@@ -188,9 +191,11 @@ class SandboxClient:
                     session.server = server = server if session.server is None else session.server
                 return await self._attempt(server, body, deadline, waited_s, attempts, session)
             except TimeoutError:
-                failure = _WorldError(f"the rate limit let no request through for {self._queue_timeout_s:g} s")
+                failure = _InfrastructureFailure(
+                    f"the rate limit let no request through for {self._queue_timeout_s:g} s"
+                )
                 break
-            except _WorldError as exc:
+            except _InfrastructureFailure as exc:
                 failure = exc
                 losses += exc.may_have_run
                 failed_servers.add(server)
@@ -211,7 +216,7 @@ class SandboxClient:
         deadline = min(deadline, time.monotonic() + CONTROL_TIMEOUT_S)
         try:
             result = await self._attempt(server, body, deadline, 0.0, self._max_attempts, None)
-        except (_WorldError, ValueError):
+        except (_InfrastructureFailure, ValueError):
             return False
         return result.stdout == CONTROL_OUTPUT
 
@@ -235,7 +240,7 @@ class SandboxClient:
         attempt: int,
         session: "_Session | None",
     ) -> RunResult:
-        """One request to one server; raises _WorldError when that is worth another attempt."""
+        """One request to one server; raises _InfrastructureFailure when that is worth another attempt."""
         url = f"{self._urls[server]}/run_code"
         # An equal share of the waiting time that is left for this attempt and each possible later one.
         spare_s = deadline - time.monotonic() - body["run_timeout"]
@@ -250,30 +255,31 @@ class SandboxClient:
             ) as response:
                 status, headers, content = response.status, response.headers, await response.read()
         except aiohttp.ClientConnectorError as exc:
-            raise _WorldError(f"{url}: {exc}", may_have_run=False) from exc
+            raise _InfrastructureFailure(f"{url}: {exc}", may_have_run=False) from exc
         except TimeoutError as exc:
-            raise _WorldError(f"{url} did not answer within {timeout_s:.1f} s") from exc
+            raise _InfrastructureFailure(f"{url} did not answer within {timeout_s:.1f} s") from exc
         except (aiohttp.ClientError, OSError) as exc:
-            raise _WorldError(f"{url}: {exc or type(exc).__name__}") from exc
+            raise _InfrastructureFailure(f"{url}: {exc or type(exc).__name__}") from exc
         finally:
             self._in_flight[server] -= 1
         if status != 200:
             text = content.decode(errors="replace")[:500]
             if 400 <= status < 500 and status not in (408, 429):
                 raise ValueError(f"{url} rejected the request with HTTP {status}: {text}")
-            refused = status in (429, 503, 504)
-            raise _WorldError(f"{url}: HTTP {status}: {text}", _retry_after_s(headers), may_have_run=not refused)
+            may_have_run = status not in (429, 503, 504)
+            raise _InfrastructureFailure(
+                f"{url}: HTTP {status}: {text}", _retry_after_s(headers), may_have_run=may_have_run
+            )
         if ("session_id" in body or "echo_last_expression" in body) and headers.get("Server") != SERVER_NAME:
             raise ValueError(
                 f"{url} is answered by {headers.get('Server')!r}, but only {SERVER_NAME} (verl_ext.sandbox.server) has "
                 "sessions and echoes a last expression. Use it, or neither."
             )
-        result = _parse(url, content, waited_s, attempt)
+        result, there = _parse(url, content, waited_s, attempt)
         if session:
-            there = json.loads(content)["session"]
             session.calls += 1
             if there["call"] != session.calls:
-                raise _WorldError(
+                raise _InfrastructureFailure(
                     f"{url} has lost the session: its call {session.calls} was call {there['call']} there"
                 )
             if not there["alive"]:
@@ -307,7 +313,7 @@ class _Session:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # one call after the other, so that they can be counted
 
 
-class _WorldError(Exception):
+class _InfrastructureFailure(Exception):
     """The sandbox or the way to it failed; `retry_after_s` is what the server asked to wait."""
 
     def __init__(self, message: str, retry_after_s: float = 0.0, *, may_have_run: bool = True) -> None:
@@ -329,18 +335,22 @@ def _retry_after_s(headers: Mapping[str, str]) -> float:
     return float(value) if value.isdecimal() else 0.0  # its other form, a date, is not used by sandboxes
 
 
-def _parse(url: str, content: bytes, waited_s: float, attempts: int) -> RunResult:
-    """SandboxFusion's answer as a RunResult; raises _WorldError for SandboxError and for what is not such an answer."""
+def _parse(url: str, content: bytes, waited_s: float, attempts: int) -> tuple[RunResult, dict[str, Any] | None]:
+    """SandboxFusion's answer as a RunResult, and our server's `session`.
+
+    Raises:
+        _InfrastructureFailure: it is a SandboxError, or no such answer.
+    """
     try:
         answer = json.loads(content)
         if answer["status"] == "SandboxError":
-            raise _WorldError(f"{url}: SandboxError: {answer['message']}")
+            raise _InfrastructureFailure(f"{url}: SandboxError: {answer['message']}")
         result = answer["run_result"]
         if result["status"] == "TimeLimitExceeded":
             status = "timeout"
         else:
             status = {"Success": "ok", "Failed": "code_error"}[answer["status"]]
-        return RunResult(
+        run = RunResult(
             status=status,
             stdout=result["stdout"] or "",
             stderr=result["stderr"] or "",
@@ -350,5 +360,6 @@ def _parse(url: str, content: bytes, waited_s: float, attempts: int) -> RunResul
             attempts=attempts,
             message="",
         )
+        return run, answer.get("session")
     except (ValueError, KeyError, TypeError) as exc:
-        raise _WorldError(f"{url}: expected a /run_code answer, got {content[:200]!r} ({exc!r})") from exc
+        raise _InfrastructureFailure(f"{url}: expected a /run_code answer, got {content[:200]!r} ({exc!r})") from exc

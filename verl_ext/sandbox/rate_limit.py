@@ -3,8 +3,6 @@
 import asyncio
 import time
 
-import ray
-
 ACTOR_NAME = "sandbox_rate_limit"
 
 
@@ -43,6 +41,8 @@ class RateLimit:
     """
 
     def __init__(self, per_s: float) -> None:
+        import ray  # the sandbox by itself has none
+
         # num_cpus=0: it only adds numbers, and must not wait for a CPU that the trainer has taken
         options = {"name": ACTOR_NAME, "get_if_exists": True, "num_cpus": 0, "max_restarts": -1, "max_task_retries": -1}
         self._schedule = ray.remote(Schedule).options(**options).remote(per_s, burst=max(int(per_s), 1))

@@ -5,6 +5,7 @@ from functools import cache
 from typing import Any
 
 from verl_ext.sandbox.client import SandboxClient
+from verl_ext.sandbox.rate_limit import RateLimit
 
 SETTINGS = ("urls", "max_concurrency", "queue_timeout_s", "max_calls_per_s")
 
@@ -25,7 +26,5 @@ def _client(urls: tuple[str, ...], settings: tuple[tuple[str, float], ...]) -> S
     options = dict(settings)
     acquire = None
     if "max_calls_per_s" in options:
-        from verl_ext.sandbox.rate_limit import RateLimit  # needs Ray, which a client by itself does not
-
         acquire = RateLimit(options.pop("max_calls_per_s")).acquire
     return SandboxClient(urls, acquire=acquire, **options)

@@ -8,12 +8,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 import psutil
 
 REPOSITORY = Path(__file__).parents[3]
+# After a program's time limit. The server's own limits are 3.5 + 1.5 s; the rest is for a busy machine.
+ANSWER_S = 7.0
 SECRET = "sk-not-for-programs"  # in the server's environment
 # Programs then see the interpreter there, read-only, and have only $TMPDIR to write to (docs/sandbox.md).
 IS_BELOW_TMP = any(prefix.startswith("/tmp/") for prefix in (sys.prefix, sys.base_prefix))
@@ -100,6 +102,25 @@ def is_running(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def wait_for_program(server: Server, but: Container[int] = (), fds: Container[int] = (3,)) -> psutil.Process:
+    """A program that has begun: it has its three streams open, and in a session the way to its worker, too.
+
+    Args:
+        but: processes that are not meant.
+        fds: how many files the program has open.
+    """
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        for process in server.descendants()[1:]:
+            try:
+                if process.pid not in but and process.num_fds() in fds:
+                    return process
+            except psutil.NoSuchProcess:
+                continue  # it has ended since it was listed
+        time.sleep(0.01)
+    raise AssertionError("no program began within 5 s")
 
 
 def running(processes: list[psutil.Process]) -> list[int]:

@@ -95,10 +95,13 @@ def in_session(call: int, status: str = "Success") -> web.Response:
     return web.json_response(body, headers={"Server": SERVER_NAME})
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+@pytest.fixture
+def down() -> Iterator[list[str]]:
+    """Three URLs that refuse connections. Their ports are bound, so that no other server gets one meanwhile."""
+    with socket.socket() as first, socket.socket() as second, socket.socket() as third:
+        for bound in (first, second, third):
+            bound.bind(("127.0.0.1", 0))
+        yield [f"http://127.0.0.1:{bound.getsockname()[1]}" for bound in (first, second, third)]
 
 
 # --- with a real server
@@ -177,8 +180,8 @@ async def test_sandbox_error_passes_its_message_on(start):
     assert (await call(server.url, max_attempts=1)).message.endswith("SandboxError: why")
 
 
-async def test_refused_connection_is_a_sandbox_failure():
-    result = await call(f"http://127.0.0.1:{free_port()}")
+async def test_refused_connection_is_a_sandbox_failure(down):
+    result = await call(down[0])
     assert (result.status, result.attempts) == ("sandbox_failure", 4)
     assert "Connect call failed" in result.message
 
@@ -310,9 +313,8 @@ async def test_call_goes_to_the_server_with_the_fewest_in_flight(start):
     await client.aclose()
 
 
-async def test_second_attempt_goes_to_another_server(start):
+async def test_second_attempt_goes_to_another_server(start, down):
     server = await start(answer)
-    down = [f"http://127.0.0.1:{free_port()}" for _ in range(3)]
     for _ in range(10):
         result = await call(*down, server.url, max_attempts=4)
         assert result.status == "ok"
@@ -398,11 +400,10 @@ async def test_call_of_a_session_that_did_not_run_is_sent_again(start, client_of
     assert len(server.bodies) == 3
 
 
-async def test_new_session_goes_to_another_server_than_one_that_is_down(start, client_of):
+async def test_new_session_goes_to_another_server_than_one_that_is_down(start, client_of, down):
     calls = iter((1, 2))
     server = await start(lambda: in_session(next(calls)))
-    down = f"http://127.0.0.1:{free_port()}"
-    client = client_of([down, server.url])
+    client = client_of([down[0], server.url])
     client._in_flight[1] = 1  # so that the first attempt goes to the other
     for attempts in (2, 1):
         result = await client.run("pass", session_id="s")

@@ -8,23 +8,17 @@ All of it runs inside a sandbox server. Two of the machines, with the layers in 
 """
 
 import asyncio
-import ctypes
-import os
-import signal
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 
-from tests.unit.sandbox.machines import MACHINES, machines, needs_root
-from tests.unit.sandbox.server_process import Server, wait_until
+from tests.unit.sandbox.machines import MACHINES, machines
+from tests.unit.sandbox.server_process import ANSWER_S, Server
 from verl_ext.sandbox import SandboxClient
 
 TIMEOUT_S = 0.5  # of a program
-ANSWER_S = 7.0  # after its time limit; the server's own limits are 3.5 + 1.5 s, the rest is for a busy machine
 
 PRELUDE = """
 import ctypes, os, resource, signal, socket, sys, threading, time
@@ -241,74 +235,11 @@ def test_client_calls_none_of_them_a_failure_of_the_sandbox(server):
         client = SandboxClient([server.url], max_concurrency=2)
         codes = {name: PRELUDE + code for name, code in PROGRAMS.items()}
         results = await asyncio.gather(
-            *(client.run(c, timeout_s=TIMEOUT_S, memory_limit_mb=256) for c in codes.values())
+            # half of the time that `check` gives: what the server answers is tested there
+            *(client.run(c, timeout_s=TIMEOUT_S / 2, memory_limit_mb=256) for c in codes.values())
         )
         await client.aclose()
         return dict(zip(codes, (result.status for result in results), strict=True))
 
     statuses = asyncio.run(run_all())
     assert {name: status for name, status in statuses.items() if status == "sandbox_failure"} == {}
-
-
-@needs_root
-@pytest.mark.parametrize("machine", machines("all layers", "plain Docker"))
-@pytest.mark.parametrize("session", [None, "s"])
-def test_program_that_survives_sigkill_is_a_timeout_in_time(machine, session):
-    """As a process that waits for a disk: one that is traced is not gone until its tracer, this process, lets it go."""
-    server = Server("--preload", "", "--max-sessions", "2", launcher=MACHINES[machine])
-    libc = ctypes.CDLL(None, use_errno=True)
-    answers: list[dict] = []
-    stuck = None
-    try:
-        server.run("x = 'kept'", session_id="bystander")
-        code = "import time; print('partial', flush=True); time.sleep(60)"
-        fields = {"run_timeout": 1.5, "session_id": session}
-        thread = threading.Thread(target=lambda: answers.append(server.run(code, **fields)))
-        before = {process.pid for process in server.descendants()}
-        started = time.monotonic()
-        thread.start()
-        wait_until(lambda: any(p.num_fds() in (3, 4) and p.pid not in before for p in server.descendants()))
-        stuck = max((p for p in server.descendants() if p.pid not in before), key=lambda p: len(p.parents())).pid
-        assert libc.ptrace(0x4206, stuck, 0, 0) == 0, ctypes.get_errno()  # PTRACE_SEIZE
-        thread.join()
-        assert time.monotonic() - started < 1.5 + ANSWER_S
-        result = answers[0]["run_result"]
-        assert (result["status"], result["return_code"], result["stdout"]) == ("TimeLimitExceeded", None, "partial\n")
-        assert psutil.pid_exists(stuck)
-        assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
-        assert server.run("print(x)", session_id="bystander")["run_result"]["stdout"] == "kept\n"
-    finally:
-        if stuck:
-            try:
-                os.waitpid(stuck, 0x40000000)  # __WALL
-            except ChildProcessError:
-                pass
-        server.stop()
-    wait_until(lambda: not psutil.pid_exists(stuck))
-
-
-def test_program_whose_worker_dies_twice_is_killed_and_one_that_does_once_is_run_again():
-    server = Server("--preload", "", workers=1)
-
-    def kill_workers(times: int, outcome: list[dict]) -> None:
-        code = f"import time; time.sleep(0.6); print('ran')  # {times}"
-        thread = threading.Thread(target=lambda: outcome.append(server.run(code, run_timeout=5)))
-        thread.start()
-        killed: set[int] = set()
-        for _ in range(times):
-            wait_until(lambda: any(p.num_fds() == 3 and p.pid not in killed for p in server.descendants()[1:]))
-            program = next(p for p in server.descendants()[1:] if p.num_fds() == 3 and p.pid not in killed)
-            killed.add(program.pid)
-            program.parent().send_signal(signal.SIGKILL)  # what no program here can do
-        thread.join()
-
-    try:
-        outcome: list[dict] = []
-        server.run("pass")
-        kill_workers(1, outcome)
-        assert (outcome[0]["status"], outcome[0]["run_result"]["stdout"]) == ("Success", "ran\n")
-        kill_workers(2, outcome)
-        assert (outcome[1]["status"], outcome[1]["run_result"]["return_code"]) == ("Failed", -9)
-        assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
-    finally:
-        server.stop()

@@ -12,6 +12,7 @@ Retry-After. Here is how the server starts and stops; what it answers is in `api
 import argparse
 import asyncio
 import errno
+import importlib.util
 import ipaddress
 import logging
 import os
@@ -110,12 +111,13 @@ async def serve(args: argparse.Namespace) -> None:
     token = read_token(args.token_file)
     parent = watch_parent(args.parent_pid, stop) if args.parent_pid else None
     listener = listen(args.host, args.port)
+    preload = [name for name in args.preload.split(",") if name]
     pool = Pool(
         args.workers,
         args.max_output_bytes,
         isolation=args.isolation,
         allow_subprocess=args.allow_subprocess,
-        preload=[name for name in args.preload.split(",") if name],
+        preload=preload,
     )
     sessions = Sessions(pool, max_sessions=args.max_sessions, idle_s=args.session_idle_s)
     app = make_app(pool, sessions, token=token)
@@ -139,6 +141,12 @@ async def serve(args: argparse.Namespace) -> None:
                 else "everyone who reaches this port and has the token"
             )
             logger.warning("listening on %s: %s can run code on this machine", args.host, who)
+        if absent := [name for name in preload if not importlib.util.find_spec(name.partition(".")[0])]:
+            logger.warning(
+                "%s: not installed, so that programs which import them fail. "
+                "Install them where the server's Python is, or name in --preload what programs may expect",
+                ", ".join(absent),
+            )
         if args.isolation != "none" and pool.off:
             logger.warning("isolation without %s", "; ".join(f"{layer} ({why})" for layer, why in pool.off.items()))
         if args.isolation != "none" and "root" not in pool.layers:

@@ -14,13 +14,13 @@ from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import AfterValidator, BaseModel, Field, PlainValidator, ValidationError
 
+from verl_ext.sandbox.client import SERVER_NAME
 from verl_ext.sandbox.server.metrics import Metrics
 from verl_ext.sandbox.server.pool import Pool, QueueTimeoutError, SandboxError
 from verl_ext.sandbox.server.sessions import SessionLimitError, Sessions
 
 logger = logging.getLogger(__name__)
 
-SERVER_NAME = "verl-retool-sandbox"  # in the header `Server`; by it a client knows what goes beyond the contract
 PROGRAM_NAME = "main.py"  # folders.SCRIPT
 STDIN_NAME = ".stdin"  # program.read_call's
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # NAME_MAX of Linux; PATH_MAX less what is above the request's folder

@@ -1,0 +1,81 @@
+"""Programs that the server loses: one that not even SIGKILL ends, and one whose worker dies."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.unit.sandbox.machines import MACHINES, machines, needs_root
+from tests.unit.sandbox.server_process import ANSWER_S, Server, wait_for_program, wait_until
+
+TIMEOUT_S = 1.0  # of a program that is stuck
+
+
+@pytest.fixture(scope="module", params=machines("all layers", "plain Docker"))
+def server(request) -> Iterator[Server]:
+    server = Server("--preload", "", "--max-sessions", "2", launcher=MACHINES[request.param])
+    server.run("x = 'kept'", session_id="bystander")
+    yield server
+    server.stop()
+
+
+@needs_root
+@pytest.mark.parametrize("session", [None, "s"])
+def test_program_that_survives_sigkill_is_a_timeout_in_time(server, session):
+    """As a process that waits for a disk: one that is traced is not gone until its tracer, this process, lets it go."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    answers: list[dict] = []
+    stuck = None
+    try:
+        code = "import time; print('partial', flush=True); time.sleep(60)"
+        fields = {"run_timeout": TIMEOUT_S, "session_id": session}
+        thread = threading.Thread(target=lambda: answers.append(server.run(code, **fields)))
+        before = {process.pid for process in server.descendants()}
+        started = time.monotonic()
+        thread.start()
+        stuck = wait_for_program(server, but=before, fds=(3, 4)).pid
+        assert libc.ptrace(0x4206, stuck, 0, 0) == 0, ctypes.get_errno()  # PTRACE_SEIZE
+        thread.join()
+        assert time.monotonic() - started < TIMEOUT_S + ANSWER_S
+        result = answers[0]["run_result"]
+        assert (result["status"], result["return_code"], result["stdout"]) == ("TimeLimitExceeded", None, "partial\n")
+        assert psutil.pid_exists(stuck)
+        assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
+        assert server.run("print(x)", session_id="bystander")["run_result"]["stdout"] == "kept\n"
+    finally:
+        if stuck:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(stuck, 0x40000000)  # __WALL
+    wait_until(lambda: not psutil.pid_exists(stuck))
+
+
+def test_program_whose_worker_dies_twice_is_killed_and_one_that_does_once_is_run_again():
+    server = Server("--preload", "", workers=1)
+
+    def kill_workers(times: int, outcome: list[dict]) -> None:
+        code = f"import time; time.sleep(0.6); print('ran')  # {times}"
+        thread = threading.Thread(target=lambda: outcome.append(server.run(code, run_timeout=5)))
+        thread.start()
+        killed: set[int] = set()
+        for _ in range(times):
+            program = wait_for_program(server, but=killed)
+            killed.add(program.pid)
+            program.parent().send_signal(signal.SIGKILL)  # what no program here can do
+        thread.join()
+
+    try:
+        outcome: list[dict] = []
+        server.run("pass")
+        kill_workers(1, outcome)
+        assert (outcome[0]["status"], outcome[0]["run_result"]["stdout"]) == ("Success", "ran\n")
+        kill_workers(2, outcome)
+        assert (outcome[1]["status"], outcome[1]["run_result"]["return_code"]) == ("Failed", -9)
+        assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
+    finally:
+        server.stop()
