@@ -437,7 +437,8 @@ def test_what_the_model_wrote_comes_back_as_text_in_the_answer_to_a_malformed_ca
 def test_what_a_rollout_did_is_recorded_where_that_is_on(roll_out, tokenizer, encode, answer):
     failed = RunResult("code_error", "", "Traceback:\nNameError: x", 1, queue_s=0.5, run_s=0.25, attempts=2, message="")
     turns = [encode("<code></code>"), encode(CALL), encode(CALL), answer]
-    output, *_ = roll_out(tokenizer, turns, [failed, "2"], response_length=300, trajectory_log={"enable": True})
+    log = {"enable": True, "folder": "", "max_mb": 1, "max_files": 2}
+    output, *_ = roll_out(tokenizer, turns, [failed, "2"], response_length=300, trajectory_log=log)
     trajectory = output.extra_fields["trajectory"]
     assert trajectory["prompt"] == tokenizer.decode(output.prompt_ids)
     assert [turn["text"] for turn in trajectory["turns"]] == [tokenizer.decode(turn) for turn in turns]
