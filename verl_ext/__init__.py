@@ -9,9 +9,11 @@ Agent loop, reward manager, sampler and SFT data set are loaded by verl from the
 
 import wrapt
 
+from verl_ext import moved
 from verl_ext.cpu import activate_if_needed
 from verl_ext.trainer import extend_trainers
 
+moved.install()  # old names of modules, as users' YAMLs and runs of before have them
 # At once where verl is being imported already; without verl in the process (sandbox server, report) never.
 wrapt.register_post_import_hook(activate_if_needed, "verl")
 wrapt.register_post_import_hook("verl_ext.checkpoints.hooks:install", "verl")

@@ -6,22 +6,20 @@ are read, not imported: that takes 5 s.
 
 import ast
 import functools
-import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = ROOT / "configs"
-VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
+from verl_ext.settings import CONFIGS, REPO, VERL, search_path
 
 # Sections whose keys verl's YAML does not list, and who refuses a wrong key instead.
 OPEN_SECTIONS = {
-    "retool": "ours: compared with the `retool` section of qwen2-32b_dapo.yaml",
-    "data.retool": "ours: verl_ext/datasets/sft.py",
+    "retool": "ours: verl_ext/settings.py",
+    "data.retool": "ours: verl_ext/settings.py",
     "reward.reward_kwargs": "verl's `dapo` reward manager and ours read it; no YAML of verl lists it",
     "ray_kwargs.ray_init": "keyword arguments of ray.init, which refuses unknown ones",
     "hydra": "Hydra's own, checked by Hydra",
@@ -49,35 +47,29 @@ KEYS_WITHOUT_EFFECT = {
 }
 
 
-def compose_run(name: str, overrides: Sequence[str] = (), *, folder: Path = CONFIGS) -> DictConfig:
-    """What Hydra makes of a run. verl's main brings verl's config folder into the search path; here it is named.
-
-    Raises:
-        hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException: there is no such YAML, or an override does
-            not fit.
-    """
-    with initialize_config_dir(str(folder), version_base=None):
-        return compose(name, overrides=[f"hydra.searchpath=[file://{VERL}/trainer/config]", *overrides])
-
-
 @functools.cache
 def own_yaml(path: str, folder: Path = CONFIGS) -> dict:
     """A YAML of ours as written, `path` without suffix, without what its `defaults:` bring in."""
     return OmegaConf.to_container(OmegaConf.load(folder / f"{path}.yaml"))
 
 
+@functools.cache
+def _parts(run: str, folder: Path = CONFIGS) -> tuple[tuple[str, str], ...]:
+    """(path, package) of the YAMLs that a run is composed of, verl's too, as Hydra merges them: the last one counts."""
+    with initialize_config_dir(str(folder), version_base=None):
+        loader = GlobalHydra.instance().config_loader()
+        parts = loader.compute_defaults_list(run, [search_path()], RunMode.RUN).defaults
+    return tuple((part.config_path, part.package or "") for part in parts if part.config_path)
+
+
 def lineage(run: str, folder: Path = CONFIGS) -> list[str]:
-    """The run and the ones of ours that it begins with; the last one begins with an entry config of verl's."""
-    names = [run]
-    while (folder / f"{own_yaml(names[-1], folder)['defaults'][0]}.yaml").is_file():
-        names.append(own_yaml(names[-1], folder)["defaults"][0])
-    return names
+    """The YAMLs of ours that a run is composed of, the one that overrides the others first."""
+    return [path for path, _ in reversed(_parts(run, folder)) if (folder / f"{path}.yaml").is_file()]
 
 
 @functools.cache
-def schema(run: str, folder: Path = CONFIGS) -> dict:
-    """All keys that verl's entry config of this run has, with verl's defaults."""
-    entry = own_yaml(lineage(run, folder)[-1], folder)["defaults"][0]
+def schema(entry: str) -> dict:
+    """All keys of verl's YAML that a run begins with, with verl's defaults."""
     with initialize_config_dir(f"{VERL}/trainer/config", version_base=None):
         return OmegaConf.to_container(compose(entry), resolve=False)
 
@@ -105,7 +97,7 @@ def is_open(key: str) -> bool:
 def dataclass_fields(name: str) -> frozenset[str]:
     """Fields of a config dataclass of verl or ours, and its bases, from the source: what making it would accept."""
     folders = [VERL / folder for folder in ("workers/config", "trainer/config", "utils/profiler", "utils/skip")]
-    for folder in [*folders, ROOT / "verl_ext" / "trainer"]:
+    for folder in [*folders, REPO / "verl_ext" / "trainer"]:
         for path in sorted(folder.rglob("*.py")):
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.ClassDef) and node.name == name:
@@ -143,13 +135,15 @@ def has_type_of(value: Any, default: Any) -> bool:
 
 
 def own_keys(run: str, folder: Path = CONFIGS) -> dict[str, Any]:
-    """Dotted key -> value, of the run's YAML and of what its `defaults:` include from configs/ by `group: option`."""
-    groups = [entry for entry in own_yaml(run, folder)["defaults"] if isinstance(entry, dict)]
-    paths = [f"{group}/{option}" for entry in groups for group, option in entry.items()] + [run]
-    trees = [{name: value for name, value in own_yaml(path, folder).items() if name != "defaults"} for path in paths]
-    return {key: value for tree in trees for key, value in leaves(tree).items()}
+    """Dotted key -> value, of all YAMLs of ours that a run is composed of."""
+    keys: dict[str, Any] = {}
+    for path, package in _parts(run, folder):
+        if (folder / f"{path}.yaml").is_file():
+            tree = {name: value for name, value in own_yaml(path, folder).items() if name != "defaults"}
+            keys |= leaves(tree, f"{package}." * bool(package))
+    return keys
 
 
 def required_keys(run: str, folder: Path = CONFIGS) -> frozenset[str]:
     """Keys that the run's YAMLs leave open by `???`. Composed they have verl's default: `???` does not replace it."""
-    return frozenset(key for name in lineage(run, folder) for key, v in own_keys(name, folder).items() if v == "???")
+    return frozenset(key for key, value in own_keys(run, folder).items() if value == "???")

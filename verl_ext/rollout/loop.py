@@ -29,6 +29,7 @@ from verl_ext.records.trajectories import check_trajectory_log
 from verl_ext.rollout.log_probs import check_log_probs_are_sent, checked_log_probs, wants_log_probs
 from verl_ext.rollout.seeds import seed_of
 from verl_ext.rollout.tool_use import ToolUse
+from verl_ext.settings import Retool, check
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
@@ -92,8 +93,8 @@ class RetoolAgentLoop(AgentLoopBase):
             gives its schema; code always runs by `retool.sandbox`.
         protocol: "code" or "hermes"; None takes `retool.protocol`.
     Raises:
-        ValueError: an unknown protocol, trajectories are to be logged and nothing would write them, or the trainer
-            needs log-probs that no server is asked for.
+        ValueError: a setting of `retool` is unknown, missing or out of range, trajectories are to be logged and nothing
+            would write them, or the trainer needs log-probs that no server is asked for.
     """
 
     shared = True  # `run` keeps what belongs to a sample to itself: LeanAgentLoopWorker takes one instance for all
@@ -103,6 +104,7 @@ class RetoolAgentLoop(AgentLoopBase):
         check_trajectory_log(self.config)
         check_log_probs_are_sent(self.config)
         settings = self.config.retool
+        check(settings, Retool)
         self.max_tool_calls = settings.max_tool_calls
         self.run_last_code = settings.run_last_code
         self.max_malformed_calls = settings.max_malformed_calls

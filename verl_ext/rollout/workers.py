@@ -33,8 +33,9 @@ from verl.utils.profiler import simple_timer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerClient
 
-from verl_ext.records.exclusions import RETRY_PAUSE_S, FailedSamples, failure
+from verl_ext.records.exclusions import RETRY_PAUSE_S, failure
 from verl_ext.records.trajectories import TrajectoryLog, trajectory_record
+from verl_ext.settings import FailedSamples
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))

@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from verl_ext.records.exclusions import Ended, ExclusionWatch, FailedSamples, is_alarm
+from verl_ext.records.exclusions import Ended, ExclusionWatch, is_alarm
+from verl_ext.settings import FailedSamples
 
 
 def ended(rollouts, groups=None, **excluded):
