@@ -247,7 +247,7 @@ class Problem:
 
     def __str__(self) -> str:
         if self.kind == "name":
-            return f"{self.message}. Expected one of {', '.join(self.known)}."
+            return f"{self.message}; expected one of {', '.join(self.known)}."
         near = difflib.get_close_matches(self.key, self.known, n=1)
         return f"{self.message}." + (f" Did you mean {near[0]}?" if near else "")
 
@@ -324,8 +324,7 @@ def _wrong_value(value: Any, schema: type, of: Field, path: str) -> list[Problem
     if (value is None and types.NoneType in kinds) or (isinstance(value, str) and value.startswith("${")):
         return []
     if among:
-        text = f"{path} is {value!r}, expected a name that is registered"
-        return [] if value in among else [Problem(path, "name", text, tuple(sorted(among)))]
+        return [] if value in among else [Problem(path, "name", f"{path} is {value!r}", tuple(sorted(among)))]
     fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
     if fits and (not within or is_in(value, within)):
         return []

@@ -111,7 +111,7 @@ def test_what_a_start_of_a_run_and_the_doctor_check_is_one_schema():
         ({"sandbox": {}}, "retool.sandbox.urls is missing, and verl_ext reads it."),
         (
             {"protocol": "xml"},
-            "retool.protocol is 'xml', expected a name that is registered. Expected one of code, hermes.",
+            "retool.protocol is 'xml'; expected one of code, hermes.",
         ),
         ({"run_last_code": "yes"}, "retool.run_last_code is 'yes', expected true or false"),
         ({"trajectory_log__max_files": 1}, "retool.trajectory_log.max_files is 1, expected a whole number in [2, inf)"),

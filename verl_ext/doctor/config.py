@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from hydra.errors import HydraException
@@ -34,20 +35,16 @@ def check_config(run: Run) -> Iterator[Finding]:
     reference = schema(run.entry)
     composed = leaves(OmegaConf.to_container(run.config, resolve=False))
     defaults = leaves(reference)
-    problems = False
-    for found in (
+    problems = chain(
         check_references(run),
         check_required(run, defaults),
         check_keys(run, composed, reference),
         check_effect(composed, defaults),
         check_types(composed, defaults),
         check_own_section(run),
-    ):
-        for finding in found:
-            problems = True
-            yield finding
-    if not problems:
-        yield topic.ok(f"verl 0.9.1 knows all {len(composed)} keys, and none that is set is without effect")
+    )
+    text = f"verl 0.9.1 knows all {len(composed)} keys, and none that is set is without effect"
+    yield from topic.all_well(problems, text)
 
 
 def check_references(run: Run) -> Iterator[Finding]:

@@ -153,10 +153,8 @@ FILES = (
 
 
 def check_names(run: Run) -> Iterator[Finding]:
-    problems = [*_check_settings(run), *_check_loggers(run), *_check_classes(run)]
-    yield from problems
-    if not problems:
-        yield topic.ok("every name that a setting chooses by is registered, and every class that one names is there")
+    text = "every name that a setting chooses by is registered, and every class that one names is there"
+    yield from topic.all_well([*_check_settings(run), *_check_loggers(run), *_check_classes(run)], text)
 
 
 def did_you_mean(word: str, known: Iterable[str], fallback: str = "") -> str:
@@ -184,7 +182,7 @@ def _check_settings(run: Run) -> Iterator[Finding]:
         known = set(names(run))
         for name in value if isinstance(value, list) else [value]:
             if name not in known:
-                yield _not_among(f"{key} is {name!r}, expected a name that is registered", name, known)
+                yield _not_among(f"{key} is {name!r}", name, known)
     for problem in run.own_problems():
         if problem.kind == "name":
             yield _not_among(problem.message, run.get(problem.key), problem.known)
@@ -192,7 +190,8 @@ def _check_settings(run: Run) -> Iterator[Finding]:
 
 def _not_among(message: str, name: Any, known: Iterable[str]) -> Finding:
     among = f"Take one of {', '.join(sorted(known))}."
-    return topic.fail(message, f"{did_you_mean(str(name), known)} {among}".strip())
+    text = f"{message}, expected a name that is registered"
+    return topic.fail(text, f"{did_you_mean(str(name), known)} {among}".strip())
 
 
 def _check_loggers(run: Run) -> Iterator[Finding]:

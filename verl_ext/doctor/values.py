@@ -52,9 +52,7 @@ BOUNDS = (
 def check_values(run: Run) -> Iterator[Finding]:
     problems = [*_check_own(run), *_check_counts(run), *_check_bounds(run), *_check_optimizer(run)]
     problems += _check_algorithm(run) if run.is_rl else []
-    yield from problems
-    if not problems:
-        yield topic.ok("learning rate, sampling, clipping and sizes are such as a run can mean")
+    yield from topic.all_well(problems, "learning rate, sampling, clipping and sizes are such as a run can mean")
 
 
 def _check_own(run: Run) -> Iterator[Finding]:
