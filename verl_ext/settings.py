@@ -41,10 +41,10 @@ class Option:
     """A section that has one key more, `enable`, and does nothing unless that is true."""
 
 
-# Sections ------------------------------------------------------------------------------------------------------------
+# Sections; to make one whose values are out of range raises ValueError -----------------------------------------------
 
+MAX_CODE_S = 86400  # of one program; as MAX_TIMEOUT_S of sandbox/server/api.py, whose module imports the server
 PROTOCOLS = ("code", "hermes")
-TRACEBACKS = ("full", "last_line")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class SandboxSettings:
     """Where and how code runs; verl_ext/sandbox/client.py."""
 
     urls: list
-    timeout_s: float = key(within="(0, 86400]", about="a number of seconds of one program")  # sandbox/server/api.py
+    timeout_s: float = key(within=f"(0, {MAX_CODE_S}]", about="a number of seconds of one program")
     memory_limit_mb: int = key(within="[1, inf)", about="a number of MB of one program")
     max_concurrency: int = key(within="[1, inf)", about="a number of calls in flight of an agent-loop worker")
     max_calls_per_s: float | None = key(within="(0, inf)", about="a number of calls of all workers together")
@@ -89,9 +89,6 @@ class AdaptiveN(Option):
         easy_n: and gets this many responses, or the phase's number if that is less.
         hard_below: a problem whose last pass rate was below this is hard,
         hard_n: and gets this many responses, or the phase's number if that is more.
-    Raises:
-        ValueError: a number of responses is below 2 (a group of one has its raw reward as advantage), or a pass rate
-            or the phases make no sense.
     """
 
     phases: list
@@ -103,7 +100,7 @@ class AdaptiveN(Option):
 
     def __post_init__(self) -> None:
         check_phases("adaptive_n", self.phases, lowest=2)
-        if min(self.easy_n, self.hard_n) < 2 or self.easy_visits < 1:
+        if min(self.easy_n, self.hard_n) < 2 or self.easy_visits < 1:  # a group of one has its raw reward as advantage
             raise ValueError(f"retool.adaptive_n: expected easy_n, hard_n >= 2 and easy_visits >= 1, got {self}")
         if not 0 <= self.hard_below <= self.easy_above <= 1:
             raise ValueError(f"retool.adaptive_n: expected 0 <= hard_below <= easy_above <= 1, got {self}")
@@ -117,8 +114,6 @@ class FailedSamples:
         max_failed_share: of the samples of a data source. A validation that lost more, of any of its sources, is void.
         retries: how often what failed of a sample is tried again, at the most: a call of a tool, a verification, or
             the whole rollout where it was aborted or raised.
-    Raises:
-        ValueError: one of them is out of range.
     """
 
     max_failed_share: float = 0.25
@@ -130,14 +125,9 @@ class FailedSamples:
 
     @classmethod
     def from_config(cls, config: "DictConfig") -> "FailedSamples":
-        """From a run's config; what it does not set has its default.
-
-        Raises:
-            ValueError: a setting is unknown or out of range.
-        """
+        """From a run's config; what it does not set has its default. Raises as `check`."""
         section = _section(config, "retool.validation") or {}
-        if unknown := sorted(set(section) - {"max_failed_share", "retries"}):
-            raise ValueError(f"retool.validation has {', '.join(unknown)}; expected max_failed_share and retries.")
+        check(section, cls, "retool.validation")
         return cls(**section)
 
 
@@ -159,8 +149,6 @@ class LightValidation(Option):
         problems: of the validation set, evenly spaced, the same ones every time.
         n: responses per problem.
         full_every: steps; a validation at a multiple of it is full. So are the one before step 1 and the last.
-    Raises:
-        ValueError: one of them is below 1.
     """
 
     problems: int
@@ -182,8 +170,6 @@ class EarlyStop(Option):
         patience: validations in a row without progress that end the run.
         min_delta: progress is a value that exceeds the best one at the last progress by at least this.
         max_drop: a value that is more than this below the best one ends the run at once; None: never.
-    Raises:
-        ValueError: a setting is out of range.
     """
 
     metric: str | None
@@ -207,7 +193,7 @@ class Retool:
     run_last_code: bool = key()
     max_malformed_calls: int = key(within="[0, inf)", about="a number of calls of a response")
     max_tool_response_tokens: int = key(within="[1, inf)", about="a number of tokens of one output")
-    traceback: str = key(among=TRACEBACKS)
+    traceback: str = key(among=("full", "last_line"))
     sandbox: SandboxSettings
     trajectory_log: TrajectoryLogSettings
     repeatable: bool = False
@@ -280,10 +266,7 @@ def problems(section: Any, schema: type, name: str) -> Iterator[Problem]:
 
     An option that is off may lack keys and have any values; its keys must be right, as a misspelt one may be `enable`.
 
-    Args:
-        section: plain containers; a reference that is not resolved yet, `${...}`, may stand for any value.
-        schema: its dataclass.
-        name: dotted, from the root of the config.
+    `section` is of plain containers; a reference that is not resolved yet, `${...}`, may stand for any value.
     """
     if not isinstance(section, Mapping):
         yield Problem(name, "value", f"{name} is {section!r}, but it is a section")
@@ -353,11 +336,7 @@ def check(section: "DictConfig | Mapping[str, Any]", schema: type, name: str = "
 
 
 def read_settings(config: "DictConfig", name: str, settings_class: type[T]) -> T | None:
-    """Settings of the option `retool.<name>`, or None where its `enable` is not true or it is not there at all.
-
-    Raises:
-        ValueError: a setting that the option does not have, one that is missing, or a value out of range.
-    """
+    """Settings of the option `retool.<name>`, or None where it is off or not there at all. Raises as `check`."""
     section = _section(config, f"retool.{name}")
     if section is None or not section.get("enable"):
         return None
@@ -401,7 +380,6 @@ def compose_run(
     """What Hydra makes of a run's YAML. Old names of files that moved are replaced.
 
     Args:
-        name: of the YAML in `folder`, without suffix.
         beside: further folders of YAMLs, where the run's is not in configs/.
     Raises:
         hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException: there is no such YAML, or an override does

@@ -1,3 +1,4 @@
+import inspect
 import re
 import subprocess
 import sys
@@ -8,8 +9,10 @@ from omegaconf import OmegaConf
 
 from verl_ext.settings import (
     CONFIGS,
+    MAX_CODE_S,
     Option,
     Retool,
+    SandboxSettings,
     SftData,
     SftRetool,
     check,
@@ -136,6 +139,14 @@ def test_an_option_that_is_off_may_have_any_values_and_a_run_of_before_may_lack_
 def test_every_wrong_key_is_named_at_once():
     with pytest.raises(ValueError, match="retool.max_calls is none .* retool.traceback is 'all'"):
         check(retool(max_calls=3, traceback="all"), Retool)
+
+
+def test_what_is_said_of_the_sandbox_is_what_client_and_server_do():
+    from verl_ext.sandbox.client import SandboxClient
+    from verl_ext.sandbox.server.api import MAX_TIMEOUT_S
+
+    default = inspect.signature(SandboxClient).parameters["queue_timeout_s"].default
+    assert SandboxSettings.queue_timeout_s == default and MAX_CODE_S == MAX_TIMEOUT_S
 
 
 def test_importing_settings_costs_no_package():

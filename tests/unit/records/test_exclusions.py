@@ -78,5 +78,8 @@ def test_settings_of_failed_validation_samples_have_defaults_and_no_other_names(
         with pytest.raises(ValueError, match="expected 0 <= max_failed_share < 1 and retries >= 0"):
             FailedSamples(**wrong)
     config.retool.validation.max_failed = 0.5
-    with pytest.raises(ValueError, match="retool.validation has max_failed; expected max_failed_share and retries"):
+    with pytest.raises(
+        ValueError,
+        match="retool.validation.max_failed is none of verl_ext's settings.*Did you mean retool.validation.max_f",
+    ):
         FailedSamples.from_config(config)
