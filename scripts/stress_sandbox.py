@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from verl_ext.doctor.sandbox import load as load_sandbox
 from verl_ext.sandbox import RunResult, SandboxClient, running_server
+from verl_ext.sandbox.load import load as load_sandbox
 
 MAX_RATIO = 5.0  # p99 / p50 of `print`
 MAX_GROWTH_MB = 20.0  # unique memory of all processes; without a leak it varies by 15 with what ran last

@@ -10,6 +10,9 @@ Where verl is not installed, the sandbox is alone and this package does nothing.
 
 from importlib.util import find_spec
 
+from verl_ext import moved
+
+moved.install()  # old names of modules, as users' YAMLs and runs of before have them
 if find_spec("verl"):
     import wrapt
 

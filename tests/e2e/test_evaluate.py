@@ -23,9 +23,18 @@ PROBLEMS = 16
 SAME = ("input", "output", "model_spans", "finish_reason", "tool_calls", "tool_errors", "acc", "pred")
 
 
+AGENT = "actor_rollout_ref.rollout.agent"
+OLD_NAMES = [  # verl_ext/moved.py: as the saved config of a run of before has them
+    f"{AGENT}.agent_loop_config_path=verl_ext/agent_loop/agent_loops.yaml",
+    f"{AGENT}.agent_loop_manager_class=verl_ext.agent_loop.manager.InServerAgentLoopManager",
+    "trainer.v1.sampler.custom_sampler.path=pkg://verl_ext.replay_buffer",
+]
+
+
 @pytest.fixture(scope="module")
 def arguments(small: Path) -> list[str]:
-    return ["--data", str(small / "data" / "eval.parquet"), "--limit", str(PROBLEMS), "--temperature", "0"]
+    data = ["--data", str(small / "data" / "eval.parquet"), "--limit", str(PROBLEMS)]
+    return [*OLD_NAMES, *data, "--temperature", "0"]
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.e2e.conftest import kill_tree, launch, read_metrics, run_to_end
 from verl_ext.checkpoints import folder as checkpoints
+from verl_ext.evaluation.settings import load_config
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -29,6 +31,13 @@ SFT = [
     "retool.checkpoints.keep_last=1",
     "retool.checkpoints.best_metric=val/loss",
     "retool.checkpoints.best_mode=max",  # the highest loss is that of step 4, of the first start: it must stay
+    "data.custom_cls.path=pkg://verl_ext.sft_dataset",  # an old name, as in the YAMLs of before
+]
+AGENT = "actor_rollout_ref.rollout.agent"
+OLD_NAMES = [  # verl_ext/moved.py: a run of before goes on
+    f"{AGENT}.agent_loop_config_path=verl_ext/agent_loop/agent_loops.yaml",
+    f"{AGENT}.agent_loop_manager_class=verl_ext.agent_loop.manager.InServerAgentLoopManager",
+    "trainer.v1.sampler.custom_sampler.path=pkg://verl_ext.replay_buffer",
 ]
 RL = [
     "trainer.total_training_steps=4",
@@ -40,7 +49,7 @@ RL = [
     "algorithm.filter_groups.max_num_gen_batches=1",
 ]
 MODES = {
-    "sync": [],
+    "sync": OLD_NAMES,
     "colocate_async": [
         "trainer.v1.trainer_mode=colocate_async",
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager",
@@ -189,6 +198,12 @@ def test_rl_ends_at_its_last_step(small: Path, tmp_path: Path, trainer: str, mod
         run = Run(trainer, tmp_path / "rl", small, url)
         run.go_through(kills, mode)
     assert run.starts[0][:2] == [1, 2] and run.starts[-1] == [3, 4]
+    if MODES[trainer] is OLD_NAMES:
+        saved = (run.out / "hydra" / "config.yaml").read_text()
+        assert all(override.partition("=")[2] in saved for override in OLD_NAMES)
+        again = load_config(str(run.out / "hydra" / "config.yaml"), [])  # as an evaluation of this run reads it
+        assert OmegaConf.select(again, f"{AGENT}.agent_loop_config_path") == "verl_ext/rollout/agent_loops.yaml"
+        assert "verl_ext.replay_buffer is now verl_ext.trainer.sampler" in run.log.read_text(errors="replace")
     early, late = run.out / "global_step_2", run.out / "global_step_4"
     assert optimizer_steps(early) == {4.0}
     assert optimizer_steps(late) == {8.0}, "the optimizer started anew"

@@ -20,8 +20,9 @@ from verl_ext.datasets.rows import DataError, progress_bar, read_rows, write_par
 from verl_ext.datasets.rows import field as column_of
 from verl_ext.datasets.text import PROMPTS, EvaluationProblems, bare_problem, has_no_words, same_problem_key
 from verl_ext.reward.score import compare, score_answer
+from verl_ext.settings import REPO
 
-BUILT_IN = Path(__file__).resolve().parents[2] / "data" / "aime"
+BUILT_IN = REPO / "data" / "aime"
 FEATURES = datasets.Features(
     {
         "data_source": datasets.Value("string"),

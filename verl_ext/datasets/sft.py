@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from verl_ext.protocols.base import SegmentEncoder
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.trace import Segment, split_trace
+from verl_ext.settings import SftData, check
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ class RetoolSFTDataset(Dataset):
     Attributes:
         dropped: (row number, reason) of each row that is left out.
     Raises:
-        ValueError: a row is not a trace, or too long, and is not to be dropped; names its number and the reason.
+        ValueError: a setting is unknown, missing or none of its names; or a row is not a trace, or too long, and is not
+            to be dropped: names its number and the reason.
     """
 
     def __init__(
@@ -58,9 +60,8 @@ class RetoolSFTDataset(Dataset):
                 f"data.truncation is {self.truncation!r}; expected 'error', 'right' or 'drop' for traces that are too "
                 "long: cut on the left they would lose their question."
             )
+        check(config.retool, SftData, "data.retool")
         self.bad_rows = config.retool.bad_rows
-        if self.bad_rows not in ("error", "drop"):
-            raise ValueError(f"data.retool.bad_rows is {self.bad_rows!r}; expected 'error' or 'drop'.")
         self._template_kwargs = dict(config.get("apply_chat_template_kwargs") or {})
         self._encoder = SegmentEncoder(tokenizer)
         self._protocol = make_protocol(

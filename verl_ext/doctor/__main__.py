@@ -27,7 +27,8 @@ from verl_ext.doctor import (
 )
 from verl_ext.doctor.finding import Finding, Level, Topic
 from verl_ext.doctor.run import Run
-from verl_ext.doctor.schema import CONFIGS, ROOT, compose_run, required_keys
+from verl_ext.doctor.schema import required_keys
+from verl_ext.settings import CONFIGS, REPO, compose_run
 
 Check = Callable[[], Iterable[Finding]]
 
@@ -64,7 +65,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     except (HydraException, OmegaConfBaseException, OSError, KeyError) as error:
         yield config.explain(error, args.config_name, folder)
         return
-    run = Run(args.config_name, composed, required, args.nnodes, args.nproc_per_node, ROOT)
+    run = Run(args.config_name, composed, required, args.nnodes, args.nproc_per_node, REPO)
     try:
         here = machine.Machine.here()
     except Exception as error:

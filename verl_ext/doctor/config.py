@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from hydra.errors import HydraException
@@ -13,43 +14,37 @@ from verl_ext.doctor.finding import Finding, Topic
 from verl_ext.doctor.names import did_you_mean
 from verl_ext.doctor.run import Run
 from verl_ext.doctor.schema import (
-    CONFIGS,
     KEYS_WITHOUT_EFFECT,
-    compose_run,
+    OPEN_SECTIONS,
     has_type_of,
     is_field_of_own_class,
     is_known,
     is_open,
     is_within,
     leaves,
-    own_yaml,
     schema,
 )
+from verl_ext.settings import CONFIGS, compose_run
 
 topic = Topic("config")
 SIMILAR = 0.8  # of a misspelt section
-WITH_DEFAULT = {"repeatable", "validation.retries", "validation.max_failed_share"}  # of `retool`: a YAML may lack them
 
 
 def check_config(run: Run) -> Iterator[Finding]:
     """Unknown keys, keys without effect, values of another type, and what is not set."""
-    reference = schema(run.reference)
+    reference = schema(run.entry)
     composed = leaves(OmegaConf.to_container(run.config, resolve=False))
     defaults = leaves(reference)
-    problems = False
-    for found in (
+    problems = chain(
         check_references(run),
         check_required(run, defaults),
         check_keys(run, composed, reference),
         check_effect(composed, defaults),
         check_types(composed, defaults),
         check_own_section(run),
-    ):
-        for finding in found:
-            problems = True
-            yield finding
-    if not problems:
-        yield topic.ok(f"verl 0.9.1 knows all {len(composed)} keys, and none that is set is without effect")
+    )
+    text = f"verl 0.9.1 knows all {len(composed)} keys, and none that is set is without effect"
+    yield from topic.all_well(problems, text)
 
 
 def check_references(run: Run) -> Iterator[Finding]:
@@ -70,7 +65,7 @@ def check_required(run: Run, defaults: dict) -> Iterator[Finding]:
 
 
 def check_keys(run: Run, composed: dict, reference: dict) -> Iterator[Finding]:
-    known = [*leaves(reference), *leaves(own_yaml(run.reference))]
+    known = [*leaves(reference), *OPEN_SECTIONS]
     sections = [*reference, "retool", "hydra", *(path.name for path in CONFIGS.iterdir() if path.is_dir())]
     for key, value in composed.items():
         if key not in known and value not in (None, {}) and any(is_within(name, key) for name in known):
@@ -115,17 +110,12 @@ def check_types(composed: dict, defaults: dict) -> Iterator[Finding]:
 
 
 def check_own_section(run: Run) -> Iterator[Finding]:
-    """`retool` (RL), `data.retool` (SFT): as many keys as the reference has."""
-    section, yaml = "retool" if run.is_rl else "data.retool", own_yaml(run.reference)
-    own, known = leaves(run.get(section, {})), leaves(yaml["retool"] if run.is_rl else yaml["data"]["retool"])
-    for key in sorted(own.keys() - known.keys() - {"sandbox.queue_timeout_s"}):
-        hint = did_you_mean(f"{section}.{key}", [f"{section}.{name}" for name in known], "Remove it.")
-        yield topic.fail(f"{section}.{key} is none of verl_ext's settings; it would do nothing", hint)
-    if run.is_rl:
-        for key in sorted(known.keys() - own.keys() - WITH_DEFAULT):
-            yield topic.fail(
-                f"{section}.{key} is missing, and verl_ext reads it", f"Set it as in {run.reference}.yaml."
-            )
+    """Keys of `retool` (RL), `data.retool` (SFT); their names and numbers are told by names.py and values.py."""
+    for problem in run.own_problems():
+        if problem.kind == "unknown":
+            yield topic.fail(problem.message, did_you_mean(problem.key, problem.known, "Remove it."))
+        elif problem.kind == "missing":
+            yield topic.fail(problem.message, "Set it as in configs/qwen2-32b_dapo.yaml.")
 
 
 def check_reward(run: Run) -> Iterator[Finding]:

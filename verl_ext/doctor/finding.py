@@ -1,6 +1,7 @@
 """What a check says."""
 
 import textwrap
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -48,6 +49,15 @@ class Topic:
 
     def ok(self, message: str) -> Finding:
         return Finding(Level.OK, self.name, message)
+
+    def all_well(self, problems: Iterable[Finding], message: str) -> Iterator[Finding]:
+        """The problems as they come, so that a check that breaks has told what it found; one OK where there is none."""
+        is_well = True
+        for problem in problems:
+            is_well = False
+            yield problem
+        if is_well:
+            yield self.ok(message)
 
     def warn(self, message: str, advice: str) -> Finding:
         return Finding(Level.WARN, self.name, message, advice)

@@ -1,23 +1,27 @@
 """Names that a setting must be one of, and classes that a setting names.
 
-They are read from verl's sources and ours: from registrations, from lists, and from comparisons. Nothing is imported.
+They are read from verl's sources and ours, by patterns: registrations, lists and comparisons. Nothing is imported.
 """
 
 import ast
 import difflib
 import functools
 import importlib.util
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
 from verl_ext.doctor.finding import Finding, Topic
 from verl_ext.doctor.run import Run
-from verl_ext.doctor.schema import ROOT, VERL, leaves, schema
+from verl_ext.doctor.schema import leaves, schema
+from verl_ext.moved import new_name
+from verl_ext.settings import REPO, VERL
 
 topic = Topic("names")
-OURS = ROOT / "verl_ext"
+OURS = REPO / "verl_ext"
 ALGORITHMS = VERL / "trainer/ppo/core_algos.py"
 TRAINERS = VERL / "trainer/ppo/v1"
 ENGINES = VERL / "workers/engine"
@@ -29,73 +33,37 @@ PACKAGES_OF_LOGGERS = ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "
 
 
 @functools.cache
-def _nodes(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-
-
-@functools.cache
-def registered(source: Path, function: str, keyword: str = "") -> dict[str, ast.AST | None]:
-    """Name -> what is decorated, of the calls of `function` in a file or in all files of a folder.
-
-    The name is the first argument (a text, a list of texts, or a member of an enum in that file), or `keyword`.
-    """
-    found: dict[str, ast.AST | None] = {}
-    last = function.rpartition(".")[2]
+def _quoted(source: Path, pattern: str) -> frozenset[str]:
+    """Texts in what the pattern's group matches in a file, or in a folder's files; of an enum's member its value."""
+    found: set[str] = set()
     for path in [source] if source.is_file() else sorted(source.rglob("*.py")):
-        if function not in path.read_text(encoding="utf-8"):
-            continue
-        nodes = _nodes(path)
-        owners = {id(call): node for node in nodes for call in getattr(node, "decorator_list", ())}
-        for node in nodes:
-            if isinstance(node, ast.Call) and _last(node.func) == last and ast.unparse(node.func) == function:
-                arguments = [a.value for a in node.keywords if a.arg == keyword] if keyword else node.args[:1]
-                for name in (name for argument in arguments for name in _texts(argument, nodes)):
-                    found[name] = owners.get(id(node))
-    return found
+        text = path.read_text(encoding="utf-8")
+        for inside in re.findall(pattern, text, re.DOTALL | re.MULTILINE):
+            found.update(re.findall(r'"([^"]+)"', inside))
+            for member in re.findall(r"[A-Z]\w+\.([A-Z_]+)", inside):
+                found.update(re.findall(rf'^    {member} = "(\w+)"', text, re.MULTILINE))
+    return frozenset(found)
 
 
-@functools.cache
-def compared(source: Path, name: str) -> set[str]:
+def registered(source: Path, function: str, keyword: str = "") -> frozenset[str]:
+    """Names that a module-level call or decorator is given: its arguments, or the one called `keyword`."""
+    arguments = rf"[^)]*?{keyword}=(\[.*?\]|\".*?\")" if keyword else r"(.*?)\)"
+    return _quoted(source, rf"^@?{re.escape(function)}\({arguments}")
+
+
+def compared(source: Path, name: str) -> frozenset[str]:
     """Texts that the variable or attribute `name` is compared with."""
-    found = set()
-    for node in _nodes(source):
-        if not isinstance(node, ast.Compare) or _last(node.left) != name.rpartition(".")[2]:
-            continue
-        if f".{ast.unparse(node.left)}".endswith(f".{name}"):
-            found.update(text for right in node.comparators for text in _texts(right, ()))
-    return found
+    return _quoted(source, rf"\b{re.escape(name)} (?:==|!=|in|not in) (\".*?\"|[(\[].*?[)\]])")
 
 
-@functools.cache
-def listed(source: Path, name: str) -> set[str]:
+def listed(source: Path, name: str) -> frozenset[str]:
     """Texts of the list or tuple that is assigned to `name`."""
-    assigned = (node for node in _nodes(source) if isinstance(node, ast.Assign))
-    return {text for node in assigned if ast.unparse(node.targets[0]) == name for text in _texts(node.value, ())}
+    return _quoted(source, rf"\b{name} = [(\[](.*?)[)\]]")
 
 
-def _last(node: ast.AST) -> str | None:
-    """`c` of the expression `a.b.c`."""
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
-
-
-def _texts(node: ast.AST, nodes: Iterable[ast.AST]) -> list[str]:
-    if isinstance(node, ast.Constant):
-        return [node.value] if isinstance(node.value, str) else []
-    if isinstance(node, ast.List | ast.Tuple | ast.Set):
-        return [text for item in node.elts for text in _texts(item, nodes)]
-    if isinstance(node, ast.Attribute):  # Enum.MEMBER
-        classes = [each for each in nodes if isinstance(each, ast.ClassDef) and each.name == ast.unparse(node.value)]
-        members = [item for each in classes for item in each.body if isinstance(item, ast.Assign)]
-        return [
-            text for item in members if ast.unparse(item.targets[0]) == node.attr for text in _texts(item.value, ())
-        ]
-    return []
-
-
-def estimators_of_groups() -> set[str]:
+def estimators_of_groups() -> frozenset[str]:
     """Advantage estimators that compare the samples of a prompt: those whose function takes their `index`."""
-    functions = registered(ALGORITHMS, "register_adv_est")
-    return {name for name, node in functions.items() if "index" in {argument.arg for argument in node.args.args}}
+    return _quoted(ALGORITHMS, r"^@register_adv_est\(([^)]*)\)[^\n]*\ndef \w+\((?:    [^\n]*|\n)*?\bindex:")
 
 
 def agent_loops(run: Run) -> dict[str, str | None]:
@@ -151,9 +119,6 @@ SETTINGS: dict[str, Callable[[Run], Iterable[str]]] = {
     "actor_rollout_ref.rollout.checkpoint_engine.backend": _checkpoint_engines,
     "reward.reward_manager.source": lambda _: compared(VERL / "workers/config/reward.py", "source"),
     "reward.reward_kwargs.overlong_counts": lambda _: compared(OURS / "reward/manager.py", "overlong_counts"),
-    "retool.protocol": lambda _: compared(OURS / "protocols/by_name.py", "name"),
-    "retool.traceback": lambda _: compared(OURS / "protocols/base.py", "traceback"),
-    "retool.checkpoints.best_mode": lambda _: compared(OURS / "checkpoints/folder.py", "best_mode"),
     "trainer.v1.trainer_mode": lambda _: registered(TRAINERS, "register_trainer"),
     "trainer.v1.sampler.max_off_policy_strategy": lambda _: compared(
         TRAINERS / "replay_buffer.py", "max_off_policy_strategy"
@@ -162,8 +127,6 @@ SETTINGS: dict[str, Callable[[Run], Iterable[str]]] = {
     "trainer.device": lambda _: {"cpu", *registered(ENGINES, "EngineRegistry.register", "device")},
     "trainer.resume_mode": lambda _: compared(VERL / "utils/checkpoint/checkpoint_handler.py", "resume_mode"),
     # of SFT alone
-    "data.retool.protocol": lambda _: compared(OURS / "protocols/by_name.py", "name"),
-    "data.retool.bad_rows": lambda _: compared(OURS / "datasets/sft.py", "bad_rows"),
     "engine.strategy": lambda _: registered(ENGINES, "EngineRegistry.register", "backend"),
     "optim.lr_scheduler_type": _schedules,
     "optim.lr_decay_type": lambda _: listed(OURS / "trainer/lr_schedule.py", "DECAY_TYPES"),
@@ -190,10 +153,8 @@ FILES = (
 
 
 def check_names(run: Run) -> Iterator[Finding]:
-    problems = [*_check_settings(run), *_check_loggers(run), *_check_classes(run)]
-    yield from problems
-    if not problems:
-        yield topic.ok("every name that a setting chooses by is registered, and every class that one names is there")
+    text = "every name that a setting chooses by is registered, and every class that one names is there"
+    yield from topic.all_well([*_check_settings(run), *_check_loggers(run), *_check_classes(run)], text)
 
 
 def did_you_mean(word: str, known: Iterable[str], fallback: str = "") -> str:
@@ -213,7 +174,7 @@ def _check_settings(run: Run) -> Iterator[Finding]:
     settings = dict(SETTINGS)
     if run.get("reward.reward_manager.source") == "register":
         settings["reward.reward_manager.name"] = reward_managers
-    defaults = leaves(schema(run.reference))
+    defaults = leaves(schema(run.entry))
     for key, names in settings.items():
         value = run.get(key)
         if value is None or value == defaults.get(key):  # verl's own default is known
@@ -221,11 +182,16 @@ def _check_settings(run: Run) -> Iterator[Finding]:
         known = set(names(run))
         for name in value if isinstance(value, list) else [value]:
             if name not in known:
-                among = f"Take one of {', '.join(sorted(known))}."
-                yield topic.fail(
-                    f"{key} is {name!r}, expected a name that is registered",
-                    f"{did_you_mean(str(name), known)} {among}".strip(),
-                )
+                yield _not_among(f"{key} is {name!r}", name, known)
+    for problem in run.own_problems():
+        if problem.kind == "name":
+            yield _not_among(problem.message, run.get(problem.key), problem.known)
+
+
+def _not_among(message: str, name: Any, known: Iterable[str]) -> Finding:
+    among = f"Take one of {', '.join(sorted(known))}."
+    text = f"{message}, expected a name that is registered"
+    return topic.fail(text, f"{did_you_mean(str(name), known)} {among}".strip())
 
 
 def _check_loggers(run: Run) -> Iterator[Finding]:
@@ -268,7 +234,7 @@ def module_file(run: Run, path: str) -> Path | None:
     if path.endswith(".py"):
         file = run.folder / path.removeprefix("file://")
         return file if file.is_file() else None
-    package, *rest = path.removeprefix("pkg://").split(".")
+    package, *rest = new_name(path.removeprefix("pkg://").replace("/", ".")).split(".")
     try:
         spec = importlib.util.find_spec(package)
     except ValueError:

@@ -1,5 +1,6 @@
 """The run that is looked at: its composed configuration, and the few numbers that most checks need."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.doctor.shape import ModelShape, read_shape
+from verl_ext.settings import Problem, Retool, SftData, SftRetool, problems
 
 GIB = 2**30
 
@@ -53,9 +55,15 @@ class Run:
         return "actor_rollout_ref" in self.config
 
     @property
-    def reference(self) -> str:
-        """The YAML of ours whose `retool` section has every key, and that begins with verl's entry config."""
-        return "qwen2-32b_dapo" if self.is_rl else "qwen2-32b_sft"
+    def entry(self) -> str:
+        """verl's YAML that the run begins with."""
+        return "ppo_trainer" if self.is_rl else "sft_trainer_engine"
+
+    def own_problems(self) -> Iterator[Problem]:
+        """What is wrong with the sections that are verl_ext's own; the start of a run refuses the same."""
+        own = {"retool": Retool} if self.is_rl else {"retool": SftRetool, "data.retool": SftData}
+        for name, section in own.items():
+            yield from problems(self.get(name, {}), section, name)
 
     @property
     def is_on_cpu(self) -> bool:

@@ -6,22 +6,20 @@ are read, not imported: that takes 5 s.
 
 import ast
 import functools
-import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = ROOT / "configs"
-VERL = Path(importlib.util.find_spec("verl").submodule_search_locations[0])
+from verl_ext.settings import CONFIGS, REPO, VERL, search_path
 
 # Sections whose keys verl's YAML does not list, and who refuses a wrong key instead.
 OPEN_SECTIONS = {
-    "retool": "ours: compared with the `retool` section of qwen2-32b_dapo",
-    "data.retool": "ours: verl_ext/datasets/sft.py",
+    "retool": "ours: verl_ext/settings.py",
+    "data.retool": "ours: verl_ext/settings.py",
     "reward.reward_kwargs": "verl's `dapo` reward manager and ours read it; no YAML of verl lists it",
     "ray_kwargs.ray_init": "keyword arguments of ray.init, which refuses unknown ones",
     "hydra": "Hydra's own, checked by Hydra",
@@ -49,45 +47,31 @@ KEYS_WITHOUT_EFFECT = {
 }
 
 
-def compose_run(name: str, overrides: Sequence[str] = (), *, folder: Path = CONFIGS) -> DictConfig:
-    """What Hydra makes of a run. verl's main brings verl's config folder into the search path; here it is named.
-
-    Raises:
-        hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException: there is no such YAML, or an override does
-            not fit.
-    """
-    with initialize_config_dir(str(folder), version_base=None):
-        return compose(name, overrides=[f"hydra.searchpath=[file://{VERL}/trainer/config]", *overrides])
-
-
-@functools.cache
-def lineage(path: str, folder: Path = CONFIGS) -> list[str]:
-    """The YAMLs that one of ours is made of by `defaults:`, later ones on top; the first of a run is verl's own."""
-    names, entries = [], list(OmegaConf.load(folder / f"{path}.yaml").get("defaults", []))
-    for entry in entries if "_self_" in entries else [*entries, "_self_"]:
-        name = entry if isinstance(entry, str) else "/".join(map(str, next(iter(entry.items()))))
-        if name == "_self_":
-            names.append(path)
-            continue
-        beside = str(Path(path).parent / name)  # the YAML of a group names its neighbours
-        own = [found for found in (beside, name) if (folder / f"{found}.yaml").is_file()]
-        names += lineage(own[0], folder) if own else [name]
-    return names
-
-
 @functools.cache
 def own_yaml(path: str, folder: Path = CONFIGS) -> dict:
-    """A YAML of ours, `path` without suffix, with all YAMLs of ours that its `defaults:` bring in, unresolved."""
-    files = [folder / f"{name}.yaml" for name in lineage(path, folder)]
-    tree = OmegaConf.to_container(OmegaConf.merge(*(OmegaConf.load(file) for file in files if file.is_file())))
-    return {name: value for name, value in tree.items() if name != "defaults"}
+    """A YAML of ours as written, `path` without suffix, without what its `defaults:` bring in."""
+    return OmegaConf.to_container(OmegaConf.load(folder / f"{path}.yaml"))
 
 
 @functools.cache
-def schema(run: str, folder: Path = CONFIGS) -> dict:
-    """All keys that verl's entry config of this run has, with verl's defaults."""
+def _parts(run: str, folder: Path = CONFIGS) -> tuple[tuple[str, str], ...]:
+    """(path, package) of the YAMLs that a run is composed of, verl's too, as Hydra merges them: the last one counts."""
+    with initialize_config_dir(str(folder), version_base=None):
+        loader = GlobalHydra.instance().config_loader()
+        parts = loader.compute_defaults_list(run, [search_path()], RunMode.RUN).defaults
+    return tuple((part.config_path, part.package or "") for part in parts if part.config_path)
+
+
+def lineage(run: str, folder: Path = CONFIGS) -> list[str]:
+    """The YAMLs of ours that a run is composed of, the one that overrides the others first."""
+    return [path for path, _ in reversed(_parts(run, folder)) if (folder / f"{path}.yaml").is_file()]
+
+
+@functools.cache
+def schema(entry: str) -> dict:
+    """All keys of verl's YAML that a run begins with, with verl's defaults."""
     with initialize_config_dir(f"{VERL}/trainer/config", version_base=None):
-        return OmegaConf.to_container(compose(lineage(run, folder)[0]), resolve=False)
+        return OmegaConf.to_container(compose(entry), resolve=False)
 
 
 def leaves(tree: dict, prefix: str = "") -> dict[str, Any]:
@@ -113,7 +97,7 @@ def is_open(key: str) -> bool:
 def dataclass_fields(name: str) -> frozenset[str]:
     """Fields of a config dataclass of verl or ours, and its bases, from the source: what making it would accept."""
     folders = [VERL / folder for folder in ("workers/config", "trainer/config", "utils/profiler", "utils/skip")]
-    for folder in [*folders, ROOT / "verl_ext" / "trainer"]:
+    for folder in [*folders, REPO / "verl_ext" / "trainer"]:
         for path in sorted(folder.rglob("*.py")):
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.ClassDef) and node.name == name:
@@ -151,8 +135,13 @@ def has_type_of(value: Any, default: Any) -> bool:
 
 
 def own_keys(run: str, folder: Path = CONFIGS) -> dict[str, Any]:
-    """Dotted key -> value, of the run's YAML and of all YAMLs of ours that its `defaults:` bring in."""
-    return leaves(own_yaml(run, folder))
+    """Dotted key -> value, of all YAMLs of ours that a run is composed of."""
+    keys: dict[str, Any] = {}
+    for path, package in _parts(run, folder):
+        if (folder / f"{path}.yaml").is_file():
+            tree = {name: value for name, value in own_yaml(path, folder).items() if name != "defaults"}
+            keys |= leaves(tree, f"{package}." * bool(package))
+    return keys
 
 
 def required_keys(run: str, folder: Path = CONFIGS) -> frozenset[str]:

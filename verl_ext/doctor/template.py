@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.doctor.finding import Finding, Topic
 from verl_ext.doctor.run import Run
-from verl_ext.doctor.schema import CONFIGS, compose_run
+from verl_ext.settings import CONFIGS, compose_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

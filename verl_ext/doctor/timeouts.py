@@ -8,9 +8,9 @@ from omegaconf import OmegaConf
 from verl_ext.doctor.finding import Finding, Topic
 from verl_ext.doctor.run import Run
 from verl_ext.sandbox.client import ANSWER_GRACE_S, SandboxClient
+from verl_ext.settings import MAX_CODE_S
 
 topic = Topic("time-outs")
-MAX_CODE_S = 86400.0  # as sandbox.api.MAX_TIMEOUT_S, whose module imports the server
 QUEUE_S, ATTEMPTS = (
     inspect.signature(SandboxClient).parameters[name].default for name in ("queue_timeout_s", "max_attempts")
 )
@@ -22,7 +22,7 @@ def check_timeouts(run: Run) -> Iterator[Finding]:
     code_s = run.get("retool.sandbox.timeout_s", 0)
     queue_s = run.get("retool.sandbox.queue_timeout_s", QUEUE_S)
     if not 0 < code_s <= MAX_CODE_S:
-        yield topic.fail(f"retool.sandbox.timeout_s={code_s}: the sandbox takes (0, {MAX_CODE_S:g}] s", "Correct it.")
+        yield topic.fail(f"retool.sandbox.timeout_s={code_s}: the sandbox takes (0, {MAX_CODE_S}] s", "Correct it.")
         return
     if queue_s <= 0:
         yield topic.fail(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from verl_ext.doctor.finding import Finding, Level, Topic
 from verl_ext.doctor.names import estimators_of_groups
 from verl_ext.doctor.run import Run, count
+from verl_ext.settings import is_in
 
 topic = Topic("values")
 FAIL, WARN = Level.FAIL, Level.WARN
@@ -20,7 +21,6 @@ COUNTS = (
     *(f"{section}.ulysses_sequence_parallel_size" for section in ("engine", f"{ACTOR}.fsdp_config")),
     *(f"{ACTOR}.{key}" for key in ("ppo_mini_batch_size", "ppo_epochs")),
     *(f"{ROLLOUT}.{key}" for key in ("n", "tensor_model_parallel_size", "agent.num_workers", "val_kwargs.n")),
-    *(f"retool.{key}" for key in ("max_tool_response_tokens", "sandbox.max_concurrency", "sandbox.memory_limit_mb")),
 )
 
 # (keys, level, what they must lie in, why, what to set). Of a key the first row that does not hold is told.
@@ -46,17 +46,19 @@ BOUNDS = (
     ("algorithm.kl_ctrl.kl_coef", FAIL, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
     ("algorithm.gamma", FAIL, "[0, 1]", "it is a discount", "1.0"),
     ("algorithm.lam", FAIL, "[0, 1]", "it is a discount", "1.0"),
-    ("retool.max_tool_calls", FAIL, "[0, inf)", "it is a number of calls", "8"),
-    ("retool.max_malformed_calls", FAIL, "[0, inf)", "it is a number of calls", "3"),
 )
 
 
 def check_values(run: Run) -> Iterator[Finding]:
-    problems = [*_check_counts(run), *_check_bounds(run), *_check_optimizer(run)]
+    problems = [*_check_own(run), *_check_counts(run), *_check_bounds(run), *_check_optimizer(run)]
     problems += _check_algorithm(run) if run.is_rl else []
-    yield from problems
-    if not problems:
-        yield topic.ok("learning rate, sampling, clipping and sizes are such as a run can mean")
+    yield from topic.all_well(problems, "learning rate, sampling, clipping and sizes are such as a run can mean")
+
+
+def _check_own(run: Run) -> Iterator[Finding]:
+    for problem in run.own_problems():
+        if problem.kind == "value" and not problem.key.endswith("timeout_s"):  # told by timeouts.py
+            yield topic.fail(problem.message, "Correct it: configs/qwen2-32b_dapo.yaml says what is usual.")
 
 
 def _check_counts(run: Run) -> Iterator[Finding]:
@@ -78,19 +80,13 @@ def _check_bounds(run: Run) -> Iterator[Finding]:
         if value is None or key in told:
             continue
         number = _number(run, key)
-        if number is None or not _is_in(number, interval):
+        if number is None or not is_in(number, interval):
             told.add(key)
             level = level if number is not None else FAIL
             why = why if number is not None else "it is no number"
             yield Finding(
                 level, topic.name, f"{key} is {value!r}, expected in {interval}: {why}", f"Set it to {advice}."
             )
-
-
-def _is_in(number: float, interval: str) -> bool:
-    """Whether a number is in `(0, 1]`."""
-    low, high = map(float, interval[1:-1].split(","))
-    return low < number < high or (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
 
 
 def _check_optimizer(run: Run) -> Iterator[Finding]:

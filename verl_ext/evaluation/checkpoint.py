@@ -12,8 +12,8 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from verl_ext.checkpoints import folder as checkpoints
+from verl_ext.settings import REPO
 
-REPO = Path(__file__).resolve().parents[2]
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
 _STEP = re.compile(r"global_step_(\d+)")
 

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -27,10 +26,10 @@ from verl_ext.outcome import SERVER_FAILURE, UNVERIFIED, evaluation_failure
 from verl_ext.reward.manager import RetoolRewardManager
 from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.seeds import seed_of
+from verl_ext.settings import REPO
 
 logger = logging.getLogger(__name__)
 
-REPO = Path(__file__).resolve().parents[2]
 GIVE_UP_AFTER = 16  # samples in a row that sandbox or server failed
 
 

@@ -1,19 +1,17 @@
 """The settings of an evaluation: a run's YAML, and of it what a sample depends on."""
 
 import hashlib
-import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.evaluation.problems import fingerprint
+from verl_ext.settings import CONFIGS, compose_run
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 _FINGERPRINT_BYTES = 2**20  # of each end of a file
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
 # Of `retool` and of its sandbox, what no sample depends on.
@@ -38,11 +36,8 @@ def load_config(config: str, overrides: Sequence[str]) -> DictConfig:
     if not file.is_file():
         names = ", ".join(sorted(path.stem for path in CONFIGS.glob("*_dapo*.yaml")))
         raise ConfigError(f"{file} does not exist. Expected the path of a YAML, or one of {names}.")
-    verl = importlib.util.find_spec("verl").submodule_search_locations[0]
-    search_path = f"hydra.searchpath=[file://{CONFIGS},file://{verl}/trainer/config]"
     try:
-        with initialize_config_dir(str(file.parent), version_base=None):
-            composed = compose(file.stem, overrides=[search_path, *overrides])
+        composed = compose_run(file.stem, overrides, folder=file.parent, beside=[CONFIGS])
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"{file}: {error}") from error
     if "retool" not in composed or "actor_rollout_ref" not in composed:

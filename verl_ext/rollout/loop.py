@@ -26,15 +26,16 @@ from verl_ext.protocols.base import Call, MalformedCall, SegmentEncoder, cut_out
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.hermes import HermesProtocol
 from verl_ext.rollout.log_probs import check_log_probs_are_sent, checked_log_probs, wants_log_probs
-from verl_ext.rollout.retries import RETRY_PAUSE_S
 from verl_ext.rollout.seeds import seed_of
 from verl_ext.rollout.tool_use import ToolUse
+from verl_ext.settings import Retool, check
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 # Why the engine ended a request, where that was neither the model's end nor its budget (vllm/v1/engine/__init__.py:43).
 _FAILED_STOPS = ("aborted", "abort", "error")
+RETRY_PAUSE_S = 2.0  # before a failed part of a validation sample is tried again, longer by as much each time
 _CUT_STEP = 8  # tokens; where a reply does not fit, so many more than what is too much are cut from each output
 
 
@@ -92,7 +93,8 @@ class RetoolAgentLoop(AgentLoopBase):
             gives its schema; code always runs by `retool.sandbox`.
         protocol: "code" or "hermes"; None takes `retool.protocol`.
     Raises:
-        ValueError: an unknown protocol, or the trainer needs log-probs that no server is asked for.
+        ValueError: a setting of `retool` is unknown, missing or out of range, or the trainer needs log-probs that no
+            server is asked for.
     """
 
     shared = True  # `run` keeps what belongs to a sample to itself: LeanAgentLoopWorker takes one instance for all
@@ -101,6 +103,7 @@ class RetoolAgentLoop(AgentLoopBase):
         super().__init__(*args, **kwargs)
         check_log_probs_are_sent(self.config)
         settings = self.config.retool
+        check(settings, Retool)
         self.max_tool_calls = settings.max_tool_calls
         self.run_last_code = settings.run_last_code
         self.max_malformed_calls = settings.max_malformed_calls

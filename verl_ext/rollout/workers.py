@@ -35,7 +35,8 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from verl_ext.outcome import RolloutEnd, infrastructure_failure
 from verl_ext.records.trajectories import TrajectoryLog, trajectory_record
-from verl_ext.rollout.retries import RETRY_PAUSE_S, FailedSamples
+from verl_ext.rollout.loop import RETRY_PAUSE_S
+from verl_ext.settings import FailedSamples
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))

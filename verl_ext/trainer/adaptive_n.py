@@ -9,46 +9,14 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from verl_ext.records.journal import StepJournal
-from verl_ext.trainer.settings import check_phases, in_phase
+from verl_ext.settings import AdaptiveN, in_phase
 
 PASS_RATE_COLUMN = "pass_rate"  # of a data file (scripts/filter_by_pass_rate.py); null where it is not known
-
-
-@dataclass(frozen=True)
-class AdaptiveN:
-    """Settings of `retool.adaptive_n`.
-
-    Attributes:
-        phases: [[first step, responses per prompt], ...]; the first one begins at 0.
-        easy_above: a problem whose last `easy_visits` pass rates were all above this is easy,
-        easy_visits: groups of the same problem, one after the other,
-        easy_n: and gets this many responses, or the phase's number if that is less.
-        hard_below: a problem whose last pass rate was below this is hard,
-        hard_n: and gets this many responses, or the phase's number if that is more.
-    Raises:
-        ValueError: a number of responses is below 2 (a group of one has its raw reward as advantage), or a pass rate
-            or the phases make no sense.
-    """
-
-    phases: Sequence[Sequence[int]]
-    easy_above: float
-    easy_visits: int
-    easy_n: int
-    hard_below: float
-    hard_n: int
-
-    def __post_init__(self) -> None:
-        check_phases("adaptive_n", self.phases, lowest=2)
-        if min(self.easy_n, self.hard_n) < 2 or self.easy_visits < 1:
-            raise ValueError(f"retool.adaptive_n: expected easy_n, hard_n >= 2 and easy_visits >= 1, got {self}")
-        if not 0 <= self.hard_below <= self.easy_above <= 1:
-            raise ValueError(f"retool.adaptive_n: expected 0 <= hard_below <= easy_above <= 1, got {self}")
 
 
 def difficulty(rates: Sequence[float], settings: AdaptiveN) -> str:

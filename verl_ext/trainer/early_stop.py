@@ -3,35 +3,11 @@
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from verl_ext.records.journal import StepJournal
+from verl_ext.settings import EarlyStop
 
 _MEAN_ACC = re.compile(r"val-core/.+/acc/mean@\d+")
-
-
-@dataclass(frozen=True)
-class EarlyStop:
-    """Settings of `retool.early_stop`.
-
-    Attributes:
-        metric: name of a validation metric of which more is better; None takes the mean of `val-core/*/acc/mean@*`
-            over the data sources, of full validations.
-        patience: validations in a row without progress that end the run.
-        min_delta: progress is a value that exceeds the best one at the last progress by at least this.
-        max_drop: a value that is more than this below the best one ends the run at once; None: never.
-    Raises:
-        ValueError: a setting is out of range.
-    """
-
-    metric: str | None
-    patience: int
-    min_delta: float
-    max_drop: float | None
-
-    def __post_init__(self) -> None:
-        if self.patience < 1 or self.min_delta < 0 or (self.max_drop is not None and self.max_drop <= 0):
-            raise ValueError(f"retool.early_stop: expected patience >= 1, min_delta >= 0, max_drop > 0, got {self}")
 
 
 def reason_to_stop(values: Sequence[float], settings: EarlyStop) -> str | None:

@@ -22,23 +22,26 @@ from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from verl_ext.moved import rename_files
 from verl_ext.outcome import REMEDIES
 from verl_ext.records.journal import StepJournal
 from verl_ext.records.trajectories import check_trajectory_log
-from verl_ext.rollout.retries import FailedSamples
-from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveN, AdaptiveSampling
-from verl_ext.trainer.early_stop import EarlyStop, EarlyStopWatch
+from verl_ext.settings import (
+    AdaptiveN,
+    EarlyStop,
+    FailedSamples,
+    LightValidation,
+    Retool,
+    ValidationSchedule,
+    check,
+    read_settings,
+)
+from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveSampling
+from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import ExclusionWatch, NothingStored, describe
 from verl_ext.trainer.failed_samples import ALL_RAISED, find_failed, judged_figures
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
-from verl_ext.trainer.settings import read_settings
-from verl_ext.trainer.validation import (
-    LightValidation,
-    LightValidationLoader,
-    ValidationPlan,
-    ValidationSchedule,
-    as_light,
-)
+from verl_ext.trainer.validation import LightValidationLoader, ValidationPlan, as_light
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -48,11 +51,14 @@ class RunTrainer(PPOTrainer):
     """Base, beside a trainer of verl, of the classes that `extend_trainers` makes.
 
     Raises:
-        ValueError: an option, or the trajectory log, is on that the rest of the config leaves without effect.
+        ValueError: a setting of `retool` is unknown, missing or out of range; or an option, or the trajectory log, is
+            on that the rest of the config leaves without effect.
     """
 
     def __init__(self, config: DictConfig):
         check_trajectory_log(config)
+        rename_files(config)  # verl hands the same object on to the agent loops' manager
+        check(config.get("retool") or {}, Retool)
         super().__init__(config)
         self._is_repeatable = bool(OmegaConf.select(config, "retool.repeatable"))
         if self._is_repeatable:

@@ -5,45 +5,14 @@ those that the write-up of the published run recommends ("Dynamic Adjustment of 
 bojieli/ai-agent-book@99cee91, chapter7/retool/README.md).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from verl_ext.trainer.settings import check_phases, in_phase
-
-
-@dataclass(frozen=True)
-class ValidationSchedule:
-    """Settings of `retool.validation_schedule`: [[first step, steps between validations], ...]."""
-
-    phases: Sequence[Sequence[int]]
-
-    def __post_init__(self) -> None:
-        check_phases("validation_schedule", self.phases, lowest=1)
-
-
-@dataclass(frozen=True)
-class LightValidation:
-    """Settings of `retool.light_validation`.
-
-    Attributes:
-        problems: of the validation set, evenly spaced, the same ones every time.
-        n: responses per problem.
-        full_every: steps; a validation at a multiple of it is full. So are the one before step 1 and the last.
-    Raises:
-        ValueError: one of them is below 1.
-    """
-
-    problems: int
-    n: int
-    full_every: int
-
-    def __post_init__(self) -> None:
-        if min(self.problems, self.n, self.full_every) < 1:
-            raise ValueError(f"retool.light_validation: expected numbers of at least 1, got {self}")
+from verl_ext.settings import LightValidation, ValidationSchedule, in_phase
 
 
 @dataclass(frozen=True)

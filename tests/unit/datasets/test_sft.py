@@ -175,7 +175,7 @@ def test_a_truncation_that_would_cut_the_prompt_is_refused(make_dataset):
     ("settings", "message"),
     [
         ({"protocol": "xml"}, "is 'xml'; expected one of code, hermes"),
-        ({"bad_rows": "skip"}, "'skip'; expected 'error'"),
+        ({"bad_rows": "skip"}, "'skip'; expected one of drop, error"),
     ],
 )
 def test_an_unknown_setting_is_refused(make_dataset, settings, message):

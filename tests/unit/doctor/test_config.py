@@ -5,9 +5,9 @@ import pytest
 from verl_ext.doctor.batch import check_batch
 from verl_ext.doctor.config import check_config, check_reward
 from verl_ext.doctor.finding import Level
-from verl_ext.doctor.schema import CONFIGS, lineage, required_keys
+from verl_ext.doctor.schema import lineage, required_keys
 from verl_ext.doctor.timeouts import check_timeouts
-from verl_ext.rollout.retries import FailedSamples
+from verl_ext.settings import CONFIGS, FailedSamples
 
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 DATA = ("data.train_files=train.parquet", "data.val_files=val.parquet")

@@ -6,8 +6,8 @@ import pytest
 
 from verl_ext.doctor import names
 from verl_ext.doctor.finding import Level
-from verl_ext.doctor.names import VERL, check_names, did_you_mean, registered, reward_managers
-from verl_ext.doctor.schema import CONFIGS
+from verl_ext.doctor.names import check_names, did_you_mean, registered, reward_managers
+from verl_ext.settings import CONFIGS, VERL
 
 ROOT = Path(__file__).parents[3]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -10,8 +10,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from verl_ext.doctor.finding import Level
-from verl_ext.doctor.sandbox import Load, calls_per_step, check_load, check_reachable, judge_load, load
+from verl_ext.doctor.sandbox import calls_per_step, check_load, check_reachable, judge_load
 from verl_ext.sandbox import SandboxClient, running_server
+from verl_ext.sandbox.load import Load, load
 
 
 @pytest.fixture(scope="module")

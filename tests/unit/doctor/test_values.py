@@ -3,8 +3,8 @@
 import pytest
 
 from verl_ext.doctor.finding import Level
-from verl_ext.doctor.schema import CONFIGS
 from verl_ext.doctor.values import check_values
+from verl_ext.settings import CONFIGS
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 

@@ -434,6 +434,15 @@ def test_what_the_model_wrote_comes_back_as_text_in_the_answer_to_a_malformed_ca
     assert reply.count(tokenizer.convert_tokens_to_ids("<|im_start|>")) == 2
 
 
+def test_a_wrong_setting_of_retool_stops_the_loop(roll_out, tokenizer):
+    with pytest.raises(ValueError, match="retool.max_tool_cals is none .* Did you mean retool.max_tool_calls?"):
+        roll_out(tokenizer, [], max_tool_cals=3)
+    with pytest.raises(
+        ValueError, match=r"retool.max_tool_response_tokens is 0, expected a whole number in \[1, inf\)"
+    ):
+        roll_out(tokenizer, [], max_tool_response_tokens=0)
+
+
 def test_what_a_rollout_did_is_recorded_where_that_is_on(roll_out, tokenizer, encode, answer):
     failed = RunResult("code_error", "", "Traceback:\nNameError: x", 1, queue_s=0.5, run_s=0.25, attempts=2, message="")
     turns = [encode("<code></code>"), encode(CALL), encode(CALL), answer]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.doctor.schema import compose_run
+from verl_ext.settings import compose_run
 
 
 @functools.cache

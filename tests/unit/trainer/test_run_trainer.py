@@ -111,6 +111,18 @@ def test_a_trajectory_log_that_nothing_would_write_is_refused_when_the_run_start
     make(none, "retool.trajectory_log.enable=false")
 
 
+def test_a_wrong_setting_of_retool_stops_the_run_at_its_start(make):
+    with pytest.raises(ValueError, match=r"retool.sandbox.timeout_s is 0, expected a number in \(0, 86400\]"):
+        make("retool.sandbox.timeout_s=0")
+
+
+def test_the_config_that_verl_hands_on_to_the_agent_loops_has_the_new_path_of_their_yaml(make):
+    key = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+    with pytest.warns(FutureWarning, match="is now verl_ext/rollout/agent_loops.yaml"):
+        trainer, _ = make(f"{key}=verl_ext/agent_loop/agent_loops.yaml")
+    assert OmegaConf.select(trainer.config, key) == "verl_ext/rollout/agent_loops.yaml"
+
+
 def test_with_all_options_off_the_loop_is_verls(make):
     trainer, calls = make(accs={2: 0.5, 4: 0.0, 6: 0.0})
     trainer.fit(None)

@@ -1,0 +1,400 @@
+"""What can be set under `retool` of a run's YAML (`data.retool` of SFT), how a run is composed, and where things are.
+
+One dataclass a section: the schema of the YAMLs in configs/, of the doctor, and of every start of a run. A field
+without a default must be in the YAML. `problems` says what is wrong with a section, `check` raises it.
+Nothing is imported here but the standard library: the sandbox and the doctor's quick part pay for no more.
+"""
+
+import difflib
+import functools
+import importlib.util
+import types
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+REPO = Path(__file__).resolve().parents[1]
+CONFIGS = REPO / "configs"
+_verl = importlib.util.find_spec("verl")
+VERL = Path(_verl.submodule_search_locations[0]) if _verl else Path("/verl is not installed")
+
+T = TypeVar("T")
+
+
+def key(default: Any = MISSING, *, within: str = "", about: str = "", among: Collection[str] = ()) -> Any:
+    """A field of a section.
+
+    Args:
+        within: the interval of a number, `(0, 1]`.
+        about: what the number is, with its unit.
+        among: the names that a text can be.
+    """
+    return field(default=default, metadata={"within": within, "about": about, "among": among})
+
+
+class Option:
+    """A section that has one key more, `enable`, and does nothing unless that is true."""
+
+
+# Sections; to make one whose values are out of range raises ValueError -----------------------------------------------
+
+MAX_CODE_S = 86400  # of one program; as MAX_TIMEOUT_S of sandbox/server/api.py, whose module imports the server
+PROTOCOLS = ("code", "hermes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSettings:
+    """Which checkpoints stay; verl_ext/checkpoints/folder.py."""
+
+    keep_last: int | None = key(None, within="[1, inf)", about="a number of checkpoints; null keeps all")
+    best_metric: str | None = None
+    best_mode: str = key("max", among=("max", "min"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxSettings:
+    """Where and how code runs; verl_ext/sandbox/client.py."""
+
+    urls: list
+    timeout_s: float = key(within=f"(0, {MAX_CODE_S}]", about="a number of seconds of one program")
+    memory_limit_mb: int = key(within="[1, inf)", about="a number of MB of one program")
+    max_concurrency: int = key(within="[1, inf)", about="a number of calls in flight of an agent-loop worker")
+    max_calls_per_s: float | None = key(within="(0, inf)", about="a number of calls of all workers together")
+    queue_timeout_s: float = key(60.0, within="(0, inf)", about="a number of seconds beyond the program's own")
+    echo_last_expression: bool = key()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrajectoryLogSettings(Option):
+    """One JSON line a response; verl_ext/records/trajectories.py."""
+
+    folder: str
+    max_mb: float = key(within="(0, inf)", about="a number of MB of a file")
+    max_files: int = key(within="[2, inf)", about="a number of files of an agent-loop worker")
+
+
+@dataclass(frozen=True)
+class AdaptiveN(Option):
+    """Responses per prompt by phase and difficulty; verl_ext/trainer/adaptive_n.py.
+
+    Attributes:
+        phases: [[first step, responses per prompt], ...]; the first one begins at 0.
+        easy_above: a problem whose last `easy_visits` pass rates were all above this is easy,
+        easy_visits: groups of the same problem, one after the other,
+        easy_n: and gets this many responses, or the phase's number if that is less.
+        hard_below: a problem whose last pass rate was below this is hard,
+        hard_n: and gets this many responses, or the phase's number if that is more.
+    """
+
+    phases: list
+    easy_above: float
+    easy_visits: int
+    easy_n: int
+    hard_below: float
+    hard_n: int
+
+    def __post_init__(self) -> None:
+        check_phases("adaptive_n", self.phases, lowest=2)
+        if min(self.easy_n, self.hard_n) < 2 or self.easy_visits < 1:  # a group of one has its raw reward as advantage
+            raise ValueError(f"retool.adaptive_n: expected easy_n, hard_n >= 2 and easy_visits >= 1, got {self}")
+        if not 0 <= self.hard_below <= self.easy_above <= 1:
+            raise ValueError(f"retool.adaptive_n: expected 0 <= hard_below <= easy_above <= 1, got {self}")
+
+
+@dataclass(frozen=True)
+class FailedSamples:
+    """Validation samples that failed outside the model; verl_ext/trainer/failed_samples.py.
+
+    Attributes:
+        max_failed_share: of the samples of a data source. A validation that lost more, of any of its sources, is void.
+        retries: how often what failed of a sample is tried again, at the most: a call of a tool, a verification, or
+            the whole rollout where it was aborted or raised.
+    """
+
+    max_failed_share: float = 0.25
+    retries: int = 2
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.max_failed_share < 1 or self.retries < 0:
+            raise ValueError(f"retool.validation: expected 0 <= max_failed_share < 1 and retries >= 0, got {self}")
+
+    @classmethod
+    def from_config(cls, config: "DictConfig") -> "FailedSamples":
+        """From a run's config; what it does not set has its default. Raises as `check`."""
+        section = _section(config, "retool.validation") or {}
+        check(section, cls, "retool.validation")
+        return cls(**section)
+
+
+@dataclass(frozen=True)
+class ValidationSchedule(Option):
+    """When a run validates, [[first step, steps between validations], ...]; verl_ext/trainer/validation.py."""
+
+    phases: list
+
+    def __post_init__(self) -> None:
+        check_phases("validation_schedule", self.phases, lowest=1)
+
+
+@dataclass(frozen=True)
+class LightValidation(Option):
+    """Validations on a part; verl_ext/trainer/validation.py.
+
+    Attributes:
+        problems: of the validation set, evenly spaced, the same ones every time.
+        n: responses per problem.
+        full_every: steps; a validation at a multiple of it is full. So are the one before step 1 and the last.
+    """
+
+    problems: int
+    n: int
+    full_every: int
+
+    def __post_init__(self) -> None:
+        if min(self.problems, self.n, self.full_every) < 1:
+            raise ValueError(f"retool.light_validation: expected numbers of at least 1, got {self}")
+
+
+@dataclass(frozen=True)
+class EarlyStop(Option):
+    """When a run ends before its last step; verl_ext/trainer/early_stop.py.
+
+    Attributes:
+        metric: name of a validation metric of which more is better; None takes the mean of `val-core/*/acc/mean@*`
+            over the data sources, of full validations.
+        patience: validations in a row without progress that end the run.
+        min_delta: progress is a value that exceeds the best one at the last progress by at least this.
+        max_drop: a value that is more than this below the best one ends the run at once; None: never.
+    """
+
+    metric: str | None
+    patience: int
+    min_delta: float
+    max_drop: float | None
+
+    def __post_init__(self) -> None:
+        if self.patience < 1 or self.min_delta < 0 or (self.max_drop is not None and self.max_drop <= 0):
+            raise ValueError(f"retool.early_stop: expected patience >= 1, min_delta >= 0, max_drop > 0, got {self}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retool:
+    """`retool` of an RL run; what each key does stands beside it in configs/qwen2-32b_dapo.yaml."""
+
+    checkpoints: CheckpointSettings = CheckpointSettings()
+    protocol: str = key(among=PROTOCOLS)
+    repair_json: bool = key()
+    max_tool_calls: int = key(within="[0, inf)", about="a number of calls of a response")
+    run_last_code: bool = key()
+    max_malformed_calls: int = key(within="[0, inf)", about="a number of calls of a response")
+    max_tool_response_tokens: int = key(within="[1, inf)", about="a number of tokens of one output")
+    traceback: str = key(among=("full", "last_line"))
+    sandbox: SandboxSettings
+    trajectory_log: TrajectoryLogSettings
+    repeatable: bool = False
+    adaptive_n: AdaptiveN | None = None
+    validation: FailedSamples = FailedSamples()
+    validation_schedule: ValidationSchedule | None = None
+    light_validation: LightValidation | None = None
+    early_stop: EarlyStop | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftRetool:
+    """`retool` of an SFT run."""
+
+    checkpoints: CheckpointSettings = CheckpointSettings()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SftData:
+    """`data.retool` of an SFT run; verl_ext/datasets/sft.py."""
+
+    protocol: str = key(among=PROTOCOLS)
+    bad_rows: str = key(among=("error", "drop"))
+
+
+# Checks --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with a key of a section."""
+
+    key: str  # dotted
+    kind: str  # unknown, missing, name (a text that is none of the names), value
+    message: str
+    known: tuple[str, ...] = ()  # keys or names that were expected
+
+    def __str__(self) -> str:
+        if self.kind == "name":
+            return f"{self.message}; expected one of {', '.join(self.known)}."
+        near = difflib.get_close_matches(self.key, self.known, n=1)
+        return f"{self.message}." + (f" Did you mean {near[0]}?" if near else "")
+
+
+_hints = functools.cache(typing.get_type_hints)
+
+
+def _kinds(schema: type, name: str) -> tuple[type, ...]:
+    """`(int, NoneType)` of a field `int | None`."""
+    hint = _hints(schema)[name]
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
+def _below(schema: type, name: str) -> type | None:
+    """The dataclass of a field that is a section."""
+    return next((kind for kind in _kinds(schema, name) if is_dataclass(kind)), None)
+
+
+def known_keys(schema: type, name: str) -> Iterator[str]:
+    """Dotted keys of a section that is called `name`, all the way down."""
+    if issubclass(schema, Option):
+        yield f"{name}.enable"
+    for each in fields(schema):
+        below = _below(schema, each.name)
+        yield from known_keys(below, f"{name}.{each.name}") if below else [f"{name}.{each.name}"]
+
+
+def problems(section: Any, schema: type, name: str) -> Iterator[Problem]:
+    """What is wrong with a section of a config: keys, names and numbers.
+
+    An option that is off may lack keys and have any values; its keys must be right, as a misspelt one may be `enable`.
+
+    `section` is of plain containers; a reference that is not resolved yet, `${...}`, may stand for any value.
+    """
+    if not isinstance(section, Mapping):
+        yield Problem(name, "value", f"{name} is {section!r}, but it is a section")
+        return
+    is_option = issubclass(schema, Option)
+    of = {each.name: each for each in fields(schema)}
+    for unknown in sorted(section.keys() - of.keys() - ({"enable"} if is_option else set())):
+        text = f"{name}.{unknown} is none of verl_ext's settings; it would do nothing"
+        yield Problem(f"{name}.{unknown}", "unknown", text, tuple(known_keys(schema, name)))
+    if is_option and "enable" not in section:
+        yield _missing(f"{name}.enable")
+    is_on = bool(section.get("enable", True))
+    wrong = []
+    for each in of.values():
+        path, below, needed = f"{name}.{each.name}", _below(schema, each.name), is_on and each.default is MISSING
+        if each.name not in section:
+            wrong += [_missing(path)] if needed and not below else problems({}, below, path) if needed else []
+        elif below:
+            yield from problems(section[each.name], below, path) if section[each.name] is not None else ()
+        elif is_on:
+            wrong += _wrong_value(section[each.name], schema, each, path)
+    yield from wrong
+    if is_on and not wrong and hasattr(schema, "__post_init__"):
+        try:
+            schema(**{each: value for each, value in section.items() if each in of})
+        except (ValueError, TypeError) as error:  # TypeError: phases that are no list of lists
+            yield Problem(name, "value", str(error).rstrip("."))
+
+
+def _missing(path: str) -> Problem:
+    return Problem(path, "missing", f"{path} is missing, and verl_ext reads it")
+
+
+def _wrong_value(value: Any, schema: type, of: Field, path: str) -> list[Problem]:
+    """One problem, or none."""
+    kinds, within, among = _kinds(schema, of.name), of.metadata.get("within"), of.metadata.get("among")
+    kind = kinds[0]
+    if (value is None and types.NoneType in kinds) or (isinstance(value, str) and value.startswith("${")):
+        return []
+    if among:
+        return [] if value in among else [Problem(path, "name", f"{path} is {value!r}", tuple(sorted(among)))]
+    fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (kind is bool)
+    if fits and (not within or is_in(value, within)):
+        return []
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
+    where = f" in {within}: it is {of.metadata['about']}" if within else ""
+    return [Problem(path, "value", f"{path} is {value!r}, expected {words[kind]}{where}")]
+
+
+def is_in(number: float, interval: str) -> bool:
+    """Whether a number is in an interval such as `(0, 1]`."""
+    low, high = map(float, interval[1:-1].split(","))
+    return low < number < high or (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
+
+
+def check(section: "DictConfig | Mapping[str, Any]", schema: type, name: str = "retool") -> None:
+    """Raise for what `problems` finds in a section; called where a run starts.
+
+    Raises:
+        ValueError: names every key that is wrong.
+    """
+    from omegaconf import OmegaConf
+
+    plain = OmegaConf.to_container(section) if OmegaConf.is_config(section) else section
+    if found := [*problems(plain, schema, name)]:
+        raise ValueError(" ".join(map(str, found)))
+
+
+def read_settings(config: "DictConfig", name: str, settings_class: type[T]) -> T | None:
+    """Settings of the option `retool.<name>`, or None where it is off or not there at all. Raises as `check`."""
+    section = _section(config, f"retool.{name}")
+    if section is None or not section.get("enable"):
+        return None
+    check(section, settings_class, f"retool.{name}")
+    return settings_class(**{each: value for each, value in section.items() if each != "enable"})
+
+
+def check_phases(name: str, phases: Sequence[Sequence[int]], *, lowest: int) -> None:
+    """Raise ValueError unless `phases` is [[0, value], [step, value], ...], steps ascending, values >= `lowest`."""
+    steps = [phase[0] for phase in phases if len(phase) == 2]
+    if (
+        len(steps) != len(phases)
+        or steps[:1] != [0]
+        or sorted(set(steps)) != steps
+        or any(phase[1] < lowest for phase in phases)
+    ):
+        raise ValueError(
+            f"retool.{name}.phases is {phases!r}: expected [[0, value], [step, value], ...] with ascending steps and "
+            f"values of at least {lowest}."
+        )
+
+
+def in_phase(phases: Sequence[Sequence[int]], step: int) -> Any:
+    """The value of the last phase that has begun at `step`."""
+    return next(value for start, value in reversed(phases) if start <= step)
+
+
+def _section(config: "DictConfig", name: str) -> dict[str, Any] | None:
+    from omegaconf import OmegaConf
+
+    section = OmegaConf.select(config, name)
+    return None if section is None else OmegaConf.to_container(section, resolve=True)
+
+
+# Composing -----------------------------------------------------------------------------------------------------------
+
+
+def compose_run(
+    name: str, overrides: Sequence[str] = (), *, folder: Path = CONFIGS, beside: Sequence[Path] = ()
+) -> "DictConfig":
+    """What Hydra makes of a run's YAML. Old names of files that moved are replaced.
+
+    Args:
+        beside: further folders of YAMLs, where the run's is not in configs/.
+    Raises:
+        hydra.errors.HydraException, omegaconf.errors.OmegaConfBaseException: there is no such YAML, or an override does
+            not fit.
+    """
+    from hydra import compose, initialize_config_dir
+
+    from verl_ext.moved import rename_files
+
+    with initialize_config_dir(str(folder), version_base=None):
+        config = compose(name, overrides=[search_path(*beside), *overrides])
+    rename_files(config)
+    return config
+
+
+def search_path(*beside: Path) -> str:
+    """Hydra's override that names where further YAMLs are; verl's, which verl's own main brings along, among them."""
+    return f"hydra.searchpath=[{','.join(f'file://{each}' for each in (*beside, VERL / 'trainer' / 'config'))}]"
