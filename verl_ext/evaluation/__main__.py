@@ -32,7 +32,7 @@ from verl_ext.evaluation.problems import NAMES, read_sets
 from verl_ext.evaluation.result import NoSamples, find_samples, make_result, write_result
 from verl_ext.evaluation.settings import ConfigError, load_config, model_fingerprint, sample_settings
 from verl_ext.evaluation.store import OtherSettings, Store
-from verl_ext.quickstart.pipeline import lock_folder
+from verl_ext.records.lock import lock_folder
 from verl_ext.records.run_record import environment
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 

@@ -10,7 +10,6 @@ from typing import Any
 from verl_ext.evaluation.estimators import Estimate
 from verl_ext.evaluation.figures import (
     FAILURES,
-    Sample,
     by_k,
     compare,
     comparison_tables,
@@ -18,12 +17,12 @@ from verl_ext.evaluation.figures import (
     evaluation_tables,
     format_estimate,
     is_shown,
-    latest_dump,
-    read_dump,
     to_json,
 )
-from verl_ext.evaluation.store import SAMPLES, SETTINGS, flatten
-from verl_ext.records.run_folder import dumps_of, evaluations_of
+from verl_ext.evaluation.store import SETTINGS, flatten
+from verl_ext.records import jsonl
+from verl_ext.records.run_folder import SAMPLES, sample_files
+from verl_ext.records.samples import Sample, read_dump
 from verl_ext.rollout.tool_use import tool_metrics
 
 
@@ -34,25 +33,20 @@ class NoSamples(ValueError):
 def find_samples(path: Path) -> Path:
     """The samples that a path means: a JSONL file, the folder of an evaluation, or of validation dumps (last step).
 
-    Of a run's folder the last validation, or else the last evaluation; of the quickstart's those after RL, or before.
+    Of a run's folder the last validation, or else the last evaluation; of the quickstart's those after RL, or before,
+    or those of its RL run.
 
     Raises:
         NoSamples: neither.
     """
     if path.is_file():
         return path
-    own = path / SAMPLES
-    found = own if own.is_file() else latest_dump(path) if path.is_dir() else None
-    if found is None and path.is_dir():
-        quickstart = [dump for side in ("before", "after") if (dump := latest_dump(path / "eval" / side))]
-        of_a_run = evaluations_of(path) + dumps_of(path, "validation_data_dir", "validation")
-        found = next(reversed(quickstart or of_a_run), None)
-    if found is None:
+    if not (found := sample_files(path)):
         raise NoSamples(
             f"No samples at {path}. Expected the folder of an evaluation, of a run with validations or evaluations, a "
             "JSONL file of samples, or a trainer.validation_data_dir with <step>.jsonl."
         )
-    return found
+    return found[-1]
 
 
 def make_result(
@@ -145,11 +139,7 @@ def _about(file: Path) -> dict[str, Any]:
 
 def _tools(file: Path) -> dict[str, float]:
     """`tool_metrics` of the samples that were judged; {} for a validation dump, which has no `tool_use`."""
-    rows = {}
-    with open(file, encoding="utf-8") as lines:
-        for line in filter(str.strip, lines):
-            row = json.loads(line)
-            rows[row.get("uid")] = row
+    rows = {row.get("uid"): row for row in jsonl.read(file)}
     judged = [row for row in rows.values() if "tool_use" in row and not row.get("failure")]
     return tool_metrics([row | {"reward_extra_info": row} for row in judged])
 

@@ -79,8 +79,8 @@ def test_a_command_for_one_kind_of_run_finds_it_in_the_quickstarts_folder(tmp_pa
 
 def test_dumps_are_found_below_a_run_that_was_copied_from_where_it_was_made(tmp_path):
     put(tmp_path / "hydra" / "config.yaml", RL_CONFIG)
-    for step in (10, 9):
-        put(tmp_path / "checks" / f"{step}.jsonl")
+    for name in ("10", "9", "notes"):
+        put(tmp_path / "checks" / f"{name}.jsonl")
     assert [path.name for path in dumps_of(tmp_path, "validation_data_dir", "validation")] == ["9.jsonl", "10.jsonl"]
     assert dumps_of(tmp_path, "rollout_data_dir", "rollouts") == []
 
