@@ -86,11 +86,11 @@ def merge(checkpoint: Checkpoint) -> Path:
         print(f"merging {checkpoint.shards} into {target}", flush=True)
         part = Path(f"{target}.part")
         shutil.rmtree(part, ignore_errors=True)
-        command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-        command += ["--local_dir", str(checkpoint.shards), "--target_dir", str(part)]
         log.truncate(0)
         environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "verl_ext"}
-        status = subprocess.run(command, cwd=REPO, env=environment, stdout=log, stderr=log).returncode
+        status = subprocess.run(
+            merge_command(checkpoint.shards, part), cwd=REPO, env=environment, stdout=log, stderr=log
+        ).returncode
         if status:
             tail = "\n".join(Path(log.name).read_text(errors="replace").splitlines()[-5:])
             raise CheckpointError(
@@ -99,6 +99,12 @@ def merge(checkpoint: Checkpoint) -> Path:
         shutil.rmtree(target, ignore_errors=True)
         os.replace(part, target)
     return target
+
+
+def merge_command(shards: Path, target: Path) -> list[str]:
+    """verl's model merger."""
+    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    return [*command, "--local_dir", str(shards), "--target_dir", str(target)]
 
 
 def settings_of(checkpoint: Checkpoint) -> tuple[str, list[str]]:

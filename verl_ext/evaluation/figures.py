@@ -234,19 +234,25 @@ def format_comparison(
 ) -> str:
     """`comparison_tables` for a terminal, and how many problems are not in them."""
     blocks = list(map(align, comparison_tables(before, after, difference)))
-    unmatched = sum(each.num_unmatched for name, each in difference.items() if name not in POOLED)
-    if unmatched:
+    if unmatched := unmatched_problems(difference):
         blocks.append(f"{unmatched} problems have judged samples in one dump only: not in the difference.")
     return "\n\n".join(blocks)
 
 
+def unmatched_problems(difference: dict[str, Difference]) -> int:
+    """Problems of all data sources that one side has no judged sample of."""
+    return sum(each.num_unmatched for name, each in difference.items() if name not in POOLED)
+
+
+def aligned(table: list[list[str]], widths: list[int], between: str) -> list[str]:
+    """Lines of a table: the first cell of a row to the left, the others to the right."""
+    cells = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in table)
+    return [between.join(row) for row in cells]
+
+
 def align(table: list[list[str]]) -> str:
     """Rows of cells, the first of them titles, for a terminal."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in table
-    ]
+    lines = aligned(table, [max(map(len, column)) for column in zip(*table, strict=True)], "  ")
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 

@@ -4,20 +4,18 @@ Of each sample there is the prompt's text and whether it was right. What sandbox
 and counts neither way.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_ext.records import jsonl
 from verl_ext.records.run_folder import (
     SAMPLES,
-    evaluations_of,
     find_run,
     rollouts_of,
-    step_dumps,
+    sample_files,
     training_folder,
     trajectories_in,
-    validations_of,
 )
 from verl_ext.records.samples import read_dump
 
@@ -53,58 +51,41 @@ def read_past_samples(path: Path) -> Source:
         NoSamples: there are none.
         ValueError: a row is of another form; names the file and the line.
     """
-    kind, files = _files(path)
-    readers = {"trajectories": _logged, "rollouts": _dumped}
-    samples = [sample for file in files for sample in readers.get(kind, _judged)(file)]
+    files = _files(path)
+    read = [(kind, file) for file in files if (kind := _kind_of(file))]
+    samples = [sample for kind, file in read for sample in _KINDS[kind][1](file)]
     if not samples:
         raise NoSamples(f"No samples in {', '.join(map(str, files))}: the files are empty.")
     named = files[0] if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
-    return Source(f"{len(samples):,} samples ({_WORDS[kind]}) of {named}", samples)
+    return Source(f"{len(samples):,} samples ({_KINDS[read[-1][0]][0]}) of {named}", samples)
 
 
-_WORDS = {
-    "trajectories": "the trajectory log",
-    "validation": "validation dumps",
-    "evaluation": "an evaluation",
-    "rollouts": "verl's rollout dumps: only groups that were trained on",
-}
-
-
-def _files(path: Path) -> tuple[str, list[Path]]:
-    """(kind of the samples, their files in the order they were written)."""
+def _files(path: Path) -> list[Path]:
+    """In the order they were written."""
     if path.is_file():
-        return _kind_of(path), [path]
+        return [path]
     if not path.is_dir():
         raise NoSamples(f"No samples at {path}: there is no such file or folder.")
-    if (path / SAMPLES).is_file():
-        return "evaluation", [path / SAMPLES]
-    if files := step_dumps(path):
-        return _kind_of(files[0]), files
-    if (files := trajectories_in(path)) and _kind_of(files[0]) == "trajectories":
-        return "trajectories", files
-    run = path
-    if find_run(path).kind == "quickstart":
-        run = training_folder(path, "rl", "sft")
-    for kind, found in (
-        ("trajectories", trajectories_in(run / "trajectories")),
-        ("validation", validations_of(run)),
-        ("evaluation", evaluations_of(run)),
-        ("rollouts", rollouts_of(run)),
-    ):
-        if found:
-            return kind, found
+    if any(_kind_of(file) == "trajectories" for file in trajectories_in(path)):
+        return trajectories_in(path)
+    run = training_folder(path, "rl", "sft") if find_run(path).kind == "quickstart" else path
+    if found := trajectories_in(run / "trajectories") or sample_files(run) or rollouts_of(run):
+        return found
     raise NoSamples(
         f"No samples in {run}. Looked for trajectories/*.jsonl (retool.trajectory_log.enable), <step>.jsonl of "
         "trainer.validation_data_dir or trainer.rollout_data_dir, and evaluation/global_step_<n>/samples.jsonl."
     )
 
 
-def _kind_of(file: Path) -> str:
-    """By the keys of the first row."""
-    row = next(jsonl.read(file), {})
+def _kind_of(file: Path) -> str | None:
+    """One of _KINDS, by the keys of the first row; None: the file is empty."""
+    if not (row := next(jsonl.read(file), None)):
+        return None
     if "turns" in row and "reward" in row:
         return "trajectories"
-    return "validation" if "acc" in row or not {"input", "score"} <= row.keys() else "rollouts"
+    if "acc" not in row and {"input", "score"} <= row.keys():
+        return "rollouts"
+    return "evaluation" if file.name == SAMPLES else "validation"
 
 
 def _judged(file: Path) -> list[PastSample]:
@@ -139,6 +120,14 @@ def _dumped(file: Path) -> Iterable[PastSample]:
 
     rows = jsonl.read(file, parse, "a row of verl's rollout dump")
     return {number if uid is None else uid: sample for number, (uid, sample) in enumerate(rows)}.values()
+
+
+_KINDS: dict[str, tuple[str, Callable[[Path], Iterable[PastSample]]]] = {  # kind -> what it is, and its reader
+    "trajectories": ("the trajectory log", _logged),
+    "validation": ("validation dumps", _judged),
+    "evaluation": ("an evaluation", _judged),
+    "rollouts": ("verl's rollout dumps: only groups that were trained on", _dumped),
+}
 
 
 def check_match(unknown: int, samples: Sequence[Any], sources: Sequence[Path], data: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from verl_ext.evaluation.estimators import Estimate
 from verl_ext.evaluation.figures import (
     FAILURES,
+    aligned,
     by_k,
     compare,
     comparison_tables,
@@ -18,9 +19,10 @@ from verl_ext.evaluation.figures import (
     format_estimate,
     is_shown,
     to_json,
+    unmatched_problems,
 )
 from verl_ext.evaluation.store import SETTINGS, flatten
-from verl_ext.records import jsonl
+from verl_ext.records import durable, jsonl
 from verl_ext.records.run_folder import SAMPLES, sample_files
 from verl_ext.records.samples import Sample, read_dump
 from verl_ext.rollout.tool_use import tool_metrics
@@ -105,20 +107,14 @@ def make_result(
 
 def write_result(folder: Path, result: Mapping[str, Any], text: str) -> None:
     """Write `result.json` and `result.md`; each appears when it is complete."""
-    content = {"result.json": json.dumps(result, indent=1, allow_nan=False) + "\n", "result.md": text}
-    for name, value in content.items():
-        part = folder / f"{name}.part"
-        part.write_text(value, encoding="utf-8")
-        part.replace(folder / name)
+    durable.write_text(folder / "result.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+    durable.write_text(folder / "result.md", text)
 
 
 def markdown(table: list[list[str]]) -> str:
     """Rows of cells, the first of them titles, as a Markdown table that is aligned as text, too."""
     widths = [max(3, *map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        " | ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in table
-    ]
+    lines = aligned(table, widths, " | ")
     rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])
     return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
 
@@ -159,7 +155,7 @@ def _comparison(
     differing = {key: [then.get(key), now.get(key)] for key in then | now if then.get(key) != now.get(key)}
     notes = [f"- {key}: {old!r} -> {new!r}" for key, (old, new) in differing.items()]
     block = [f"## Compared with {other} (before)", *map(markdown, comparison_tables(*sides, difference))]
-    if unmatched := sum(each.num_unmatched for name, each in difference.items() if not _is_pooled(name, difference)):
+    if unmatched := unmatched_problems(difference):
         block.append(f"{unmatched} problems have judged samples on one side only: not in the difference.")
     if notes:
         block.append("Settings that differ:\n" + "\n".join(notes))
@@ -169,10 +165,6 @@ def _comparison(
         "difference": to_json(difference),
         "settings": differing,
     }, "\n\n".join(block)
-
-
-def _is_pooled(name: str, difference: Mapping[str, Any]) -> bool:
-    return name not in difference[name].data_sources
 
 
 def _settings_table(about: Mapping[str, Any]) -> str:

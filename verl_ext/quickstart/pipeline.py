@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_ext.checkpoints import folder as checkpoints
+from verl_ext.evaluation.checkpoint import merge_command
 from verl_ext.quickstart import disk
 from verl_ext.quickstart.options import JOURNAL, REPO, STAGES, parse_options
 from verl_ext.quickstart.source import STEPS as TAKEN_STEPS
@@ -32,6 +33,7 @@ from verl_ext.quickstart.supervise import (
     show_sft_progress,
     together,
 )
+from verl_ext.records import durable
 from verl_ext.records.lock import LOCK, lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 
@@ -114,9 +116,8 @@ def merge(run: Quickstart, name: str) -> None:
         raise CommandFailed(f"There is no checkpoint in {run.out / name}. Run `--stage {name}` first.")
     shards = checkpoints.path_of(run.out / name, step) / ("actor" if name == "rl" else "")
     target = run.out / name / "merged"
-    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
     run.supervisor.run(
-        [*command, "--local_dir", str(shards), "--target_dir", f"{target}.part"],
+        merge_command(shards, Path(f"{target}.part")),
         log=run.out / name / "merge.log",
         env={"VERL_USE_EXTERNAL_MODULES": "verl_ext"},
     )
@@ -188,9 +189,7 @@ class Journal:
 
     def add(self, **entry: object) -> None:
         self.entries = [old for old in self.entries if old["stage"] != entry["stage"]] + [dict(entry)]
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.entries, indent=2) + "\n")
-        part.replace(self.path)
+        durable.write_text(self.path, json.dumps(self.entries, indent=2) + "\n")
 
     def wall_s(self, step: str) -> float:
         """Seconds that earlier, broken attempts at the step took."""

@@ -25,7 +25,8 @@ class StepJournal:
         if not self.path.exists():
             return []
         expected = "an object with `step` (restore the file, or delete it to begin without what the run had learned)"
-        kept = [record for of, record in jsonl.read(self.path, lambda row: (row["step"], row), expected) if of <= step]
+        rows = jsonl.read(self.path, lambda row: (row["step"] <= step, row), expected)
+        kept = [row for is_kept, row in rows if is_kept]
         durable.write_text(self.path, "".join(f"{jsonl.dumps(record)}\n" for record in kept))
         return kept
 

@@ -176,7 +176,7 @@ def test_a_journal_is_never_half_written(tmp_path, monkeypatch):
     path = tmp_path / "stages.json"
     Journal(path).add(stage="data", status="done", wall_s=1.0)
     whole = path.read_text()
-    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("os.replace", lambda part, target: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         Journal(path).add(stage="sft", status="done", wall_s=1.0)
     assert path.read_text() == whole
