@@ -90,3 +90,9 @@ def test_names_are_as_long_as_they_must_be(tmp_path):
     assert short_names([tmp_path / "a" / "rl", tmp_path / "b" / "rl"]) == ["a/rl", "b/rl"]
     with pytest.raises(ValueError, match="more than once"):
         short_names([tmp_path / "a", tmp_path / "b" / ".." / "a"])
+
+
+def test_dumps_in_the_folder_where_a_command_runs_belong_to_no_run(tmp_path, monkeypatch):
+    put(tmp_path / "validation" / "5.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert dumps_of(tmp_path / "run", "validation_data_dir", "validation") == []
