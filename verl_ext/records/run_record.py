@@ -296,14 +296,8 @@ def _dump_row(record: dict[str, Any]) -> dict[str, Any]:
         for call in turn.get("calls", []):
             output += f"\n<interpreter>\n{call.get('output', '')}\n</interpreter>\n"
     texts = (re.sub(r"<\|(?:im_start|im_end|endoftext)\|>", "", text) for text in (record["prompt"], output))
-    prompt, output = texts
-    return {
-        "step": record["step"],
-        "input": prompt,
-        "output": output,
-        "gts": record["ground_truth"],
-        "score": reward,
-    }
+    row = {"step": record["step"], "gts": record["ground_truth"], "score": reward}
+    return row | dict(zip(("input", "output"), texts, strict=True))
 
 
 def _read_stages(path: Path) -> list[dict[str, Any]]:

@@ -1,24 +1,11 @@
 """Judged samples, one a row: the files of `trainer.validation_data_dir` and of `python -m verl_ext.evaluate`."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from verl_ext.records import jsonl
-
-NUMBERS = (
-    "score",
-    "tool_calls",
-    "tool_errors",
-    "tool_timeouts",
-    "model_turns",
-    "response_tokens",
-    "truncated",
-    "unverified",
-    "sandbox_failure",
-)
-TEXTS = ("input", "output", "uid", "pred", "data_source", "finish_reason")
 
 
 @dataclass(frozen=True)
@@ -52,6 +39,11 @@ class Sample:
         if self.finish_reason in ("server_failure", "aborted"):  # the second: of the agent loop, in verl's dumps
             return "server_failure"
         return "unverified" if self.unverified or self.acc is None else None
+
+
+# Columns that every row has, beside `acc` and `gts`.
+NUMBERS = tuple(each.name for each in fields(Sample) if each.type is float)
+TEXTS = tuple(each.name for each in fields(Sample) if each.type is str and each.default is MISSING)
 
 
 def read_dump(path: Path) -> list[Sample]:
