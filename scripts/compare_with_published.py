@@ -253,18 +253,15 @@ def chart(part: Part, metric: Compared) -> Markup | None:
 
 def write_page(parts: Sequence[Part], out: Path) -> None:
     """The page, with all charts, tables and the columns' names."""
-    page = (
-        page_environment(Path(__file__).parent)
-        .get_template("compare_template.html")
-        .render(
-            parts=parts,
-            charts={part.name: [(metric, chart(part, metric)) for metric in COMPARED[part.name]] for part in parts},
-            rows=rows,
-            format_ends=format_ends,
-            columns={part.name: columns(part.published, part.own) for part in parts},
-            alignments=ALIGNMENTS,
-            published_readme=(PUBLISHED / "README.md").read_text(encoding="utf-8"),
-        )
+    template = page_environment(Path(__file__).parent).get_template("compare_template.html")
+    page = template.render(
+        parts=parts,
+        charts={part.name: [(metric, chart(part, metric)) for metric in COMPARED[part.name]] for part in parts},
+        rows=rows,
+        format_ends=format_ends,
+        columns={part.name: columns(part.published, part.own) for part in parts},
+        alignments=ALIGNMENTS,
+        published_readme=(PUBLISHED / "README.md").read_text(encoding="utf-8"),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page, encoding="utf-8")

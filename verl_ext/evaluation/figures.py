@@ -1,6 +1,6 @@
 """Accuracy and tool use of samples with 95% intervals over problems, and differences on the same problems.
 
-Of the samples that records/samples.py reads. It scores nothing: `acc` is what the reward manager found.
+Takes the samples that records/samples.py reads. It scores nothing: `acc` is what the reward manager found.
 """
 
 from collections import Counter, defaultdict

@@ -17,6 +17,10 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 T = TypeVar("T")
 
 
+class OtherForm(ValueError):
+    """A line is no JSON object, or not one of the form that was expected; the message names the file and the line."""
+
+
 def read(
     path: Path, parse: Callable[[dict[str, Any]], T] = lambda row: row, expected: str = "a JSON object"
 ) -> Iterator[T]:
@@ -26,7 +30,7 @@ def read(
         parse: raises ValueError, KeyError, TypeError or AttributeError for a row of another form.
         expected: what a line should have been, for the message, and what to do.
     Raises:
-        ValueError: a line is no JSON object, or none that `parse` takes; names the file and the line.
+        OtherForm: a line is no JSON object, or none that `parse` takes.
     """
     with open(path, "rb") as lines:  # as bytes: a text may hold what str.splitlines takes for the end of a line
         for number, line in enumerate(lines, 1):
@@ -61,7 +65,7 @@ def cut_half_line(path: Path) -> None:
         file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def _other_form(path: Path, number: int, line: bytes, error: Exception, expected: str) -> ValueError:
+def _other_form(path: Path, number: int, line: bytes, error: Exception, expected: str) -> OtherForm:
     seen = f"no key {error}" if isinstance(error, KeyError) else error
     start = line.decode("utf-8", "replace").strip()[:80]
-    return ValueError(f"{path}, line {number}: {seen}. Expected {expected}, got {start!r}.")
+    return OtherForm(f"{path}, line {number}: {seen}. Expected {expected}, got {start!r}.")
