@@ -2,15 +2,17 @@
 
     .venv/bin/python scripts/compare_metrics.py outputs/run_a outputs/run_b
 
-Reads all `metrics*.jsonl` of each folder (or one file), without `timing*` and `perf/*`. Says in which step the runs
-first differ, and in what, and exits with 1 if they do.
+Reads all `metrics*.jsonl` of each run (or one file; of the quickstart's folder those of RL, or else of SFT), without
+`timing*` and `perf/*`. Says in which step the runs first differ, and in what, and exits with 1 if they do.
 """
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
+
+from verl_ext.records.run_folder import metric_files
+from verl_ext.records.run_record import metric_rows
 
 TIMES = ("timing", "perf/")  # beginnings of metrics that a clock or the machine's memory gives
 
@@ -21,15 +23,13 @@ def read_run(path: Path) -> dict[int, dict[str, float]]:
     Raises:
         FileNotFoundError: there are none.
     """
-    files = sorted(path.glob("metrics*.jsonl")) if path.is_dir() else [path]
     steps: dict[int, dict[str, float]] = {}
-    for file in files:
-        for line in file.read_text().splitlines():
-            record = json.loads(line)
-            kept = {name: value for name, value in record["data"].items() if not name.startswith(TIMES)}
-            steps.setdefault(record["step"], {}).update(kept)
+    for file in metric_files(path, "rl", "sft"):
+        for step, data in metric_rows(file):
+            kept = {name: value for name, value in data.items() if not name.startswith(TIMES)}
+            steps.setdefault(step, {}).update(kept)
     if not steps:
-        raise FileNotFoundError(f"{path} has no metrics*.jsonl with a step. Give the folder of a run (OUTPUT_DIR).")
+        raise FileNotFoundError(f"The metrics of {path} have no step. Give the folder of a run that came to its first.")
     return steps
 
 
@@ -49,7 +49,9 @@ def _is_equal(a: object, b: object) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", nargs=2, type=Path, metavar="RUN", help="folder of a run, or its metrics file")
+    parser.add_argument(
+        "runs", nargs=2, type=Path, metavar="RUN", help="folder of a run, the quickstart's above it, or a metrics file"
+    )
     runs = [read_run(path) for path in parser.parse_args().runs]
     found = differences(*runs)
     print("\n".join(found) if found else f"equal: {len(runs[0])} steps, {sum(map(len, runs[0].values()))} values")

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jinja2
 import yaml
 from markupsafe import Markup
 
+from verl_ext.records.run_folder import metric_files
 from verl_ext.records.run_record import Metrics, read_metrics
 from verl_ext.report.charts import HEIGHT, WIDTH, Series, line_chart
+from verl_ext.report.page import page_environment
 from verl_ext.report.verdict import held_out_source
 
 REPO = Path(__file__).resolve().parents[1]
@@ -155,7 +156,7 @@ def read_part(name: str, paths: Sequence[Path], batch: Batch | None, align: str,
         FileNotFoundError: a path is not there, or a folder has no metrics.
         ValueError: a file is of another form, holds none of the metrics compared, or the batch is unknown.
     """
-    files = [file for path in paths for file in _metric_files(path, name)]
+    files = [file for path in paths for file in metric_files(path, name)]
     own = read_metrics(files)
     empty = Metrics({}, set())
     part = Part(name, empty, own, PUBLISHED_BATCH[name], batch, align)
@@ -252,14 +253,8 @@ def chart(part: Part, metric: Compared) -> Markup | None:
 
 def write_page(parts: Sequence[Part], out: Path) -> None:
     """The page, with all charts, tables and the columns' names."""
-    env = jinja2.Environment(
-        loader=jinja2.FileSystemLoader([Path(__file__).parent, REPO / "verl_ext" / "report"]),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = env.get_template("compare_template.html").render(
+    template = page_environment(Path(__file__).parent).get_template("compare_template.html")
+    page = template.render(
         parts=parts,
         charts={part.name: [(metric, chart(part, metric)) for metric in COMPARED[part.name]] for part in parts},
         rows=rows,
@@ -293,18 +288,6 @@ def write_picture(parts: Sequence[Part], out: Path) -> None:
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(re.sub(r"var\((--[\w-]+)\)", lambda found: colours[found[1]], picture), encoding="utf-8")
-
-
-def _metric_files(path: Path, name: str) -> list[Path]:
-    if path.is_file():
-        return [path]
-    files = sorted(path.glob("metrics*.jsonl")) or sorted((path / name).glob("metrics*.jsonl"))
-    if not files:
-        what = "has no metrics*.jsonl" if path.is_dir() else "is not there"
-        raise FileNotFoundError(
-            f"{path} {what}. Expected the folder of a run (OUTPUT_DIR of its launcher), or its metrics-*.jsonl."
-        )
-    return files
 
 
 def _name(side: str, source: str) -> str:

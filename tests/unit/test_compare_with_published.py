@@ -136,7 +136,7 @@ def test_own_run_only(script, tmp_path, capsys):
         (["--run", "empty"], "empty has no metrics*.jsonl"),
         (["--run", "sft.jsonl"], "none of the metrics of RL is there, but perf/.* SFT belongs to --sft"),
         (["--sft", "rl.jsonl"], "none of the metrics of SFT is there"),
-        (["--run", "broken.jsonl"], r"broken.jsonl, row 1: .*Expected a line of verl's file logger"),
+        (["--run", "broken.jsonl"], r"broken.jsonl, line 1: .*Expected a line of verl's file logger"),
         (["--run", "blank.jsonl"], "none of the metrics of RL is there, but nothing"),
         (["--run", "rl.jsonl", "--align", "prompts"], r"the batch of your run is unknown. Give it: --rl-batch"),
         (["--run", "half", "--align", "prompts"], r"half/hydra/config.yaml has no 'train_batch_size'"),

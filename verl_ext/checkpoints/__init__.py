@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: `python -m verl_ext.checkpoints FOLDER` shows them.
+"""Checkpoints that are whole or not there: `python -m verl_ext.checkpoints RUN` shows them.
 
 `folder.py` decides which ones are whole, resumed from and kept, `manifest.py` lists sizes and checksums, `hooks.py`
 makes verl do so.

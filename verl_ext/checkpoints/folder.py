@@ -4,17 +4,12 @@ A checkpoint is written below `.saving/`. When every rank's part is on the disk,
 sizes and checksums (`manifest.py`), one rename makes it `global_step_<n>`, verl's tracker names it, and only then older
 ones are deleted, each step fsynced before the next (`durable.py`). So a kill or a power loss at any moment leaves the
 checkpoints there were. `hooks.py` makes verl do so; this file knows folders only.
-
-    python -m verl_ext.checkpoints outputs/qwen2-32b_dapo               # what is there, and where a run would resume
-    python -m verl_ext.checkpoints outputs/old_run --accept 300         # vouch for one that was saved without this file
 """
 
-import argparse
 import json
 import logging
 import math
 import os
-import re
 import shutil
 import statistics
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +20,7 @@ from typing import Any
 
 from verl_ext.checkpoints.manifest import MANIFEST, NotWhole, problem, vouch
 from verl_ext.records import durable
+from verl_ext.records.run_folder import PARTS, step_of
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -34,8 +30,6 @@ SAVING = ".saving"  # what is being written, and what is being deleted
 REPLACED = "replaced"  # in it: the checkpoint whose step is saved again, until the new one is in its place
 VALIDATION = "validation.json"  # in the run's folder: step -> value of the metric that decides on the best
 VERL_KEYS = ("max_ckpt_to_keep", "max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep", "remove_previous_ckpt_in_save")
-
-_STEP = re.compile(r"global_step_(\d+)")
 
 Say = Callable[[str], None]
 
@@ -49,10 +43,10 @@ def steps(folder: Path) -> list[int]:
     return sorted(step for step in found if step is not None)
 
 
-def step_of(path: str | os.PathLike | None) -> int | None:
-    """The step that the name of a checkpoint's folder says."""
-    match = _STEP.fullmatch(Path(path or "").name)
-    return int(match[1]) if match else None
+def runs_of(folder: Path) -> list[Path]:
+    """The folders of checkpoints: of the quickstart's folder its SFT run and its RL run, else the folder itself."""
+    parts = [folder / name for name in PARTS if steps(folder / name)]
+    return parts if parts and not steps(folder) else [folder]
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -380,31 +374,3 @@ class Rolling:
         if is_whole:
             self.sound.add(step)
         return is_whole
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.checkpoints", description="What a run's folder has, and where it would resume."
-    )
-    parser.add_argument("folder", type=Path, help="trainer.default_local_dir of the run, or the quickstart's folder")
-    parser.add_argument("--accept", type=int, metavar="STEP", help="vouch that this step is complete as it is now")
-    args = parser.parse_args()
-    parts = [args.folder / name for name in ("sft", "rl") if steps(args.folder / name)]
-    folders = parts if parts and not steps(args.folder) else [args.folder]
-    try:
-        if args.accept is not None:
-            if len(folders) > 1:
-                raise SystemExit(f"--accept needs one run's folder: {' or '.join(map(str, folders))}.")
-            if not path_of(folders[0], args.accept).is_dir():
-                raise SystemExit(f"There is no {path_of(folders[0], args.accept)}; steps there: {steps(folders[0])}.")
-            vouch(path_of(folders[0], args.accept))
-        for folder in folders:
-            if parts:
-                print(f"{folder}:")
-            for step in steps(folder):
-                size = sum(path.stat().st_size for path in path_of(folder, step).rglob("*") if path.is_file())
-                seen = problem(path_of(folder, step))
-                print(f"step {step:>6}  {size / 1e9:8.3f} GB  {'whole' if seen is None else f'not whole: {seen}'}")
-            resume_point(folder, print)
-    except NotWhole as error:
-        raise SystemExit(str(error)) from None

@@ -1,42 +1,6 @@
-"""Evaluation with tools: problems, servers, sampling, figures, results. `python -m verl_ext.evaluate` runs it.
+"""Evaluation with tools: `python -m verl_ext.evaluate` runs it.
 
-`figures` also reads verl's validation dumps; its names are importable from here.
+`problems`, `servers` and `sampling` take samples, `store` keeps them, `figures` and `result` say what they show.
+`checkpoint` finds and merges a run's checkpoint. `past_samples` and `pass_rates` say how hard problems are.
+In: a model, a server, a checkpoint or samples. Out: `samples.jsonl`, `result.json`, `result.md`.
 """
-
-from verl_ext.evaluation.figures import (
-    NUMBERS,
-    POOLED,
-    TEXTS,
-    Difference,
-    Evaluation,
-    Sample,
-    compare,
-    evaluate,
-    format_comparison,
-    format_estimate,
-    format_evaluation,
-    is_ood,
-    is_shown,
-    latest_dump,
-    read_dump,
-    to_json,
-)
-
-__all__ = [
-    "NUMBERS",
-    "POOLED",
-    "TEXTS",
-    "Difference",
-    "Evaluation",
-    "Sample",
-    "compare",
-    "evaluate",
-    "format_comparison",
-    "format_estimate",
-    "format_evaluation",
-    "is_ood",
-    "is_shown",
-    "latest_dump",
-    "read_dump",
-    "to_json",
-]

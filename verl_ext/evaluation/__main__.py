@@ -32,7 +32,8 @@ from verl_ext.evaluation.problems import NAMES, read_sets
 from verl_ext.evaluation.result import NoSamples, find_samples, make_result, write_result
 from verl_ext.evaluation.settings import ConfigError, load_config, model_fingerprint, sample_settings
 from verl_ext.evaluation.store import OtherSettings, Store
-from verl_ext.quickstart.pipeline import lock_folder
+from verl_ext.records.jsonl import OtherForm
+from verl_ext.records.lock import lock_folder
 from verl_ext.records.run_record import environment
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if out:
             out.mkdir(parents=True, exist_ok=True)
             write_result(out, result, text)
-    except (CheckpointError, ConfigError, DataError, NoSamples, OtherSettings, SandboxNotReady) as error:
+    except (CheckpointError, ConfigError, DataError, NoSamples, OtherForm, OtherSettings, SandboxNotReady) as error:
         raise SystemExit(f"evaluate: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit("evaluate: interrupted; the same command goes on from here") from None

@@ -15,7 +15,6 @@ from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.settings import REPO
 
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
-_STEP = re.compile(r"global_step_(\d+)")
 
 
 class CheckpointError(ValueError):
@@ -52,13 +51,12 @@ def find_checkpoint(path: Path) -> Checkpoint:
             f"{path} is no folder. Expected a run's folder, its global_step_N, or global_step_N/actor."
         )
     step_folder = path.parent if path.name == "actor" else path
-    if match := _STEP.fullmatch(step_folder.name):
-        step, noted = int(match[1]), checkpoints.tracked_step(step_folder.parent)
+    if (step := checkpoints.step_of(step_folder)) is not None:
+        noted = checkpoints.tracked_step(step_folder.parent)
         if missing := _missing(step_folder, step if noted is None else noted):
             raise CheckpointError(f"{step_folder} is not whole: {missing}. Take another step, or the run's folder.")
         return Checkpoint(step_folder.parent, step, _shards(step_folder))
-    if not checkpoints.steps(path):
-        path = next((path / part for part in ("rl", "sft") if checkpoints.steps(path / part)), path)
+    path = checkpoints.runs_of(path)[-1]  # the last: RL
     steps, noted = checkpoints.steps(path), checkpoints.tracked_step(path)
     for step in reversed(steps):
         if not _missing(checkpoints.path_of(path, step), noted or 0):
@@ -88,11 +86,11 @@ def merge(checkpoint: Checkpoint) -> Path:
         print(f"merging {checkpoint.shards} into {target}", flush=True)
         part = Path(f"{target}.part")
         shutil.rmtree(part, ignore_errors=True)
-        command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
-        command += ["--local_dir", str(checkpoint.shards), "--target_dir", str(part)]
         log.truncate(0)
         environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "verl_ext"}
-        status = subprocess.run(command, cwd=REPO, env=environment, stdout=log, stderr=log).returncode
+        status = subprocess.run(
+            merge_command(checkpoint.shards, part), cwd=REPO, env=environment, stdout=log, stderr=log
+        ).returncode
         if status:
             tail = "\n".join(Path(log.name).read_text(errors="replace").splitlines()[-5:])
             raise CheckpointError(
@@ -101,6 +99,12 @@ def merge(checkpoint: Checkpoint) -> Path:
         shutil.rmtree(target, ignore_errors=True)
         os.replace(part, target)
     return target
+
+
+def merge_command(shards: Path, target: Path) -> list[str]:
+    """verl's model merger."""
+    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
+    return [*command, "--local_dir", str(shards), "--target_dir", str(target)]
 
 
 def settings_of(checkpoint: Checkpoint) -> tuple[str, list[str]]:
@@ -146,6 +150,6 @@ def _missing(step_folder: Path, noted: int) -> str:
         return f"{folder} has no huggingface/config.json"
     if (step_folder / checkpoints.MANIFEST).is_file():
         return checkpoints.problem(step_folder, lambda name: _SHARD.fullmatch(Path(name).name) is not None) or ""
-    if int(step_folder.name.rpartition("_")[2]) > noted:
+    if checkpoints.step_of(step_folder) > noted:
         return f"the run has noted step {noted} as its last whole one: saving this one was broken off"
     return ""

@@ -1,16 +1,11 @@
 """Accuracy and tool use of samples with 95% intervals over problems, and differences on the same problems.
 
-Reads the JSONL files of `trainer.validation_data_dir` and of `python -m verl_ext.evaluate`, one row a sample. It scores
-nothing: `acc` is what the reward manager found.
+Takes the samples that records/samples.py reads. It scores nothing: `acc` is what the reward manager found.
 """
 
-import json
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -26,7 +21,7 @@ from verl_ext.evaluation.estimators import (
     ratio_of_sums,
     share_95,
 )
-from verl_ext.outcome import EVALUATION_FAILURES, UNVERIFIED, evaluation_failure
+from verl_ext.records.samples import Sample
 
 # Each figure is a ratio of sums over problems, so that one resampling of problems serves them all.
 METRICS = (
@@ -41,50 +36,8 @@ METRICS = (
     "truncation_rate",  # share of samples cut by the response budget
 )
 UNBOUNDED = ("turns", "model_tokens")  # the others are shares, from 0 to 1
-NUMBERS = (
-    "score",
-    "tool_calls",
-    "tool_errors",
-    "tool_timeouts",
-    "model_turns",
-    "response_tokens",
-    "truncated",
-    UNVERIFIED,
-    "sandbox_failure",
-)
-TEXTS = ("input", "output", "uid", "pred", "data_source", "finish_reason")
+FAILURES = ("sandbox_failure", "server_failure", "unverified")  # of infrastructure: such samples are in no figure
 POOLED = ("in_distribution", "out_of_distribution", "overall")
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One response to one problem: a row of the dump, `uid` = "{prompt uid}_{session}_{output index}"."""
-
-    uid: str
-    input: str
-    output: str
-    gts: Any
-    pred: str  # "" when the response gave no answer
-    data_source: str
-    finish_reason: str
-    acc: float | None  # in [0, 1], 1 is right; None when there is no verdict
-    score: float
-    tool_calls: float
-    tool_errors: float
-    tool_timeouts: float
-    model_turns: float
-    response_tokens: float
-    truncated: float
-    unverified: float
-    sandbox_failure: float
-    problem: str = ""  # without template and instructions; what pairs two models. "" in verl's own dumps
-
-    @property
-    def failure(self) -> str | None:
-        """The infrastructure failure, of EVALUATION_FAILURES, that kept this sample from being judged; None: it was."""
-        info = {"finish_reason": self.finish_reason, "sandbox_failure": self.sandbox_failure}
-        info[UNVERIFIED] = self.unverified or self.acc is None
-        return evaluation_failure(info)
 
 
 @dataclass(frozen=True)
@@ -202,12 +155,6 @@ def is_ood(data_source: str) -> bool:
     return "_ood" in data_source
 
 
-def latest_dump(folder: Path) -> Path | None:
-    """The dump of the highest step (`40.jsonl`) in a `validation_data_dir`; None when it has none."""
-    dumps = [path for path in Path(folder).glob("*.jsonl") if path.stem.isdecimal()]
-    return max(dumps, key=lambda path: int(path.stem), default=None)
-
-
 def by_k(samples: Sequence[Sample], *, draws: int = 10_000, seed: int = 0) -> dict[str, dict[str, dict[int, Estimate]]]:
     """Group -> {"pass@k" | "maj@k": k -> estimate}, for n and the powers of two below it. Args as for `evaluate`."""
     n, _ = _counts([_by_problem(samples, _identity(samples))], None)
@@ -217,32 +164,6 @@ def by_k(samples: Sequence[Sample], *, draws: int = 10_000, seed: int = 0) -> di
             for name, metric in (("pass@k", "acc/best@k"), ("maj@k", "acc/maj@k")):
                 curves.setdefault(group, {}).setdefault(name, {})[k] = figures.metrics[metric]
     return curves
-
-
-def read_dump(path: Path) -> list[Sample]:
-    """Samples of a JSONL file. Of a session with several outputs only the last, as verl's own metrics do; of several
-    rows of one output, which are attempts at it, the last.
-
-    Raises:
-        ValueError: a row that is no JSON, lacks a key, or has a value of the wrong kind; names the file and line.
-    """
-    last: dict[str, tuple[int, Sample]] = {}
-    with open(path, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                sample = _sample(json.loads(line))
-            except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(
-                    f"{path}, line {number}: {error}. Expected a row of verl's validation dump with the keys of "
-                    "verl_ext/reward/manager.py; make it with `trainer.validation_data_dir` and that reward manager."
-                ) from error
-            parts = sample.uid.rsplit("_", 2)
-            session, index = ("_".join(parts[:2]), int(parts[2])) if len(parts) == 3 else (sample.uid, 0)
-            if session not in last or index >= last[session][0]:
-                last[session] = (index, sample)
-    return [sample for _, sample in last.values()]
 
 
 def to_json(figures: dict[str, Evaluation] | dict[str, Difference]) -> dict[str, dict]:
@@ -313,39 +234,26 @@ def format_comparison(
 ) -> str:
     """`comparison_tables` for a terminal, and how many problems are not in them."""
     blocks = list(map(align, comparison_tables(before, after, difference)))
-    unmatched = sum(each.num_unmatched for name, each in difference.items() if name not in POOLED)
-    if unmatched:
+    if unmatched := unmatched_problems(difference):
         blocks.append(f"{unmatched} problems have judged samples in one dump only: not in the difference.")
     return "\n\n".join(blocks)
 
 
+def unmatched_problems(difference: dict[str, Difference]) -> int:
+    """Problems of all data sources that one side has no judged sample of."""
+    return sum(each.num_unmatched for name, each in difference.items() if name not in POOLED)
+
+
+def aligned(table: list[list[str]], widths: list[int], between: str) -> list[str]:
+    """Lines of a table: the first cell of a row to the left, the others to the right."""
+    cells = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in table)
+    return [between.join(row) for row in cells]
+
+
 def align(table: list[list[str]]) -> str:
     """Rows of cells, the first of them titles, for a terminal."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in table
-    ]
+    lines = aligned(table, [max(map(len, column)) for column in zip(*table, strict=True)], "  ")
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def _sample(row: dict[str, Any]) -> Sample:
-    missing = [key for key in (*TEXTS, *NUMBERS, "acc", "gts") if key not in row]
-    if missing:
-        raise ValueError(f"no key {', '.join(missing)}; the row has {', '.join(row)}")
-    for key in TEXTS:
-        if not isinstance(row[key], str):
-            raise ValueError(f"{key} is {row[key]!r}, not a string")
-    numbers = {}
-    for key in NUMBERS:
-        if not isinstance(row[key], int | float) or not math.isfinite(row[key]):
-            raise ValueError(f"{key} is {row[key]!r}, not a finite number")
-        numbers[key] = float(row[key])
-    if row["acc"] is not None and not (isinstance(row["acc"], int | float) and 0 <= row["acc"] <= 1):
-        raise ValueError(f"acc is {row['acc']!r}, not a number from 0 to 1 or null")
-    acc = None if row["acc"] is None else float(row["acc"])
-    texts = {key: row[key] for key in TEXTS}
-    return Sample(**texts, **numbers, acc=acc, gts=row["gts"], problem=row.get("problem", ""))
 
 
 def _identity(samples: Iterable[Sample]) -> str:

@@ -4,14 +4,20 @@ Of each sample there is the prompt's text and whether it was right. What sandbox
 and counts neither way.
 """
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_ext.evaluation import read_dump
-from verl_ext.outcome import UNVERIFIED, evaluation_failure
-from verl_ext.records.run_folder import SAMPLES, dumps_of, evaluations_of, find_run, step_dumps, training_folder
+from verl_ext.records import jsonl
+from verl_ext.records.run_folder import (
+    SAMPLES,
+    find_run,
+    rollouts_of,
+    sample_files,
+    training_folder,
+    trajectories_in,
+)
+from verl_ext.records.samples import read_dump
 
 SURELY_WRONG = -0.6 + 1e-6  # a wrong answer's highest reward, with the whole bonus for tool calls (reward/shaping.py)
 
@@ -45,116 +51,83 @@ def read_past_samples(path: Path) -> Source:
         NoSamples: there are none.
         ValueError: a row is of another form; names the file and the line.
     """
-    kind, files = _files(path)
-    readers = {"trajectories": _logged, "rollouts": _dumped}
-    samples = [sample for file in files for sample in readers.get(kind, _judged)(file)]
+    files = _files(path)
+    read = [(kind, file) for file in files if (kind := _kind_of(file))]
+    samples = [sample for kind, file in read for sample in _KINDS[kind][1](file)]
     if not samples:
         raise NoSamples(f"No samples in {', '.join(map(str, files))}: the files are empty.")
     named = files[0] if len(files) == 1 else f"{files[0].parent} ({len(files)} files)"
-    return Source(f"{len(samples):,} samples ({_WORDS[kind]}) of {named}", samples)
+    return Source(f"{len(samples):,} samples ({_KINDS[read[-1][0]][0]}) of {named}", samples)
 
 
-_WORDS = {
-    "trajectories": "the trajectory log",
-    "validation": "validation dumps",
-    "evaluation": "an evaluation",
-    "rollouts": "verl's rollout dumps: only groups that were trained on",
-}
-
-
-def _files(path: Path) -> tuple[str, list[Path]]:
-    """(kind of the samples, their files in the order they were written)."""
+def _files(path: Path) -> list[Path]:
+    """In the order they were written."""
     if path.is_file():
-        return _kind_of(path), [path]
+        return [path]
     if not path.is_dir():
         raise NoSamples(f"No samples at {path}: there is no such file or folder.")
-    if (path / SAMPLES).is_file():
-        return "evaluation", [path / SAMPLES]
-    if files := step_dumps(path):
-        return _kind_of(files[0]), files
-    if (files := _log_files(path)) and _kind_of(files[0]) == "trajectories":
-        return "trajectories", files
-    run = path
-    if find_run(path).kind == "quickstart":
-        run = training_folder(path, "rl", "sft")
-    for kind, found in (
-        ("trajectories", _log_files(run / "trajectories")),
-        ("validation", dumps_of(run, "validation_data_dir", "validation")),
-        ("evaluation", evaluations_of(run)),
-        ("rollouts", dumps_of(run, "rollout_data_dir", "rollouts")),
-    ):
-        if found:
-            return kind, found
+    if any(_kind_of(file) == "trajectories" for file in trajectories_in(path)):
+        return trajectories_in(path)
+    run = training_folder(path, "rl", "sft") if find_run(path).kind == "quickstart" else path
+    if found := trajectories_in(run / "trajectories") or sample_files(run) or rollouts_of(run):
+        return found
     raise NoSamples(
         f"No samples in {run}. Looked for trajectories/*.jsonl (retool.trajectory_log.enable), <step>.jsonl of "
         "trainer.validation_data_dir or trainer.rollout_data_dir, and evaluation/global_step_<n>/samples.jsonl."
     )
 
 
-def _log_files(folder: Path) -> list[Path]:
-    """Files of the trajectory log, rotated ones included, oldest first."""
-    files = [path for path in folder.glob("*.jsonl*") if path.suffix == ".jsonl" or path.suffix[1:].isdecimal()]
-    return sorted(files, key=lambda path: path.stat().st_mtime)
-
-
-def _kind_of(file: Path) -> str:
-    """By the keys of the first row."""
-    row = next((row for _, row in _rows(file)), {})
+def _kind_of(file: Path) -> str | None:
+    """One of _KINDS, by the keys of the first row; None: the file is empty."""
+    if not (row := next(jsonl.read(file), None)):
+        return None
     if "turns" in row and "reward" in row:
         return "trajectories"
-    return "validation" if "acc" in row or not {"input", "score"} <= row.keys() else "rollouts"
+    if "acc" not in row and {"input", "score"} <= row.keys():
+        return "rollouts"
+    return "evaluation" if file.name == SAMPLES else "validation"
 
 
-def _judged(file: Path) -> Iterator[PastSample]:
-    for sample in read_dump(file):
-        yield PastSample(sample.input, sample.acc, sample.failure)
+def _judged(file: Path) -> list[PastSample]:
+    return [PastSample(sample.input, sample.acc, sample.failure) for sample in read_dump(file)]
 
 
-def _logged(file: Path) -> Iterator[PastSample]:
+def _logged(file: Path) -> Iterable[PastSample]:
     """Of several records of one response, which are attempts at it, the last counts."""
-    last: dict[Any, PastSample] = {}
-    for number, row in _rows(file):
-        try:
-            reward, key = row["reward"], (row["uid"], row["session"], row["validate"])
-            is_unverified = reward.get(UNVERIFIED) or reward.get("acc") is None
-            info = reward | {"finish_reason": row["finish_reason"], UNVERIFIED: is_unverified}
-            failure = evaluation_failure(info)
-            last[key] = PastSample(row["prompt"], None if failure else float(reward["acc"]), failure)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{file}, line {number}: {error!r}. Expected a record of the trajectory log.") from error
-    yield from last.values()
+
+    def parse(row: dict[str, Any]) -> tuple[Any, PastSample]:
+        reward = row["reward"]
+        failed = {
+            "sandbox_failure": reward.get("sandbox_failure") or row["finish_reason"] == "sandbox_failure",
+            "server_failure": row["finish_reason"] in ("aborted", "server_failure"),
+            "unverified": reward.get("unverified") or reward.get("acc") is None,
+        }
+        failure = next((name for name, is_so in failed.items() if is_so), None)
+        sample = PastSample(row["prompt"], None if failure else float(reward["acc"]), failure)
+        return (row["uid"], row["session"], row["validate"]), sample
+
+    return dict(jsonl.read(file, parse, "a record of the trajectory log")).values()
 
 
-def _dumped(file: Path) -> Iterator[PastSample]:
+def _dumped(file: Path) -> Iterable[PastSample]:
     """verl's rollout dumps have the reward, not `acc`: above 0 is right, up to -0.6 wrong; what lies between may be a
     failed rollout (0), or a right one with length penalties, and counts neither way."""
-    last: dict[Any, PastSample] = {}
-    for number, row in _rows(file):
-        try:
-            score = float(row["score"])
-            acc = 1.0 if score > 0 else 0.0 if score <= SURELY_WRONG else None
-            key = row.get("uid", number)
-            last[key] = PastSample(row["input"], acc, UNVERIFIED if acc is None else None)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{file}, line {number}: {error!r}. Expected a row of verl's rollout dump.") from error
-    yield from last.values()
+
+    def parse(row: dict[str, Any]) -> tuple[Any, PastSample]:
+        score = float(row["score"])
+        acc = 1.0 if score > 0 else 0.0 if score <= SURELY_WRONG else None
+        return row.get("uid"), PastSample(row["input"], acc, "unverified" if acc is None else None)
+
+    rows = jsonl.read(file, parse, "a row of verl's rollout dump")
+    return {number if uid is None else uid: sample for number, (uid, sample) in enumerate(rows)}.values()
 
 
-def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows with their numbers. A last line that a killed process left half written is dropped."""
-    with open(file, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError as error:
-                if line.endswith("\n"):
-                    raise ValueError(f"{file}, line {number}: {error}. Expected one JSON object a line.") from error
-                return
-            if not isinstance(row, dict):
-                raise ValueError(f"{file}, line {number}: {line[:60]!r}. Expected a JSON object.")
-            yield number, row
+_KINDS: dict[str, tuple[str, Callable[[Path], Iterable[PastSample]]]] = {  # kind -> what it is, and its reader
+    "trajectories": ("the trajectory log", _logged),
+    "validation": ("validation dumps", _judged),
+    "evaluation": ("an evaluation", _judged),
+    "rollouts": ("verl's rollout dumps: only groups that were trained on", _dumped),
+}
 
 
 def check_match(unknown: int, samples: Sequence[Any], sources: Sequence[Path], data: Path) -> None:

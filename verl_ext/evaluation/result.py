@@ -9,7 +9,8 @@ from typing import Any
 
 from verl_ext.evaluation.estimators import Estimate
 from verl_ext.evaluation.figures import (
-    Sample,
+    FAILURES,
+    aligned,
     by_k,
     compare,
     comparison_tables,
@@ -17,13 +18,13 @@ from verl_ext.evaluation.figures import (
     evaluation_tables,
     format_estimate,
     is_shown,
-    latest_dump,
-    read_dump,
     to_json,
+    unmatched_problems,
 )
-from verl_ext.evaluation.store import SAMPLES, SETTINGS, flatten
-from verl_ext.outcome import EVALUATION_FAILURES
-from verl_ext.records.run_folder import dumps_of, evaluations_of
+from verl_ext.evaluation.store import SETTINGS, flatten
+from verl_ext.records import durable, jsonl
+from verl_ext.records.run_folder import SAMPLES, sample_files
+from verl_ext.records.samples import Sample, read_dump
 from verl_ext.rollout.tool_use import tool_metrics
 
 
@@ -34,25 +35,20 @@ class NoSamples(ValueError):
 def find_samples(path: Path) -> Path:
     """The samples that a path means: a JSONL file, the folder of an evaluation, or of validation dumps (last step).
 
-    Of a run's folder the last validation, or else the last evaluation; of the quickstart's those after RL, or before.
+    Of a run's folder the last validation, or else the last evaluation; of the quickstart's those after RL, or before,
+    or those of its RL run.
 
     Raises:
         NoSamples: neither.
     """
     if path.is_file():
         return path
-    own = path / SAMPLES
-    found = own if own.is_file() else latest_dump(path) if path.is_dir() else None
-    if found is None and path.is_dir():
-        quickstart = [dump for side in ("before", "after") if (dump := latest_dump(path / "eval" / side))]
-        of_a_run = evaluations_of(path) + dumps_of(path, "validation_data_dir", "validation")
-        found = next(reversed(quickstart or of_a_run), None)
-    if found is None:
+    if not (found := sample_files(path)):
         raise NoSamples(
             f"No samples at {path}. Expected the folder of an evaluation, of a run with validations or evaluations, a "
             "JSONL file of samples, or a trainer.validation_data_dir with <step>.jsonl."
         )
-    return found
+    return found[-1]
 
 
 def make_result(
@@ -111,20 +107,14 @@ def make_result(
 
 def write_result(folder: Path, result: Mapping[str, Any], text: str) -> None:
     """Write `result.json` and `result.md`; each appears when it is complete."""
-    content = {"result.json": json.dumps(result, indent=1, allow_nan=False) + "\n", "result.md": text}
-    for name, value in content.items():
-        part = folder / f"{name}.part"
-        part.write_text(value, encoding="utf-8")
-        part.replace(folder / name)
+    durable.write_text(folder / "result.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+    durable.write_text(folder / "result.md", text)
 
 
 def markdown(table: list[list[str]]) -> str:
     """Rows of cells, the first of them titles, as a Markdown table that is aligned as text, too."""
     widths = [max(3, *map(len, column)) for column in zip(*table, strict=True)]
-    lines = [
-        " | ".join([row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))])
-        for row in table
-    ]
+    lines = aligned(table, widths, " | ")
     rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])
     return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
 
@@ -145,11 +135,7 @@ def _about(file: Path) -> dict[str, Any]:
 
 def _tools(file: Path) -> dict[str, float]:
     """`tool_metrics` of the samples that were judged; {} for a validation dump, which has no `tool_use`."""
-    rows = {}
-    with open(file, encoding="utf-8") as lines:
-        for line in filter(str.strip, lines):
-            row = json.loads(line)
-            rows[row.get("uid")] = row
+    rows = {row.get("uid"): row for row in jsonl.read(file)}
     judged = [row for row in rows.values() if "tool_use" in row and not row.get("failure")]
     return tool_metrics([row | {"reward_extra_info": row} for row in judged])
 
@@ -169,7 +155,7 @@ def _comparison(
     differing = {key: [then.get(key), now.get(key)] for key in then | now if then.get(key) != now.get(key)}
     notes = [f"- {key}: {old!r} -> {new!r}" for key, (old, new) in differing.items()]
     block = [f"## Compared with {other} (before)", *map(markdown, comparison_tables(*sides, difference))]
-    if unmatched := sum(each.num_unmatched for name, each in difference.items() if not _is_pooled(name, difference)):
+    if unmatched := unmatched_problems(difference):
         block.append(f"{unmatched} problems have judged samples on one side only: not in the difference.")
     if notes:
         block.append("Settings that differ:\n" + "\n".join(notes))
@@ -179,10 +165,6 @@ def _comparison(
         "difference": to_json(difference),
         "settings": differing,
     }, "\n\n".join(block)
-
-
-def _is_pooled(name: str, difference: Mapping[str, Any]) -> bool:
-    return name not in difference[name].data_sources
 
 
 def _settings_table(about: Mapping[str, Any]) -> str:

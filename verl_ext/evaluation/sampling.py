@@ -19,10 +19,9 @@ from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.tools.tool_registry import load_all_tools
 
 from verl_ext.datasets.rows import DataError, progress_bar
-from verl_ext.evaluation.figures import NUMBERS, TEXTS
 from verl_ext.evaluation.servers import Server, ServerFailure
 from verl_ext.evaluation.store import Store
-from verl_ext.outcome import SERVER_FAILURE, UNVERIFIED, evaluation_failure
+from verl_ext.records.samples import NUMBERS, TEXTS
 from verl_ext.reward.manager import RetoolRewardManager
 from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.seeds import seed_of
@@ -216,7 +215,7 @@ class Sampler:
 
 
 def _row(task: Task, **values: Any) -> dict[str, Any]:
-    """A row with the keys that `figures.read_dump` asks for; what `values` lacks is empty."""
+    """A row with the keys that `records.samples.read_dump` asks for; what `values` lacks is empty."""
     row = dict.fromkeys(TEXTS, "") | dict.fromkeys(NUMBERS, 0.0) | {"acc": None} | values
     row |= {"uid": task.uid, "data_source": task.row["data_source"], "gts": task.row["reward_model"]["ground_truth"]}
     return row | {"problem": task.row["problem"]}

@@ -8,7 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-SAMPLES, SETTINGS = "samples.jsonl", "settings.json"
+from verl_ext.records import jsonl
+from verl_ext.records.run_folder import SAMPLES
+
+SETTINGS = "settings.json"
 
 
 class OtherSettings(ValueError):
@@ -44,28 +47,19 @@ class Store:
                     "Use the same settings to go on, another folder (--out) to start anew, or delete this one."
                 )
         path.write_text(json.dumps({"settings": settings, **about}, indent=1) + "\n")
-        self._drop_torn_line()
+        jsonl.cut_half_line(self.samples)
         self._sink = open(self.samples, "a", encoding="utf-8")
 
     def rows(self) -> dict[str, dict[str, Any]]:
         """The last row of each `uid`."""
-        with open(self.samples, encoding="utf-8") as lines:
-            return {row["uid"]: row for row in map(json.loads, lines)}
+        return {row["uid"]: row for row in jsonl.read(self.samples)}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        self._sink.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._sink.write(f"{jsonl.dumps(row)}\n")
         self._sink.flush()
 
     def close(self) -> None:
         self._sink.close()
-
-    def _drop_torn_line(self) -> None:
-        """Cut off what a killed process has left of its last line."""
-        if not self.samples.exists():
-            return
-        with open(self.samples, "r+b") as file:
-            content = file.read()
-            file.truncate(content.rfind(b"\n") + 1)
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:

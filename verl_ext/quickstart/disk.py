@@ -8,12 +8,13 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from verl_ext.checkpoints.folder import SAVING
+from verl_ext.checkpoints.manifest import MANIFEST
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NEARLY_FULL_BYTES = 4 * 2**20  # less than any checkpoint here; a file that did not fit is often deleted half written
 SIGNS = re.compile(r"No space left on device|Disk quota exceeded|\bENOSPC\b|\bEDQUOT\b|\b[Ee]rrno 28\b|\bos error 28\b")
 NAMED = re.compile(r"(?:No space left on device|Disk quota exceeded)[^'\"\n]*: ['\"](/[^'\"\n]+)['\"]")
-SAVING = ".saving"  # verl_ext/checkpoints/folder.py: where a checkpoint is written, and the one that it replaces waits
-WHOLE = "checkpoint.json"  # verl_ext/checkpoints/manifest.py: a run may resume from what has it, also there
 
 
 def is_full(folder: Path) -> bool:
@@ -50,7 +51,7 @@ def describe(folder: Path) -> str:
     if inodes.f_files > 0 and inodes.f_favail == 0:
         free += f", and none of its {inodes.f_files:,} inodes (files)"
     lines = [f"The disk is full: {there} (on {mount}), {free}."]
-    if (saving := there / SAVING).is_dir() and not any(saving.rglob(WHOLE)):
+    if (saving := there / SAVING).is_dir() and not any(saving.rglob(MANIFEST)):
         size = sum(path.stat().st_size for path in saving.rglob("*") if path.is_file())
         lines.append(f"`rm -r {shlex.quote(str(saving))}` frees {_size(size)} of a checkpoint that was broken off.")
     lines.append(

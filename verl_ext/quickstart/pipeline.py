@@ -8,7 +8,6 @@ them (verl_ext/quickstart/supervise.py).
 """
 
 import contextlib
-import fcntl
 import itertools
 import json
 import os
@@ -18,8 +17,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
+from verl_ext.checkpoints import folder as checkpoints
+from verl_ext.evaluation.checkpoint import merge_command
 from verl_ext.quickstart import disk
 from verl_ext.quickstart.options import JOURNAL, REPO, STAGES, parse_options
 from verl_ext.quickstart.source import STEPS as TAKEN_STEPS
@@ -33,16 +33,17 @@ from verl_ext.quickstart.supervise import (
     show_sft_progress,
     together,
 )
+from verl_ext.records import durable
+from verl_ext.records.lock import LOCK, lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 
 EVALUATION_SAMPLES = 2  # responses per held-out problem
-LOCK = ".lock"
 AFTERWARDS = " Then the same command goes on from here; --out DIR writes to another disk."
 SANDBOX_OPTIONS = ("--preload=",)  # the tiny task's programs import nothing, and a fork of less costs less
 
 
 @dataclass
-class Run:
+class Quickstart:
     """One quickstart: where it writes, and the overrides its stages get."""
 
     out: Path
@@ -72,7 +73,7 @@ class Run:
         return settings
 
 
-def make_data(run: Run) -> None:
+def make_data(run: Quickstart) -> None:
     """Word problems, tokenizer and random initial model."""
     tools = REPO / "data" / "tiny_tools"
     seed = ["--seed", str(run.seed)]
@@ -83,7 +84,7 @@ def make_data(run: Run) -> None:
     run.supervisor.run([sys.executable, str(tools / "build_model.py"), "--out", str(run.out / "model"), *seed], log=log)
 
 
-def train_sft(run: Run) -> None:
+def train_sft(run: Quickstart) -> None:
     log = run.out / "sft" / "log.txt"
     run.supervisor.run(
         ["bash", str(REPO / "recipe/retool/run_tiny_sft.sh"), *run.sft],
@@ -93,7 +94,7 @@ def train_sft(run: Run) -> None:
     )
 
 
-def train_rl(run: Run) -> None:
+def train_rl(run: Quickstart) -> None:
     log = run.out / "rl" / "log.txt"
     with running_server(options=SANDBOX_OPTIONS) as url:
         run.supervisor.run(
@@ -109,22 +110,14 @@ def train_rl(run: Run) -> None:
         )
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `latest_checkpointed_iteration.txt`, written last, names; None if there is none."""
-    tracker = folder / "latest_checkpointed_iteration.txt"
-    return folder / f"global_step_{tracker.read_text().strip()}" if tracker.exists() else None
-
-
-def merge(run: Run, name: str) -> None:
+def merge(run: Quickstart, name: str) -> None:
     """Merge the last checkpoint of "sft" or "rl" into a Hugging Face folder, as README does by hand."""
-    checkpoint = latest_checkpoint(run.out / name)
-    if checkpoint is None:
+    if (step := checkpoints.tracked_step(run.out / name)) is None:
         raise CommandFailed(f"There is no checkpoint in {run.out / name}. Run `--stage {name}` first.")
-    shards = checkpoint / "actor" if name == "rl" else checkpoint
+    shards = checkpoints.path_of(run.out / name, step) / ("actor" if name == "rl" else "")
     target = run.out / name / "merged"
-    command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
     run.supervisor.run(
-        [*command, "--local_dir", str(shards), "--target_dir", f"{target}.part"],
+        merge_command(shards, Path(f"{target}.part")),
         log=run.out / name / "merge.log",
         env={"VERL_USE_EXTERNAL_MODULES": "verl_ext"},
     )
@@ -132,7 +125,7 @@ def merge(run: Run, name: str) -> None:
     os.replace(f"{target}.part", target)
 
 
-def evaluate(run: Run, when: str) -> None:
+def evaluate(run: Quickstart, when: str) -> None:
     """Roll out the evaluation problems with the merged model of "before" (SFT) or "after" (RL), tools on."""
     model = run.out / ("sft" if when == "before" else "rl") / "merged"
     target = run.out / "eval" / when
@@ -155,12 +148,12 @@ def evaluate(run: Run, when: str) -> None:
         raise CommandFailed(f"The evaluation wrote no samples into {target}; see {run.out / 'eval' / when}.log.")
 
 
-def report(run: Run) -> None:
+def report(run: Quickstart) -> None:
     run.supervisor.run([sys.executable, "-m", "verl_ext.report", "--run", str(run.out)], log=None)
 
 
 # name, its stage, what it does, how, the steps that must be done before it
-STEPS: list[tuple[str, str, str, Callable[[Run], None], tuple[str, ...]]] = [
+STEPS: list[tuple[str, str, str, Callable[[Quickstart], None], tuple[str, ...]]] = [
     ("data", "data", "word problems, tokenizer, random model", make_data, ()),
     ("sft", "sft", "multi-turn SFT, FSDP2 on two ranks", train_sft, ("data",)),
     ("merge_sft", "merge", "FSDP shards -> Hugging Face folder", lambda run: merge(run, "sft"), ("sft",)),
@@ -181,11 +174,11 @@ class Journal:
     def done(self, step: str) -> bool:
         return any(entry["stage"] == step and entry["status"] == "done" for entry in self.entries)
 
-    def other_settings(self, run: Run) -> dict | None:
+    def other_settings(self, run: Quickstart) -> dict | None:
         """The first step that is there and was made with other settings; None if there is none."""
         return next((entry for entry in self.entries if entry["settings"] != run.settings(entry["stage"])), None)
 
-    def check(self, run: Run) -> None:
+    def check(self, run: Quickstart) -> None:
         """Raise SystemExit if a step that is there was made with other settings."""
         if entry := self.other_settings(run):
             raise SystemExit(
@@ -196,16 +189,14 @@ class Journal:
 
     def add(self, **entry: object) -> None:
         self.entries = [old for old in self.entries if old["stage"] != entry["stage"]] + [dict(entry)]
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.entries, indent=2) + "\n")
-        part.replace(self.path)
+        durable.write_text(self.path, json.dumps(self.entries, indent=2) + "\n")
 
     def wall_s(self, step: str) -> float:
         """Seconds that earlier, broken attempts at the step took."""
         return sum(entry["wall_s"] for entry in self.entries if entry["stage"] == step)
 
 
-def run_pipeline(run: Run, stages: list[str]) -> None:
+def run_pipeline(run: Quickstart, stages: list[str]) -> None:
     """Run the steps of `stages` that are not done yet; the report always.
 
     Raises:
@@ -245,7 +236,7 @@ def run_pipeline(run: Run, stages: list[str]) -> None:
         report(run)
 
 
-def take_source(run: Run, journal: Journal) -> None:
+def take_source(run: Quickstart, journal: Journal) -> None:
     """Take data and SFT from the quickstart that `--from` names, unless that was done; says what is taken.
 
     Raises:
@@ -261,7 +252,7 @@ def take_source(run: Run, journal: Journal) -> None:
         journal.add(**entry, wall_s=None, peak_gb=None, **{"from": str(run.source.folder)})
 
 
-def next_folder(run: Run) -> Path:
+def next_folder(run: Quickstart) -> Path:
     """Where another run from a quickstart's SFT goes: FOLDER-2, -3, ..., the first that is new or holds this run."""
     source = run.source.folder
     for number in itertools.count(2):
@@ -281,29 +272,11 @@ def delete_run(out: Path) -> None:
             f"--fresh would delete {out}, which holds other runs ({', '.join(others)}). Name the run's own folder "
             "by --out."
         )
-    if (
-        not (out / "stages.json").exists()
-        and not out.is_relative_to(REPO / "outputs")
-        and set(out.iterdir()) - {out / LOCK}
-    ):
+    if not (out / JOURNAL).exists() and not out.is_relative_to(REPO / "outputs") and set(out.iterdir()) - {out / LOCK}:
         raise SystemExit(
             f"--fresh would delete {out}, which holds no run (no stages.json). Delete it by hand, or change --out."
         )
     shutil.rmtree(out)
-
-
-def lock_folder(out: Path) -> TextIO:
-    """The folder's lock, held as long as the file is open; it may lie there when nobody holds it.
-
-    Raises:
-        SystemExit: another pipeline writes there.
-    """
-    file = open(out / LOCK, "w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise SystemExit(f"Another run writes into {out}. Wait for it, or write elsewhere with --out.") from None
-    return file
 
 
 def main() -> None:
@@ -314,14 +287,14 @@ def main() -> None:
         source = find_source(args.source) if args.source else None
         settings = (args.seed, args.data, args.sft, seeds + args.rl)
         if out is None:
-            out = next_folder(Run(Path(), *settings, supervisor=None, source=source))
+            out = next_folder(Quickstart(Path(), *settings, supervisor=None, source=source))
             print(f"[from] the new run is in {out}", flush=True)
         if args.fresh and out.exists():
             with lock_folder(out):
                 delete_run(out)
         out.mkdir(parents=True, exist_ok=True)
         with lock_folder(out), Supervisor() as supervisor:
-            run_pipeline(Run(out, *settings, supervisor, source), args.stage or list(STAGES))
+            run_pipeline(Quickstart(out, *settings, supervisor, source), args.stage or list(STAGES))
     except (CommandFailed, NoSource, SandboxNotReady) as error:
         raise SystemExit(f"quickstart: {error}{_advice(error, out)}") from None
     except OSError as error:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_ext.checkpoints.folder import SAVING, TRACKER
 from verl_ext.quickstart.options import JOURNAL
 
 STEPS = ("data", "sft", "merge_sft")  # of the pipeline, that are taken
@@ -21,7 +22,7 @@ TAKEN = {  # what RL and the evaluations read -> what it is
     "sft/merged/config.json": "its configuration",
     "sft/merged/tokenizer.json": "its tokenizer",
 }
-NOT_COPIED = ("global_step_*", ".saving", "latest_checkpointed_iteration.txt")
+NOT_COPIED = ("global_step_*", SAVING, TRACKER)
 
 
 class NoSource(ValueError):

@@ -251,48 +251,33 @@ def together(*watches: Watch) -> Watch:
     return watch
 
 
+def _new_lines(path: Path, positions: dict[Path, int]) -> Iterator[str]:
+    """Lines that are whole and that no earlier call gave; `positions` keeps where each file was read to, in bytes."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        file.seek(positions.get(path, 0))
+        while (line := file.readline()).endswith(b"\n"):
+            positions[path] = file.tell()
+            yield line.decode(errors="replace").rstrip()
+
+
 def show_notes(log: Path) -> Watch:
     """From a launcher's log: what the doctor found, and from which step a run resumes."""
-    position = log.stat().st_size if log.exists() else 0
+    positions = {log: log.stat().st_size if log.exists() else 0}
     findings: list[str] = []
 
     def watch() -> None:
-        nonlocal position
-        if not log.exists():
-            return
-        with open(log, "rb") as file:
-            file.seek(position)
-            while (raw := file.readline()).endswith(b"\n"):
-                position = file.tell()
-                line = raw.decode(errors="replace").rstrip()
-                if _FINDING.match(line) or (findings and line.startswith(" " * 18)):
-                    findings.append(line)
-                elif line.startswith("doctor: "):
-                    print("\n".join(f"  {each}" for each in [*findings, line]), flush=True)
-                    findings.clear()
-                elif (found := _RESUME.search(line)) and "starts from scratch" not in line:
-                    print(f"  {found[0]}", flush=True)
+        for line in _new_lines(log, positions):
+            if _FINDING.match(line) or (findings and line.startswith(" " * 18)):
+                findings.append(line)
+            elif line.startswith("doctor: "):
+                print("\n".join(f"  {each}" for each in [*findings, line]), flush=True)
+                findings.clear()
+            elif (found := _RESUME.search(line)) and "starts from scratch" not in line:
+                print(f"  {found[0]}", flush=True)
 
     return watch
-
-
-def read_new_metrics(folder: Path, started: float) -> Iterator[tuple[int, dict]]:
-    """(step, metrics) of each new line of verl's file loggers in `folder` that were opened since `started` (s, epoch).
-
-    An endless iterator: it yields (-1, {}) when there is nothing new yet.
-    """
-    positions: dict[Path, int] = {}
-    while True:
-        for path in sorted(folder.glob("metrics*.jsonl")):
-            if path.stat().st_mtime < started:
-                continue
-            with open(path) as file:
-                file.seek(positions.get(path, 0))
-                while (line := file.readline()).endswith("\n"):
-                    positions[path] = file.tell()
-                    record = json.loads(line)
-                    yield record["step"], record["data"]
-        yield -1, {}
 
 
 def _eta(step: int, first_step: int, total: int, started: float) -> str:
@@ -308,14 +293,12 @@ class _Progress:
     def __init__(self, folder: Path, describe: Callable[[dict], str | None], interval_s: float):
         self.folder, self.describe, self.interval_s = folder, describe, interval_s
         self.launched = time.time()
-        self.metrics = read_new_metrics(folder, self.launched)
+        self.positions: dict[Path, int] = {}
         self.first: tuple[int, float] | None = None
         self.printed = 0.0
 
     def __call__(self) -> None:
-        for step, data in self.metrics:
-            if step < 0:
-                return
+        for step, data in self._new_metrics():
             text = self.describe(data)
             if text is None:
                 continue
@@ -328,6 +311,13 @@ class _Progress:
                 self.printed = now
                 eta = _eta(step, self.first[0], total, self.first[1]) if total else ""
                 print(f"  step {step}{f'/{total}' if total else ''} | {text}{eta}", flush=True)
+
+    def _new_metrics(self) -> Iterator[tuple[int, dict]]:
+        """(step, metrics) of each new line of verl's file loggers that this start has opened."""
+        for path in sorted(self.folder.glob("metrics*.jsonl")):
+            if path.stat().st_mtime >= self.launched:
+                for record in map(json.loads, _new_lines(path, self.positions)):
+                    yield record["step"], record["data"]
 
 
 def _total_steps(folder: Path) -> int:

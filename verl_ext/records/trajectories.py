@@ -3,7 +3,6 @@
 Written by the agent-loop workers (rollout/workers.py) if `retool.trajectory_log.enable`. One file per process, rotated.
 """
 
-import json
 import logging
 import os
 import socket
@@ -14,7 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.outcome import rollout_end
+from verl_ext.records import jsonl
+from verl_ext.rollout.tool_use import end_reason
 
 
 class TrajectoryLog:
@@ -30,20 +30,16 @@ class TrajectoryLog:
             raise ValueError(
                 f"retool.trajectory_log: expected max_mb > 0 and max_files >= 2, got {max_mb=}, {max_files=}"
             )
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = Path(folder) / f"{socket.gethostname()}-{os.getpid()}.jsonl"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        jsonl.cut_half_line(file)  # of a killed process: in a container the next one may have its name and number
         # A handler without a logger: nothing else may write to the file, and no level can switch it off.
         self._handler = RotatingFileHandler(
-            Path(folder) / f"{socket.gethostname()}-{os.getpid()}.jsonl",
-            maxBytes=int(max_mb * 2**20),
-            backupCount=max_files - 1,
-            encoding="utf-8",
-            errors="backslashreplace",  # of a lone surrogate JSON's own escape
-            delay=True,
+            file, maxBytes=int(max_mb * 2**20), backupCount=max_files - 1, encoding="utf-8", delay=True
         )
 
     def write(self, record: Mapping[str, Any]) -> None:
-        line = json.dumps(record, ensure_ascii=False, default=str)
-        self._handler.emit(logging.makeLogRecord({"msg": line}))
+        self._handler.emit(logging.makeLogRecord({"msg": jsonl.dumps(record, default=str)}))
 
 
 def check_trajectory_log(config: DictConfig) -> None:

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
-from verl_ext import evaluation
-from verl_ext.evaluation.figures import align
+from verl_ext.evaluation import figures as evaluation
 from verl_ext.records.run_folder import short_names
-from verl_ext.records.run_record import Metrics, Run, read_run
+from verl_ext.records.run_record import Metrics, RunRecord, read_run
 from verl_ext.report.charts import Series, line_chart
 from verl_ext.report.page import RL_CURVES, Curve, evaluate_run, page_environment, start_texts, summarize
 from verl_ext.report.verdict import percent, points
@@ -29,7 +28,7 @@ class Compared(NamedTuple):
     """A run, its summary, and its difference on the problems that the first evaluated run has as well."""
 
     name: str
-    run: Run
+    run: RunRecord
     summary: dict[str, Any]
     difference: dict[str, Any] | None  # group of problems -> figures minus those of the first; None for the first
 
@@ -66,7 +65,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
         ),
         encoding="utf-8",
     )
-    lines = [align([header(), *map(row, compared)]), ""]
+    lines = [evaluation.align([header(), *map(row, compared)]), ""]
     lines += [f"{each.name}: {each.summary['verdict']}" for each in compared]
     return "\n".join([*lines, f"Comparison: {out / 'comparison.html'}"])
 
@@ -108,7 +107,7 @@ def _group_table(compared: Sequence[Compared]) -> list[list[str]]:
 
 
 def _charts(
-    compared: Sequence[Compared], curves: Sequence[Curve], metrics_of: Callable[[Run], Metrics], x_label: str
+    compared: Sequence[Compared], curves: Sequence[Curve], metrics_of: Callable[[RunRecord], Metrics], x_label: str
 ) -> list[tuple[Curve, Markup]]:
     """A chart per metric that a run has logged, a line per run."""
     charts = []

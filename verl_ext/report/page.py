@@ -20,9 +20,9 @@ import jinja2
 import yaml
 from markupsafe import Markup
 
-from verl_ext import evaluation
-from verl_ext.evaluation import Difference, Evaluation
-from verl_ext.records.run_record import Metrics, Run, environment, read_run, step_times, warm_step
+from verl_ext.evaluation import figures as evaluation
+from verl_ext.evaluation.figures import Difference, Evaluation
+from verl_ext.records.run_record import Metrics, RunRecord, environment, read_run, step_times, warm_step
 from verl_ext.report.charts import Series, interval_strip, line_chart, stacked_chart
 from verl_ext.report.rollouts import ShownRollout, pick_rollouts, pick_training_rollouts, split_rollout
 from verl_ext.report.verdict import headline, held_out_source, judge, percent, points
@@ -121,7 +121,7 @@ def write_report(folder: Path) -> str:
     return f"{console_table(run, figures, summary)}\nReport: {folder / 'report.html'}"
 
 
-def evaluate_run(run: Run) -> Figures:
+def evaluate_run(run: RunRecord) -> Figures:
     """Figures of both sides of a run's evaluation, and their paired difference where both are there."""
     return Figures(
         before=evaluation.evaluate(run.before) if run.before else {},
@@ -130,7 +130,7 @@ def evaluate_run(run: Run) -> Figures:
     )
 
 
-def summarize(run: Run, figures: Figures) -> dict[str, Any]:
+def summarize(run: RunRecord, figures: Figures) -> dict[str, Any]:
     """The content of summary.json: the same keys whatever is missing; None or empty where there is nothing to say."""
     rl_keys = [curve.key for curve in RL_CURVES] + ["timing_s/step"]
     rl_keys += sorted({key for values in run.rl.steps.values() for key in values if held_out_source(key)})
@@ -182,7 +182,7 @@ def summarize(run: Run, figures: Figures) -> dict[str, Any]:
     }
 
 
-def console_table(run: Run, figures: Figures, summary: dict[str, Any]) -> str:
+def console_table(run: RunRecord, figures: Figures, summary: dict[str, Any]) -> str:
     """The result for a terminal: both evaluations, the difference, step time, and what is missing."""
     lines = []
     for side, groups in zip(run.sides, (figures.before, figures.after), strict=True):
@@ -217,7 +217,7 @@ def start_texts(starts: Sequence[dict[str, int]]) -> list[str]:
     ]
 
 
-def render(run: Run, summary: dict[str, Any]) -> str:
+def render(run: RunRecord, summary: dict[str, Any]) -> str:
     """The page, from what was read and the summary's figures. All but our own SVG is HTML-escaped."""
     env = page_environment()
     rollouts = pick_rollouts(run.before, run.after, run.sides) or pick_training_rollouts(run.training_rollouts)
@@ -241,10 +241,10 @@ def render(run: Run, summary: dict[str, Any]) -> str:
     )
 
 
-def page_environment() -> jinja2.Environment:
-    """Templates of this folder, with everything escaped, and an error where a value is not there."""
+def page_environment(*folders: Path) -> jinja2.Environment:
+    """Templates of this folder and of `folders`, with everything escaped, and an error where a value is not there."""
     env = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader([Path(__file__).parent, *folders]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

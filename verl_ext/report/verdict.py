@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from verl_ext.evaluation import POOLED
-from verl_ext.records.run_record import Metrics, Run
+from verl_ext.evaluation.figures import POOLED
+from verl_ext.records.run_record import Metrics, RunRecord
 
 ACCURACIES = {"acc/mean@k": "accuracy", "acc/best@k": "best@{k}", "acc/maj@k": "maj@{k}"}
 LOWER_IS_BETTER = {
@@ -94,7 +94,7 @@ def changes(sides: Mapping[str, Groups]) -> list[Change]:
     return found
 
 
-def judge(run: Run, sides: Mapping[str, Groups]) -> Verdict:
+def judge(run: RunRecord, sides: Mapping[str, Groups]) -> Verdict:
     """The verdict on a run, from its evaluation; where there is none, from its metrics. Args as for `headline`."""
     top = headline(sides)
     if top is None:
@@ -109,7 +109,7 @@ def judge(run: Run, sides: Mapping[str, Groups]) -> Verdict:
     )
 
 
-def training_verdict(run: Run) -> Verdict:
+def training_verdict(run: RunRecord) -> Verdict:
     """What the metrics of a run say that was not evaluated: validations in them, else training itself."""
     if run.rl.steps:
         return _rl_verdict(run.rl)
@@ -155,7 +155,7 @@ def _describe(what: str, before: Mapping, after: Mapping, difference: Mapping, *
     return f"{what} {'rose' if rose else 'fell'} {span}", "improved" if rose == (best == 1.0) else "worse"
 
 
-def _accuracy_sentence(run: Run, top: Mapping[str, Any]) -> str:
+def _accuracy_sentence(run: RunRecord, top: Mapping[str, Any]) -> str:
     """What training did to accuracy, as far as the interval of the paired difference allows to say."""
     trainer = "SFT" if run.kind == "sft" else "RL"
     steps = "" if run.kind == "quickstart" else f", {run.sides[0]} to {run.sides[1]}"

@@ -3,17 +3,9 @@ import random
 
 import pytest
 
-from verl_ext.evaluation import (
-    compare,
-    evaluate,
-    format_comparison,
-    format_evaluation,
-    latest_dump,
-    read_dump,
-)
 from verl_ext.evaluation.estimators import Estimate
-from verl_ext.evaluation.figures import by_k
-from verl_ext.outcome import EVALUATION_FAILURES
+from verl_ext.evaluation.figures import FAILURES, by_k, compare, evaluate, format_comparison, format_evaluation
+from verl_ext.records.samples import read_dump
 
 
 def row(problem, session, acc, **changes):
@@ -212,40 +204,6 @@ def test_problems_of_one_side_only_are_left_out_and_said(samples):
     assert difference["tiny_tools"].metrics["acc/mean@k"].value == 1.0
     table = format_comparison(evaluate(before, draws=10), evaluate(after, draws=10), difference)
     assert "2 problems have judged samples in one dump only" in table
-
-
-def test_of_a_session_with_several_outputs_the_last_counts(samples):
-    rows = [row("a", 0, 0, uid="u_0_1", pred="last"), row("a", 0, 1, uid="u_0_0"), row("a", 1, 1, uid="u_1_0")]
-    kept = samples(rows)
-    assert [(sample.uid, sample.pred) for sample in kept] == [("u_0_1", "last"), ("u_1_0", "7")]
-
-
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
-        ({key: value for key, value in row("a", 0, 1).items() if key != "tool_calls"}, "no key tool_calls"),
-        (row("a", 0, 1) | {"acc": 1.5}, "acc is 1.5"),
-        (row("a", 0, 1, pred=None), "pred is None, not a string"),
-        (row("a", 0, 1, tool_errors=None), "tool_errors is None, not a finite number"),
-        (row("a", 0, 1, response_tokens=float("nan")), "response_tokens is nan"),
-    ],
-)
-def test_a_malformed_row_is_named_with_file_and_line(tmp_path, broken, message):
-    path = write(tmp_path / "40.jsonl", [row("a", 1, 1), broken])
-    with pytest.raises(ValueError, match=f"40.jsonl, line 2: {message}"):
-        read_dump(path)
-
-
-def test_latest_dump_is_the_one_of_the_highest_step(tmp_path):
-    assert latest_dump(tmp_path) is None
-    for name in ("9.jsonl", "40.jsonl", "notes.jsonl"):
-        write(tmp_path / name, [])
-    assert latest_dump(tmp_path).name == "40.jsonl"
-
-
-def test_of_several_attempts_at_a_sample_the_last_counts(samples):
-    rows = [row("a", 0, 0, finish_reason="server_failure") | {"acc": None}, row("a", 1, 0), row("a", 0, 1)]
-    assert [(sample.uid, sample.acc) for sample in samples(rows)] == [("uuid-a_0_0", 1.0), ("uuid-a_1_0", 0.0)]
 
 
 def test_problems_are_paired_by_their_own_text_where_both_sides_have_it(samples):

@@ -61,6 +61,7 @@ def test_samples_that_are_there_are_compared_without_a_model(tmp_path, capsys):
     ("argv", "message"),
     [
         (["--samples", "{tmp}"], "No samples at"),
+        (["--samples", "{tmp}/m/config.json"], "config.json, line 1: no key uid.* Expected a row of verl's validation"),
         (["--model", "{tmp}", "--out", "{tmp}/o"], "is no Hugging Face folder: it has no config.json"),
         (["--checkpoint", "{tmp}"], "has no whole checkpoint"),
         (["--model", "{tmp}/m", "--out", "{tmp}/o", "--compare", "{tmp}/before"], "No samples at .*/before"),

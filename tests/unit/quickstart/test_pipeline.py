@@ -11,7 +11,7 @@ import pytest
 
 from verl_ext.quickstart import pipeline
 from verl_ext.quickstart.options import parse_options
-from verl_ext.quickstart.pipeline import Journal, Run, run_pipeline
+from verl_ext.quickstart.pipeline import Journal, Quickstart, run_pipeline
 from verl_ext.quickstart.source import NoSource, find_source
 from verl_ext.quickstart.supervise import CommandFailed
 
@@ -36,7 +36,7 @@ class RecordingSupervisor:
 def make_run(tmp_path):
     def make(act=lambda command, env: None, **settings):
         values = {"out": tmp_path, "seed": 0, "data_args": [], "sft": [], "rl": []} | settings
-        return Run(**values, supervisor=RecordingSupervisor(act))
+        return Quickstart(**values, supervisor=RecordingSupervisor(act))
 
     return make
 
@@ -176,7 +176,7 @@ def test_a_journal_is_never_half_written(tmp_path, monkeypatch):
     path = tmp_path / "stages.json"
     Journal(path).add(stage="data", status="done", wall_s=1.0)
     whole = path.read_text()
-    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr("os.replace", lambda part, target: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         Journal(path).add(stage="sft", status="done", wall_s=1.0)
     assert path.read_text() == whole
@@ -296,7 +296,7 @@ def test_help_names_every_option_also_where_nothing_is_installed(monkeypatch, ca
 
 def done_until(folder, *steps, **settings):
     """A quickstart's folder whose steps are done, with empty results."""
-    run = Run(folder, 0, [], [], settings.get("rl", []), None)
+    run = Quickstart(folder, 0, [], [], settings.get("rl", []), None)
     for name in ("data", "sft/merged"):
         (folder / name).mkdir(parents=True)
     for step in steps:
@@ -342,7 +342,7 @@ def source(tmp_path):
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    run = Run(folder, 7, ["--rl=64"], ["optim.lr=1"], ["a=1"], None)
+    run = Quickstart(folder, 7, ["--rl=64"], ["optim.lr=1"], ["a=1"], None)
     for step in ("data", "sft", "merge_sft", "rl"):
         Journal(folder / "stages.json").add(stage=step, status="done", wall_s=100.0, settings=run.settings(step))
     return folder

@@ -79,8 +79,8 @@ def test_a_command_for_one_kind_of_run_finds_it_in_the_quickstarts_folder(tmp_pa
 
 def test_dumps_are_found_below_a_run_that_was_copied_from_where_it_was_made(tmp_path):
     put(tmp_path / "hydra" / "config.yaml", RL_CONFIG)
-    for step in (10, 9):
-        put(tmp_path / "checks" / f"{step}.jsonl")
+    for name in ("10", "9", "notes"):
+        put(tmp_path / "checks" / f"{name}.jsonl")
     assert [path.name for path in dumps_of(tmp_path, "validation_data_dir", "validation")] == ["9.jsonl", "10.jsonl"]
     assert dumps_of(tmp_path, "rollout_data_dir", "rollouts") == []
 
@@ -90,3 +90,9 @@ def test_names_are_as_long_as_they_must_be(tmp_path):
     assert short_names([tmp_path / "a" / "rl", tmp_path / "b" / "rl"]) == ["a/rl", "b/rl"]
     with pytest.raises(ValueError, match="more than once"):
         short_names([tmp_path / "a", tmp_path / "b" / ".." / "a"])
+
+
+def test_dumps_in_the_folder_where_a_command_runs_belong_to_no_run(tmp_path, monkeypatch):
+    put(tmp_path / "validation" / "5.jsonl")
+    monkeypatch.chdir(tmp_path)
+    assert dumps_of(tmp_path / "run", "validation_data_dir", "validation") == []

@@ -63,7 +63,7 @@ def test_a_half_written_last_line_is_dropped_and_one_in_the_middle_is_an_error(t
 @pytest.mark.parametrize("line", ['{"step": 1, "acc": 0.5}', '{"data": {}}', "[1]", "7"])
 def test_a_line_that_is_not_of_the_file_logger_is_named(tmp_path, line):
     path = write(tmp_path / "metrics.jsonl", [(1, {"a": 1.0})], tail=f"{line}\n")
-    with pytest.raises(ValueError, match=r"metrics.jsonl, row 2: .* Expected a line of verl's file logger"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: .* Expected a line of verl's file logger"):
         read_metrics([path])
 
 

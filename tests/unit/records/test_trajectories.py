@@ -25,6 +25,15 @@ def test_files_rotate_and_the_oldest_goes(tmp_path):
     assert numbers == list(range(numbers[0], 100)) and 15 < len(numbers) < 30
 
 
+def test_a_process_with_the_name_and_number_of_a_killed_one_does_not_join_its_half_line(tmp_path):
+    TrajectoryLog(tmp_path, max_mb=1, max_files=2).write({"i": 1})
+    (file,) = tmp_path.iterdir()
+    with open(file, "a") as left:
+        left.write('{"i": 2, "te')
+    TrajectoryLog(tmp_path, max_mb=1, max_files=2).write({"i": 3})
+    assert lines_of(tmp_path) == [{"i": 1}, {"i": 3}]
+
+
 @pytest.mark.parametrize("settings", [{"max_mb": 0, "max_files": 2}, {"max_mb": 1, "max_files": 1}])
 def test_settings_that_would_not_rotate_are_refused(tmp_path, settings):
     with pytest.raises(ValueError, match="max_files >= 2"):

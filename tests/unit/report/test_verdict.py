@@ -2,8 +2,9 @@
 
 import pytest
 
-from verl_ext.evaluation import Sample, compare, evaluate, to_json
-from verl_ext.records.run_record import Metrics, Run
+from verl_ext.evaluation.figures import compare, evaluate, to_json
+from verl_ext.records.run_record import Metrics, RunRecord
+from verl_ext.records.samples import Sample
 from verl_ext.report.verdict import changes, judge
 
 KEYS = ("acc/mean@k", "acc/best@k", "acc/maj@k", "tool/error_rate", "tool/timeout_rate", "truncation_rate")
@@ -29,7 +30,7 @@ def a_sample(problem, calls=0, errors=0):
 
 def a_run(kind="quickstart", sft=None, rl=None, sides=("before RL", "after RL")):
     empty = Metrics({}, set())
-    return Run(None, kind, sft or empty, rl or empty, [], [], sides, [], None, [], {})
+    return RunRecord(None, kind, sft or empty, rl or empty, [], [], sides, [], None, [], {})
 
 
 def two_sources(before, after, difference, ood=(0.0, 0.0, 0.0), k=1):

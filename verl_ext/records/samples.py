@@ -1,0 +1,85 @@
+"""Judged samples, one a row: the files of `trainer.validation_data_dir` and of `python -m verl_ext.evaluate`."""
+
+import math
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from verl_ext.records import jsonl
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response to one problem: a row of the dump, `uid` = "{prompt uid}_{session}_{output index}"."""
+
+    uid: str
+    input: str
+    output: str
+    gts: Any
+    pred: str  # "" when the response gave no answer
+    data_source: str
+    finish_reason: str
+    acc: float | None  # in [0, 1], 1 is right; None when there is no verdict
+    score: float
+    tool_calls: float
+    tool_errors: float
+    tool_timeouts: float
+    model_turns: float
+    response_tokens: float
+    truncated: float
+    unverified: float
+    sandbox_failure: float
+    problem: str = ""  # without template and instructions; what pairs two models. "" in verl's own dumps
+
+    @property
+    def failure(self) -> str | None:
+        """The infrastructure failure, of FAILURES, that kept this sample from being judged; None: it was judged."""
+        if self.sandbox_failure:
+            return "sandbox_failure"
+        if self.finish_reason in ("server_failure", "aborted"):  # the second: of the agent loop, in verl's dumps
+            return "server_failure"
+        return "unverified" if self.unverified or self.acc is None else None
+
+
+# Columns that every row has, beside `acc` and `gts`.
+NUMBERS = tuple(each.name for each in fields(Sample) if each.type is float)
+TEXTS = tuple(each.name for each in fields(Sample) if each.type is str and each.default is MISSING)
+
+
+def read_dump(path: Path) -> list[Sample]:
+    """Samples of a JSONL file. Of a session with several outputs only the last, as verl's own metrics do; of several
+    rows of one output, which are attempts at it, the last.
+
+    Raises:
+        ValueError: a row that is no JSON, lacks a key, or has a value of the wrong kind; names the file and line.
+    """
+    last: dict[str, tuple[int, Sample]] = {}
+    expected = (
+        "a row of verl's validation dump with the keys of verl_ext/reward/manager.py (made by "
+        "`trainer.validation_data_dir` and that reward manager)"
+    )
+    for sample in jsonl.read(path, _sample, expected):
+        parts = sample.uid.rsplit("_", 2)
+        session, index = ("_".join(parts[:2]), int(parts[2])) if len(parts) == 3 else (sample.uid, 0)
+        if session not in last or index >= last[session][0]:
+            last[session] = (index, sample)
+    return [sample for _, sample in last.values()]
+
+
+def _sample(row: dict[str, Any]) -> Sample:
+    missing = [key for key in (*TEXTS, *NUMBERS, "acc", "gts") if key not in row]
+    if missing:
+        raise ValueError(f"no key {', '.join(missing)}; the row has {', '.join(row)}")
+    for key in TEXTS:
+        if not isinstance(row[key], str):
+            raise ValueError(f"{key} is {row[key]!r}, not a string")
+    numbers = {}
+    for key in NUMBERS:
+        if not isinstance(row[key], int | float) or not math.isfinite(row[key]):
+            raise ValueError(f"{key} is {row[key]!r}, not a finite number")
+        numbers[key] = float(row[key])
+    if row["acc"] is not None and not (isinstance(row["acc"], int | float) and 0 <= row["acc"] <= 1):
+        raise ValueError(f"acc is {row['acc']!r}, not a number from 0 to 1 or null")
+    acc = None if row["acc"] is None else float(row["acc"])
+    texts = {key: row[key] for key in TEXTS}
+    return Sample(**texts, **numbers, acc=acc, gts=row["gts"], problem=row.get("problem", ""))
