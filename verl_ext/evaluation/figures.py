@@ -21,6 +21,7 @@ from verl_ext.evaluation.estimators import (
     ratio_of_sums,
     share_95,
 )
+from verl_ext.outcome import EVALUATION_FAILURES
 from verl_ext.records.samples import Sample
 
 # Each figure is a ratio of sums over problems, so that one resampling of problems serves them all.
@@ -36,7 +37,6 @@ METRICS = (
     "truncation_rate",  # share of samples cut by the response budget
 )
 UNBOUNDED = ("turns", "model_tokens")  # the others are shares, from 0 to 1
-FAILURES = ("sandbox_failure", "server_failure", "unverified")  # of infrastructure: such samples are in no figure
 POOLED = ("in_distribution", "out_of_distribution", "overall")
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl_ext.outcome import UNVERIFIED, evaluation_failure
 from verl_ext.records import jsonl
 from verl_ext.records.run_folder import (
     SAMPLES,
@@ -97,12 +98,8 @@ def _logged(file: Path) -> Iterable[PastSample]:
 
     def parse(row: dict[str, Any]) -> tuple[Any, PastSample]:
         reward = row["reward"]
-        failed = {
-            "sandbox_failure": reward.get("sandbox_failure") or row["finish_reason"] == "sandbox_failure",
-            "server_failure": row["finish_reason"] in ("aborted", "server_failure"),
-            "unverified": reward.get("unverified") or reward.get("acc") is None,
-        }
-        failure = next((name for name, is_so in failed.items() if is_so), None)
+        is_unverified = reward.get(UNVERIFIED) or reward.get("acc") is None
+        failure = evaluation_failure(reward | {"finish_reason": row["finish_reason"], UNVERIFIED: is_unverified})
         sample = PastSample(row["prompt"], None if failure else float(reward["acc"]), failure)
         return (row["uid"], row["session"], row["validate"]), sample
 
@@ -116,7 +113,7 @@ def _dumped(file: Path) -> Iterable[PastSample]:
     def parse(row: dict[str, Any]) -> tuple[Any, PastSample]:
         score = float(row["score"])
         acc = 1.0 if score > 0 else 0.0 if score <= SURELY_WRONG else None
-        return row.get("uid"), PastSample(row["input"], acc, "unverified" if acc is None else None)
+        return row.get("uid"), PastSample(row["input"], acc, UNVERIFIED if acc is None else None)
 
     rows = jsonl.read(file, parse, "a row of verl's rollout dump")
     return {number if uid is None else uid: sample for number, (uid, sample) in enumerate(rows)}.values()

@@ -9,7 +9,6 @@ from typing import Any
 
 from verl_ext.evaluation.estimators import Estimate
 from verl_ext.evaluation.figures import (
-    FAILURES,
     aligned,
     by_k,
     compare,
@@ -22,6 +21,7 @@ from verl_ext.evaluation.figures import (
     unmatched_problems,
 )
 from verl_ext.evaluation.store import SETTINGS, flatten
+from verl_ext.outcome import EVALUATION_FAILURES
 from verl_ext.records import durable, jsonl
 from verl_ext.records.run_folder import SAMPLES, sample_files
 from verl_ext.records.samples import Sample, read_dump

@@ -1,6 +1,6 @@
 """What a run writes and other commands read.
 
-`trajectories.py` writes rollouts, `exclusions.py` and `journal.py` what a resumed run must remember. `run_folder.py`
+`trajectories.py` writes rollouts, `journal.py` what a resumed run must remember. `run_folder.py`
 says which folder is a run and which files it has, `run_record.py` and `samples.py` read them. `jsonl.py` has the rules
 of JSON lines, `durable.py` writes files that survive a power loss, `lock.py` keeps a second writer out.
 In: rollouts, steps, folders. Out: files, and what is in them.

@@ -5,6 +5,7 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from verl_ext.outcome import UNVERIFIED, evaluation_failure
 from verl_ext.records import jsonl
 
 
@@ -33,12 +34,10 @@ class Sample:
 
     @property
     def failure(self) -> str | None:
-        """The infrastructure failure, of FAILURES, that kept this sample from being judged; None: it was judged."""
-        if self.sandbox_failure:
-            return "sandbox_failure"
-        if self.finish_reason in ("server_failure", "aborted"):  # the second: of the agent loop, in verl's dumps
-            return "server_failure"
-        return "unverified" if self.unverified or self.acc is None else None
+        """The infrastructure failure, of EVALUATION_FAILURES, that kept this sample from being judged; None: it was."""
+        info = {"finish_reason": self.finish_reason, "sandbox_failure": self.sandbox_failure}
+        info[UNVERIFIED] = self.unverified or self.acc is None
+        return evaluation_failure(info)
 
 
 # Columns that every row has, beside `acc` and `gts`.

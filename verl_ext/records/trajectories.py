@@ -13,8 +13,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.outcome import rollout_end
 from verl_ext.records import jsonl
-from verl_ext.rollout.tool_use import end_reason
 
 
 class TrajectoryLog:

@@ -4,7 +4,8 @@ import random
 import pytest
 
 from verl_ext.evaluation.estimators import Estimate
-from verl_ext.evaluation.figures import FAILURES, by_k, compare, evaluate, format_comparison, format_evaluation
+from verl_ext.evaluation.figures import by_k, compare, evaluate, format_comparison, format_evaluation
+from verl_ext.outcome import EVALUATION_FAILURES
 from verl_ext.records.samples import read_dump
 
 
