@@ -44,6 +44,8 @@ CORE = [
     "math-verify>=0.9,<0.10",
     "latex2sympy2_extended>=1.11,<1.12",
     "sympy>=1.14,<1.15",
+    # Languages of responses (IFEval): small, deterministic, the model in the package.
+    "py3langid>=0.4,<0.5",
     # The report: one HTML page from a template, and the resolved configs it quotes.
     "Jinja2>=3.1,<4",
     "MarkupSafe>=3,<4",
