@@ -44,6 +44,8 @@ CORE = [
     "math-verify>=0.9,<0.10",
     "latex2sympy2_extended>=1.11,<1.12",
     "sympy>=1.14,<1.15",
+    # OpenAI-compatible servers: judges, and models that an evaluation samples from. vLLM needs it, too.
+    "openai>=3.52,<4",
     # Languages of responses (IFEval): small, deterministic, the model in the package.
     "py3langid>=0.4,<0.5",
     # The report: one HTML page from a template, and the resolved configs it quotes.
