@@ -1,5 +1,8 @@
 """Grade files of responses: `python -m verl_ext.reward.score --input rows.jsonl --output graded.jsonl`.
 
+The input may be a run, too, or the quickstart's folder above it: its validation dumps, else the evaluations of its
+checkpoints or of the quickstart, else its rollout dumps.
+
 A row is JSON with `response` (or `messages`, of which the assistant's count) and `ground_truth`; rollout and validation
 dumps of verl (`output`, `gts`) and the files of `unverified_dir` are such rows, too. Each row comes back with `acc`,
 `pred`, `verdict` and `method`; values that it had under these names, or as `score`, move to `recorded`. The verifier is
@@ -23,6 +26,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from verl_ext.records.run_folder import SAMPLES, NoRun, dumps_of, evaluations_of, find_run, training_folder
 from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths.normalisation import normalise
 from verl_ext.reward.score import Score
@@ -41,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--input", type=Path, nargs="+", required=True, help="JSONL files, or folders of them")
+    parser.add_argument("--input", type=Path, nargs="+", required=True, help="JSONL files, folders of them, or runs")
     parser.add_argument("--output", type=Path, required=True, help="JSONL file; continued if it is there")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per CPU)")
     parser.add_argument("--config", type=Path, help="YAML of a run: takes its verifiers and sandbox servers")
@@ -67,14 +71,40 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_files(paths: list[Path]) -> list[Path]:
-    """The JSONL files named, and those in the folders named, numbers in order (2.jsonl before 10.jsonl)."""
+    """The JSONL files named, those in the folders named, numbers in order (2.jsonl before 10.jsonl), and those of runs.
+
+    Raises:
+        ValueError: a folder or a run has none.
+        NoRun: the quickstart's folder has neither an RL nor an SFT run.
+    """
     files = []
     for path in paths:
-        inside = sorted(path.glob("*.jsonl"), key=lambda f: (len(f.stem) if f.stem.isdigit() else 0, f.name))
-        if path.is_dir() and not inside:
-            raise ValueError(f"The folder {path} holds no .jsonl file.")
-        files += inside if path.is_dir() else [path]
+        inside = _files_of_run(path) if path.is_dir() else [path]
+        if inside is None:
+            inside = sorted(path.glob("*.jsonl"), key=lambda f: (len(f.stem) if f.stem.isdigit() else 0, f.name))
+        if not inside:
+            raise ValueError(f"The folder {path} holds no .jsonl file, and as a run no responses.")
+        files += inside
     return files
+
+
+def _files_of_run(path: Path) -> list[Path] | None:
+    """None where the folder is none, or an evaluation, whose files lie in it: see the top of this file."""
+    try:
+        kind = find_run(path).kind
+    except NoRun:
+        return None
+    if kind == "evaluation":
+        return None
+    run = training_folder(path, "rl", "sft")
+    own = [path / "eval" / side / SAMPLES for side in ("before", "after")] if kind == "quickstart" else []
+    candidates = (
+        dumps_of(run, "validation_data_dir", "validation"),
+        evaluations_of(run),
+        [file for file in own if file.is_file()],
+        dumps_of(run, "rollout_data_dir", "rollouts"),
+    )
+    return next(filter(None, candidates), [])
 
 
 def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers: int, compare: bool) -> None:
