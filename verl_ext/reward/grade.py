@@ -17,7 +17,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +24,8 @@ from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+from tqdm import tqdm
 
 from verl_ext.records.run_folder import SAMPLES, NoRun, dumps_of, evaluations_of, find_run, training_folder
 from verl_ext.reward.guards import refusal
@@ -34,6 +35,7 @@ from verl_ext.reward.verifiers import Verifiers, verify_response
 
 ADDED = ("acc", "pred", "verdict", "method", "error")
 CHUNK = 32  # rows handed to a process at a time
+PROGRESS_S = (10.0, 0.1)  # between two lines of progress: into a file, on a terminal
 AHEAD = 4  # chunks per process that are read before they are needed
 LISTED = 20  # disagreements printed; all are in the output
 MATH_VERIFY_S = 5  # per parsing and per comparison
@@ -119,12 +121,15 @@ def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers
     total = sum(sum(1 for _ in open(file, "rb")) for file in files)
     done, errors = _continue_at(files, output)
     rows = islice(read_rows(files), done, None)
-    progress = _Progress(done - len(errors), total)
     output.parent.mkdir(parents=True, exist_ok=True)
     workers = max(1, workers)
     # Forked from a clean server process: ours may have threads.
     context = get_context("forkserver")
-    with ProcessPoolExecutor(workers, context, _start_worker, (config, compare)) as pool:
+    initial, pause_s = done - len(errors), PROGRESS_S[sys.stderr.isatty()]
+    with (
+        ProcessPoolExecutor(workers, context, _start_worker, (config, compare)) as pool,
+        tqdm(total=total, initial=initial, unit=" rows", mininterval=pause_s) as progress,
+    ):
         try:
             if errors:
                 again = (row for index, row in enumerate(read_rows(files)) if index in errors)
@@ -136,11 +141,12 @@ def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    progress.end()
+    seconds = progress.format_dict["elapsed"]
+    print(f"{progress.n - progress.initial} rows graded in {seconds:.1f} s", file=sys.stderr)
 
 
 def _grade_in_order(
-    pool: ProcessPoolExecutor, rows: Iterator[tuple[str, dict[str, Any]]], workers: int, progress: "_Progress"
+    pool: ProcessPoolExecutor, rows: Iterator[tuple[str, dict[str, Any]]], workers: int, progress: tqdm
 ) -> Iterator[dict[str, Any]]:
     """Graded rows, in their order; a few chunks ahead are in work. Raises after the rows before a failed one."""
     pending: deque = deque()
@@ -151,7 +157,7 @@ def _grade_in_order(
             return
         graded, failure = pending.popleft().result()
         yield from graded
-        progress.add(len(graded))
+        progress.update(len(graded))
         if failure:
             raise RuntimeError(failure)
 
@@ -300,30 +306,6 @@ def judge_by_math_verify(response: str, ground_truth: Any, pred: str) -> bool | 
         return None
     gold = parse(f"${ground_truth}$", parsing_timeout=MATH_VERIFY_S)
     return bool(verify(gold, parse(response, parsing_timeout=MATH_VERIFY_S), timeout_seconds=MATH_VERIFY_S))
-
-
-class _Progress:
-    """A line on stderr: rewritten in a terminal, else a new one every 10 s."""
-
-    def __init__(self, done: int, total: int):
-        self._start, self._done, self._total = done, done, total
-        self._begun = self._shown = time.monotonic()
-
-    def add(self, rows: int) -> None:
-        self._done += rows
-        now = time.monotonic()
-        terminal = sys.stderr.isatty()
-        if now - self._shown > (0.1 if terminal else 10.0):
-            self._shown = now
-            rate = (self._done - self._start) / (now - self._begun)
-            left = (self._total - self._done) / rate
-            bar = "#" * (30 * self._done // self._total)
-            line = f"[{bar:<30}] {self._done}/{self._total} rows | {rate:.0f} rows/s | {left:.0f} s left"
-            print(line, end="\r" if terminal else "\n", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        seconds = time.monotonic() - self._begun
-        print(f"{self._done - self._start} rows graded in {seconds:.1f} s" + " " * 40, file=sys.stderr)
 
 
 def summarise(output: Path) -> str:
