@@ -121,12 +121,12 @@ ANSWERS = [
 
 @pytest.fixture(scope="module")
 def scores():
-    """Future of the score of each answer; as many at a time as the pool has workers.
+    """Future of the score of each answer; two at a time, as each lane of the pool has two workers.
 
     A sixth of the usual CPU time, so that what is too costly is so sooner; enough for the golds above.
     """
     pool = symbolic.SymbolicPool(cpu_s=0.3)
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(4) as threads:
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
         patch.setattr(symbolic, "is_equal", pool.is_equal)
         yield {row: threads.submit(score_answer, rf"So \boxed{{{row[0]}}}", row[1]) for row in ANSWERS}
     pool.close()
