@@ -50,6 +50,12 @@ TRAINING = [
     "math-verify>=0.9,<0.10",
     "latex2sympy2_extended>=1.11,<1.12",
     "sympy>=1.14,<1.15",
+    # Progress of grading; every other library here shows its own by it.
+    "tqdm>=4.67,<5",
+    # OpenAI-compatible servers: judges, and models that an evaluation samples from. vLLM needs it, too.
+    "openai>=3.52,<4",
+    # Languages of responses (IFEval): small, deterministic, the model in the package.
+    "py3langid>=0.4,<0.5",
     # The report: one HTML page from a template, and the resolved configs it quotes.
     "Jinja2>=3.1,<4",
     "MarkupSafe>=3,<4",

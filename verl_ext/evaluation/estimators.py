@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import beta
+from scipy.stats import beta, binomtest
 
 MAX_CELLS = 2_000_000  # resamples x problems held in memory at a time: 16 MB
 TOLERANCE = 1e-9  # within it two sums of shares are equal
@@ -211,7 +211,7 @@ def paired_test(differences: np.ndarray, *, draws: int, seed: int) -> PairedTest
     """
     moved = differences[np.abs(differences) > TOLERANCE]
     m, better = len(moved), int((moved > 0).sum())
-    tail = sum(math.comb(m, i) for i in range(min(better, m - better) + 1)) / 2**m
+    p_sign_test = float(binomtest(better, m).pvalue) if m else 1.0
     observed = abs(moved.sum()) - TOLERANCE
     if 2**m <= draws:
         signs = 1 - 2 * (np.arange(2**m)[:, None] >> np.arange(m) & 1)
@@ -222,4 +222,4 @@ def paired_test(differences: np.ndarray, *, draws: int, seed: int) -> PairedTest
             signs = 1 - 2 * rng.integers(0, 2, (min(rows, draws - start), m))
             hits += int((np.abs(signs @ moved) >= observed).sum())
         p_sign_flips = (1 + hits) / (1 + draws)
-    return PairedTest(better, m - better, len(differences) - m, p_sign_flips, min(1.0, 2 * tail))
+    return PairedTest(better, m - better, len(differences) - m, p_sign_flips, p_sign_test)

@@ -3,22 +3,19 @@
 Both stand where verl's `LLMServerClient` stands in training: `generate` takes and gives token ids.
 """
 
-import asyncio
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
-import aiohttp
 import torch
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.protocols.code import CODE_START
+from verl_ext.reward.openai_endpoint import OpenAiEndpoint, RequestFailed
 
-MAX_BACKOFF_S = 30.0
 # Of `sampling_params`, what every server is told, so that no generation_config.json decides in its place.
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}
 _PROBE = "<code>\nprint(1 + 1)\n</code>\n<interpreter>\n2\n</interpreter>\n\\boxed{2}"
@@ -143,9 +140,7 @@ class OpenAiServer:
         url: such as "http://127.0.0.1:8000/v1".
         model: as the server names it; "" takes the first of its `/models`.
         seeded: sends a seed with each sample, of which vLLM 0.28 dies where it runs on a CPU (see VllmServer).
-        timeout_s: of one request, waiting in the server's queue included.
-        max_attempts: requests per turn; only infrastructure failures are tried again (connection, 408, 429, 5xx).
-        backoff_s: pause before the second attempt; doubles each time.
+        timeout_s, max_attempts: of one turn; see `OpenAiEndpoint`.
     """
 
     def __init__(
@@ -157,20 +152,15 @@ class OpenAiServer:
         seeded: bool = True,
         timeout_s: float = 3600.0,
         max_attempts: int = 4,
-        backoff_s: float = 1.0,
     ):
-        self.url, self.model, self.seeded = url.rstrip("/"), model, seeded
+        self._endpoint = OpenAiEndpoint(url, api_key=api_key, timeout_s=timeout_s, max_attempts=max_attempts)
+        self.url, self.model, self.seeded = self._endpoint.url, model, seeded
         self.root: str | None = None  # the folder or name of the weights, where the server says
         self.max_model_len: int | None = None
         self.interface = ""
         self._ids_in = self._ids_out = True
+        self._max_attempts = max_attempts
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._max_attempts, self._backoff_s = max_attempts, backoff_s
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-        )
 
     async def find_model(self) -> None:
         """Ask the server what it serves; sets `model`, `root` and `max_model_len`.
@@ -179,7 +169,7 @@ class OpenAiServer:
             ServerRefused: it does not serve `model`.
             ServerFailure: it does not answer.
         """
-        served = (await self._request("GET", "/models"))["data"]
+        served = (await self._request("/models"))["data"]
         chosen = next((each for each in served if self.model in ("", each["id"])), None)
         if chosen is None:
             names = ", ".join(each["id"] for each in served)
@@ -249,31 +239,19 @@ class OpenAiServer:
         return [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
 
     async def _choice(self, request: dict[str, Any]) -> dict[str, Any]:
-        return (await self._request("POST", "/completions", request))["choices"][0]
+        return (await self._request("/completions", request))["choices"][0]
 
-    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        url, problem = self.url + path, ""
-        for attempt in range(self._max_attempts):
-            if attempt:
-                pause_s = min(self._backoff_s * 2 ** (attempt - 1), MAX_BACKOFF_S)
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
-            try:
-                async with self._http.request(method, url, json=body) as response:
-                    if response.status == 200:
-                        answer = await response.json(content_type=None)
-                        if isinstance(answer, dict) and ("choices" in answer or "data" in answer):
-                            return answer
-                        problem = f"answered {str(answer)[:200]!r}"
-                        continue
-                    text = (await response.text(errors="replace"))[:500]
-                    if response.status < 500 and response.status not in (408, 429):
-                        raise ServerRefused(f"{url} refused the request with HTTP {response.status}: {text}")
-                    problem = f"HTTP {response.status}: {text}"
-            except TimeoutError:
-                problem = f"no answer within {self._http.timeout.total:g} s"
-            except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: what is no JSON
-                problem = f"{type(error).__name__}: {error}"
-        raise ServerFailure(f"{url} failed {self._max_attempts} times, the last time: {problem}")
+    async def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        try:
+            answer = await self._endpoint.request(path, body)
+        except RequestFailed as error:
+            if error.is_refusal:
+                raise ServerRefused(f"{self.url}{path} refused the request with {error}") from error
+            times = f"failed {self._max_attempts} times, the last time"
+            raise ServerFailure(f"{self.url}{path} {times}: {error}") from error
+        if not isinstance(answer, dict) or not ("choices" in answer or "data" in answer):
+            raise ServerFailure(f"{self.url}{path} answered {str(answer)[:200]!r}: expected `choices` or `data`")
+        return answer
 
     async def aclose(self) -> None:
-        await self._http.close()
+        await self._endpoint.aclose()

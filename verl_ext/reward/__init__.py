@@ -1,4 +1,9 @@
-"""Scoring of answers (`score_answer`) and its adapter to verl (manager.py, imported only where verl asks for it)."""
+"""How an answer is scored.
+
+`score.py` decides (`score_answer`), with `maths/` and `guards.py`; `verifiers/` judge other domains, by a language
+model through `openai_endpoint.py`; `manager.py` makes verl's reward of it, and `unverified.py` keeps what nobody could
+judge; `grade.py` grades files and runs. In: a response and its ground truth. Out: a `Score`.
+"""
 
 from typing import Any
 

@@ -1,5 +1,8 @@
 """Grade files of responses: `python -m verl_ext.reward.score --input rows.jsonl --output graded.jsonl`.
 
+The input may be a run, too, or the quickstart's folder above it: its validation dumps, else the evaluations of its
+checkpoints or of the quickstart, else its rollout dumps.
+
 A row is JSON with `response` (or `messages`, of which the assistant's count) and `ground_truth`; rollout and validation
 dumps of verl (`output`, `gts`) and the files of `unverified_dir` are such rows, too. Each row comes back with `acc`,
 `pred`, `verdict` and `method`; values that it had under these names, or as `score`, move to `recorded`. The verifier is
@@ -14,7 +17,6 @@ import asyncio
 import json
 import os
 import sys
-import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -23,7 +25,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from verl_ext.outcome import UNVERIFIED_VERDICT
+from verl_ext.records.run_folder import SAMPLES, NoRun, dumps_of, evaluations_of, find_run, training_folder
 from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths.normalisation import normalise
 from verl_ext.reward.score import Score
@@ -31,6 +36,7 @@ from verl_ext.reward.verifiers import Verifiers, verify_response
 
 ADDED = ("acc", "pred", "verdict", "method", "error")
 CHUNK = 32  # rows handed to a process at a time
+PROGRESS_S = (10.0, 0.1)  # between two lines of progress: into a file, on a terminal
 AHEAD = 4  # chunks per process that are read before they are needed
 LISTED = 20  # disagreements printed; all are in the output
 MATH_VERIFY_S = 5  # per parsing and per comparison
@@ -42,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--input", type=Path, nargs="+", required=True, help="JSONL files, or folders of them")
+    parser.add_argument("--input", type=Path, nargs="+", required=True, help="JSONL files, folders of them, or runs")
     parser.add_argument("--output", type=Path, required=True, help="JSONL file; continued if it is there")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per CPU)")
     parser.add_argument("--config", type=Path, help="YAML of a run: takes its verifiers and sandbox servers")
@@ -68,14 +74,40 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def find_files(paths: list[Path]) -> list[Path]:
-    """The JSONL files named, and those in the folders named, numbers in order (2.jsonl before 10.jsonl)."""
+    """The JSONL files named, those in the folders named, numbers in order (2.jsonl before 10.jsonl), and those of runs.
+
+    Raises:
+        ValueError: a folder or a run has none.
+        NoRun: the quickstart's folder has neither an RL nor an SFT run.
+    """
     files = []
     for path in paths:
-        inside = sorted(path.glob("*.jsonl"), key=lambda f: (len(f.stem) if f.stem.isdigit() else 0, f.name))
-        if path.is_dir() and not inside:
-            raise ValueError(f"The folder {path} holds no .jsonl file.")
-        files += inside if path.is_dir() else [path]
+        inside = _files_of_run(path) if path.is_dir() else [path]
+        if inside is None:
+            inside = sorted(path.glob("*.jsonl"), key=lambda f: (len(f.stem) if f.stem.isdigit() else 0, f.name))
+        if not inside:
+            raise ValueError(f"The folder {path} holds no .jsonl file, and as a run no responses.")
+        files += inside
     return files
+
+
+def _files_of_run(path: Path) -> list[Path] | None:
+    """None where the folder is none, or an evaluation, whose files lie in it: see the top of this file."""
+    try:
+        kind = find_run(path).kind
+    except NoRun:
+        return None
+    if kind == "evaluation":
+        return None
+    run = training_folder(path, "rl", "sft")
+    own = [path / "eval" / side / SAMPLES for side in ("before", "after")] if kind == "quickstart" else []
+    candidates = (
+        dumps_of(run, "validation_data_dir", "validation"),
+        evaluations_of(run),
+        [file for file in own if file.is_file()],
+        dumps_of(run, "rollout_data_dir", "rollouts"),
+    )
+    return next(filter(None, candidates), [])
 
 
 def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers: int, compare: bool) -> None:
@@ -90,12 +122,15 @@ def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers
     total = sum(sum(1 for _ in open(file, "rb")) for file in files)
     done, errors = _continue_at(files, output)
     rows = islice(read_rows(files), done, None)
-    progress = _Progress(done - len(errors), total)
     output.parent.mkdir(parents=True, exist_ok=True)
     workers = max(1, workers)
     # Forked from a clean server process: ours may have threads.
     context = get_context("forkserver")
-    with ProcessPoolExecutor(workers, context, _start_worker, (config, compare)) as pool:
+    initial, pause_s = done - len(errors), PROGRESS_S[sys.stderr.isatty()]
+    with (
+        ProcessPoolExecutor(workers, context, _start_worker, (config, compare)) as pool,
+        tqdm(total=total, initial=initial, unit=" rows", mininterval=pause_s) as progress,
+    ):
         try:
             if errors:
                 again = (row for index, row in enumerate(read_rows(files)) if index in errors)
@@ -107,11 +142,12 @@ def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    progress.end()
+    seconds = progress.format_dict["elapsed"]
+    print(f"{progress.n - progress.initial} rows graded in {seconds:.1f} s", file=sys.stderr)
 
 
 def _grade_in_order(
-    pool: ProcessPoolExecutor, rows: Iterator[tuple[str, dict[str, Any]]], workers: int, progress: "_Progress"
+    pool: ProcessPoolExecutor, rows: Iterator[tuple[str, dict[str, Any]]], workers: int, progress: tqdm
 ) -> Iterator[dict[str, Any]]:
     """Graded rows, in their order; a few chunks ahead are in work. Raises after the rows before a failed one."""
     pending: deque = deque()
@@ -122,7 +158,7 @@ def _grade_in_order(
             return
         graded, failure = pending.popleft().result()
         yield from graded
-        progress.add(len(graded))
+        progress.update(len(graded))
         if failure:
             raise RuntimeError(failure)
 
@@ -271,30 +307,6 @@ def judge_by_math_verify(response: str, ground_truth: Any, pred: str) -> bool | 
         return None
     gold = parse(f"${ground_truth}$", parsing_timeout=MATH_VERIFY_S)
     return bool(verify(gold, parse(response, parsing_timeout=MATH_VERIFY_S), timeout_seconds=MATH_VERIFY_S))
-
-
-class _Progress:
-    """A line on stderr: rewritten in a terminal, else a new one every 10 s."""
-
-    def __init__(self, done: int, total: int):
-        self._start, self._done, self._total = done, done, total
-        self._begun = self._shown = time.monotonic()
-
-    def add(self, rows: int) -> None:
-        self._done += rows
-        now = time.monotonic()
-        terminal = sys.stderr.isatty()
-        if now - self._shown > (0.1 if terminal else 10.0):
-            self._shown = now
-            rate = (self._done - self._start) / (now - self._begun)
-            left = (self._total - self._done) / rate
-            bar = "#" * (30 * self._done // self._total)
-            line = f"[{bar:<30}] {self._done}/{self._total} rows | {rate:.0f} rows/s | {left:.0f} s left"
-            print(line, end="\r" if terminal else "\n", file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        seconds = time.monotonic() - self._begun
-        print(f"{self._done - self._start} rows graded in {seconds:.1f} s" + " " * 40, file=sys.stderr)
 
 
 def summarise(output: Path) -> str:

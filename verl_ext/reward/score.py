@@ -13,7 +13,7 @@ from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths import symbolic
 from verl_ext.reward.maths.extraction import extract_answer
 from verl_ext.reward.maths.normalisation import normalise
-from verl_ext.reward.maths.rationals import NotANumber, Quantity, read_quantity
+from verl_ext.reward.maths.rationals import NotANumber, quantity_or_none, read_quantity
 from verl_ext.reward.maths.structure import Comparison, compare_answers
 
 MAX_ANSWER_CHARS = 2000
@@ -133,7 +133,7 @@ class _ValueComparison:
 
 def _compare_quantities(pred: str, gold: str) -> Comparison | None:
     """Decide where the gold is a rational number and the answer is one too, or tries to be."""
-    gold_quantity = _quantity_or_none(gold)
+    gold_quantity = quantity_or_none(gold)
     if gold_quantity is None:
         return None
     try:
@@ -145,13 +145,6 @@ def _compare_quantities(pred: str, gold: str) -> Comparison | None:
     if pred_quantity.calculated and not gold_quantity.calculated and gold_quantity.value.denominator == 1:
         return Comparison(False, "unevaluated")  # 58*20+87 restates the question whose answer is 1247
     return Comparison(pred_quantity.equals(gold_quantity), "number")
-
-
-def _quantity_or_none(text: str) -> Quantity | None:
-    try:
-        return read_quantity(text)
-    except NotANumber:
-        return None
 
 
 def _compare_notations(pred: str, gold: str) -> Comparison | None:
@@ -186,7 +179,7 @@ def _compare_words(pred: str, gold: str) -> Comparison | None:
     """A gold in words wants the same words; words, or letters for a number, are wrong where the gold has none."""
     if _is_words(gold):
         return Comparison(_fold(pred) == _fold(gold), "words")
-    if _is_words(pred) or (_quantity_or_none(gold) and not re.search(r"[\d\\]", pred)):
+    if _is_words(pred) or (quantity_or_none(gold) and not re.search(r"[\d\\]", pred)):
         return Comparison(False, "words")
     return None
 

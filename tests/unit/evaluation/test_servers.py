@@ -23,6 +23,7 @@ PARAMS = {  # as the agent loop sends them
     "include_stop_str_in_output": True,
     "output_kind": object(),
 }
+OWN_HEADERS = ("authorization", "openai-organization", "openai-project")
 
 
 @asynccontextmanager
@@ -36,16 +37,19 @@ async def connected(
         return web.json_response(MODELS)
 
     async def complete(request: web.Request) -> web.Response:
-        requests.append(await request.json() | {"authorization": request.headers.get("Authorization")})
+        own = {name: value for name, value in request.headers.items() if name.lower() in OWN_HEADERS}
+        requests.append(await request.json() | own)
         given = answer(requests[-1])
+        if isinstance(given, web.Response):
+            return given
         if isinstance(given, tuple):
-            return web.Response(status=given[0], text=given[1])
+            return web.Response(status=given[0], text=given[1], headers={"Retry-After-Ms": "1"})
         return web.json_response({"choices": [given]})
 
     app = web.Application()
     app.add_routes([web.get("/v1/models", models), web.post("/v1/completions", complete)])
     async with TestServer(app) as http:
-        server = OpenAiServer(str(http.make_url("/v1/")), backoff_s=0.001, **settings)
+        server = OpenAiServer(str(http.make_url("/v1/")), **settings)
         try:
             await server.find_model()
             if tokenizer is not None:
@@ -97,7 +101,7 @@ async def test_a_server_of_token_ids_gets_and_gives_them_untouched(tokenizer):
         "stop_token_ids": [9],
         "include_stop_str_in_output": True,
         "return_token_ids": True,
-        "authorization": "Bearer secret",
+        "Authorization": "Bearer secret",
     }
 
 
@@ -172,20 +176,29 @@ async def test_what_infrastructure_fails_is_asked_again_and_then_said(tokenizer,
 async def test_a_server_that_has_gone_or_is_too_slow_is_a_failure(tokenizer):
     async with connected(tokenizer, text_only("")) as (server, _):
         pass
-    server = OpenAiServer(server.url, max_attempts=2, backoff_s=0.001)
+    server = OpenAiServer(server.url, max_attempts=2)
     with pytest.raises(ServerFailure, match="failed 2 times.*Connect"):
         await server.find_model()
     await server.aclose()
 
 
-@pytest.mark.parametrize(("text", "message"), [("<html>", "JSONDecodeError"), ('{"object": "error"}', "answered")])
-async def test_what_is_no_completion_is_a_failure(tokenizer, text, message):
+@pytest.mark.parametrize("text", ["<html>", '{"object": "error"}', "[1]", ""])
+@pytest.mark.parametrize("content_type", ["text/html", "application/json"])
+async def test_what_is_no_completion_is_a_failure(tokenizer, text, content_type):
     current = [text_only("")]
-    async with connected(tokenizer, lambda request: current[0](request), max_attempts=2) as (server, requests):
-        current[0] = lambda request: (200, text)
-        with pytest.raises(ServerFailure, match=message):
+    async with connected(tokenizer, lambda request: current[0](request), max_attempts=2) as (server, _):
+        current[0] = lambda request: web.Response(text=text, content_type=content_type)
+        with pytest.raises(ServerFailure, match="answered .*: expected `choices`"):
             await turn(server, [1])
-        assert len(requests) == 2
+
+
+async def test_nothing_of_the_environment_reaches_the_server(tokenizer, monkeypatch):
+    for name in ("OPENAI_API_KEY", "OPENAI_ORG_ID", "OPENAI_PROJECT_ID"):
+        monkeypatch.setenv(name, "private")
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")  # nobody listens there
+    async with connected(tokenizer, text_only("")) as (server, requests):
+        await turn(server, [1])
+        assert "private" not in str(requests)
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])

@@ -6,6 +6,7 @@ way that kept a sample out of training must end as "wrong", "no_answer" or, wher
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from aiohttp import web
@@ -119,17 +120,21 @@ ANSWERS = [
 
 
 @pytest.fixture(scope="module")
-def is_equal():
-    """A sixth of the usual CPU time, so that what is too costly is so sooner; enough for the golds above."""
+def scores():
+    """Future of the score of each answer; two at a time, as each lane of the pool has two workers.
+
+    A sixth of the usual CPU time, so that what is too costly is so sooner; enough for the golds above.
+    """
     pool = symbolic.SymbolicPool(cpu_s=0.3)
-    yield pool.is_equal
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
+        patch.setattr(symbolic, "is_equal", pool.is_equal)
+        yield {row: threads.submit(score_answer, rf"So \boxed{{{row[0]}}}", row[1]) for row in ANSWERS}
     pool.close()
 
 
-@pytest.mark.parametrize(("pred", "gold"), ANSWERS, ids=lambda text: ascii(text)[1:40])
-def test_answer_is_decided(is_equal, monkeypatch, pred, gold):
-    monkeypatch.setattr(symbolic, "is_equal", is_equal)
-    assert score_answer(rf"So \boxed{{{pred}}}", gold).verdict in ("wrong", "no_answer", "correct")
+@pytest.mark.parametrize("row", ANSWERS, ids=lambda row: ascii(row[0])[1:40])
+def test_answer_is_decided(scores, row):
+    assert scores[row].result().verdict in ("wrong", "no_answer", "correct")
 
 
 # (text, how often it is repeated, what ends it): 60,000 characters or so, on which each check must take linear time.

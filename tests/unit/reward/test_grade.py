@@ -188,6 +188,33 @@ def test_folder_of_dumps_is_read_in_the_order_of_its_steps(tmp_path):
         find_files([tmp_path / "empty"])
 
 
+def touch(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("")
+
+
+def test_run_and_the_quickstart_above_it_give_the_runs_responses(tmp_path):
+    """Never its metrics, which lie beside them as JSON lines."""
+    run = tmp_path / "quickstart/rl"
+    touch(run, "metrics-1.jsonl", "global_step_2/actor/x", "rollouts/1.jsonl")
+    assert find_files([run]) == find_files([run.parent]) == [run / "rollouts/1.jsonl"]
+    touch(run.parent, "stages.json", "eval/after/samples.jsonl", "eval/before/samples.jsonl")
+    sides = [run.parent / "eval" / side / "samples.jsonl" for side in ("before", "after")]
+    assert find_files([run.parent]) == sides and find_files([run]) == [run / "rollouts/1.jsonl"]
+    touch(run, "evaluation/global_step_2/samples.jsonl")
+    assert find_files([run.parent]) == [run / "evaluation/global_step_2/samples.jsonl"]
+    touch(run, "validation/10.jsonl", "validation/2.jsonl")
+    expected = [run / "validation/2.jsonl", run / "validation/10.jsonl"]
+    assert find_files([run.parent]) == find_files([run]) == find_files([run / "validation"]) == expected
+
+
+def test_run_without_responses_is_refused(tmp_path):
+    touch(tmp_path, "metrics-1.jsonl")
+    with pytest.raises(ValueError, match="as a run no responses"):
+        find_files([tmp_path])
+
+
 def test_verifiers_of_a_runs_config_are_taken(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text(

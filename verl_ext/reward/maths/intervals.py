@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from verl_ext.reward.maths.normalisation import RELATION, closing_index, key, split_top_level
-from verl_ext.reward.maths.rationals import NotANumber, read_quantity
+from verl_ext.reward.maths.rationals import quantity_or_none
 
 MAX_PIECES = 64  # of a union
 _LETTER = re.compile(r"(?<!\\)\b[a-zA-Z]\b")
@@ -183,8 +183,5 @@ def read_reals(text: str) -> list[Piece] | None:
 def _read_end(text: str) -> Fraction | float | None:
     if infinite := re.fullmatch(r"([-+]?)\s*\\infty\s*", text):
         return float(f"{infinite[1]}inf")
-    try:
-        quantity = read_quantity(text)
-    except NotANumber:
-        return None
+    quantity = quantity_or_none(text)
     return None if quantity is None or quantity.unit or quantity.percent else quantity.value

@@ -109,6 +109,14 @@ def read_quantity(text: str) -> Quantity | None:
     return Quantity(value * 10**exponent, percent, unit, parser.calculated)
 
 
+def quantity_or_none(text: str) -> Quantity | None:
+    """`read_quantity`, where what is malformed or too large is no number either."""
+    try:
+        return read_quantity(text)
+    except NotANumber:
+        return None
+
+
 def _split_unit(text: str) -> tuple[str, str, int]:
     """`10 million dollars` -> ("10", "dollar", 6). What cannot be a unit stays with the number."""
     match = _TAIL.fullmatch(text)

@@ -8,13 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from verl_ext.reward.maths.intervals import (
-    is_braced,
-    is_set,
-    pieces_of_union,
-    read_reals,
-    same_notation,
-)
+from verl_ext.reward.maths.intervals import is_braced, is_set, pieces_of_union, read_reals, same_notation
 from verl_ext.reward.maths.normalisation import (
     DEGREES_AS_RADIANS,
     RELATION,
@@ -23,7 +17,7 @@ from verl_ext.reward.maths.normalisation import (
     split_top_level,
     unwrap_group,
 )
-from verl_ext.reward.maths.rationals import NotANumber, read_quantity
+from verl_ext.reward.maths.rationals import quantity_or_none
 
 MAX_PARTS = 64
 MAX_UNMATCHED = 8  # values of a list that are not the same string: each pair may cost a symbolic comparison
@@ -216,10 +210,7 @@ def _times(factor: str, cell: str) -> str:
     if factor in ("", "+"):
         return cell
     factor = "-1" if factor == "-" else factor
-    try:
-        quantities = [read_quantity(each) for each in (factor, cell)]
-    except NotANumber:
-        quantities = [None]
+    quantities = [quantity_or_none(each) for each in (factor, cell)]
     if any(each is None or each.unit or each.percent for each in quantities):
         return rf"({factor})\cdot ({cell})"
     value = quantities[0].value * quantities[1].value

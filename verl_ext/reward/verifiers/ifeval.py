@@ -1,7 +1,7 @@
 """Instruction following: the 25 kinds of constraint of IFEval (arXiv:2311.07911), as its authors' code checks them.
 
-Written anew rather than imported: the original needs NLTK's data from the network, langdetect, which guesses at random,
-and immutabledict. Each check follows the original's rule; where one differs, it says so. All are pure and offline.
+Written anew rather than imported: the original needs NLTK's data from the network, and langdetect, which draws at
+random. Each check follows the original's rule; where one differs, it says so. All are deterministic and offline.
 
 Ground truths, as a mapping or as its JSON: {"constraints": [{"id": "punctuation:no_comma", "kwargs": {}}, ...]}, or
 IFEval's own {"instruction_id_list": [...], "kwargs": [...]}.
@@ -10,12 +10,18 @@ IFEval's own {"instruction_id_list": [...], "kwargs": [...]}.
 import json
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from verl_ext.reward.score import Score
-from verl_ext.reward.verifiers.languages import detect_language
 
 CONSTRAINED_RESPONSES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+# ISO 639-1 codes of the languages that langdetect, the original's detector, tells apart; all that IFEval asks for.
+LANGUAGES = (
+    "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
+    "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh"
+).split()
+MIN_CONFIDENCE = 0.8  # of a language; mixed texts and single words stay below
 _ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|Sr|Jr|St|vs|e\.g|i\.e|Inc|Ltd|Ph\.D|[A-HJ-Z])\.")
 # Begins where a run of marks begins, and gives nothing of it back: linear also in a response of nothing but dots.
 _SENTENCE_END = re.compile(r"(?<![.!?。！？।])[.!?。！？।]++[\"'”’)\]]*+(?=\s|$)|\n\s*\n")
@@ -86,6 +92,22 @@ def forbidden_words(response: str, forbidden_words: list[str]) -> bool:
 def letter_frequency(response: str, letter: str, let_frequency: int, let_relation: str) -> bool:
     """Case ignored. Also for what is no letter, such as "#", for which the original draws some letter at random."""
     return _compare(response.lower().count(letter.lower()), let_relation, let_frequency)
+
+
+def detect_language(text: str) -> str | None:
+    """The language of most of `text`, one of LANGUAGES; None if it is mixed or too short to tell."""
+    language, confidence = _language_identifier().classify(text)
+    return language if confidence >= MIN_CONFIDENCE else None
+
+
+@cache
+def _language_identifier() -> Any:
+    """py3langid's, whose model is in its package: loaded when the first row asks for a language."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
+    identifier.set_languages(LANGUAGES)
+    return identifier
 
 
 def response_language(response: str, language: str) -> bool:

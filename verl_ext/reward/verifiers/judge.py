@@ -4,17 +4,19 @@ A judge can be talked into things by what it judges: use it where nothing exact 
 """
 
 import asyncio
+import logging
 import math
 import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
-
 from verl_ext.outcome import UNVERIFIED_VERDICT
 from verl_ext.reward.maths.extraction import strip_tool_blocks
+from verl_ext.reward.openai_endpoint import OpenAiEndpoint, RequestFailed
 from verl_ext.reward.score import Score
+
+logger = logging.getLogger(__name__)
 
 CONTROL_RESPONSE = "I do not know."  # what any judge can score
 REFUSED = (400, 413, 422)  # too long for the judge, say: neither tried again nor an error of ours
@@ -50,7 +52,7 @@ class JudgeVerifier:
         max_tokens: int = 1024,
         timeout_s: float = 120.0,
         max_attempts: int = 3,
-        backoff_s: float = 0.5,
+        backoff_s: float | None = None,
         max_concurrency: int = 64,
         api_key_env: str = "",
     ):
@@ -61,21 +63,20 @@ class JudgeVerifier:
             rubric: what the score shall measure, in a few words.
             use_reference: shows the ground truth to the judge; otherwise rows need none.
             max_tokens: of the judge's answer.
-            timeout_s: of one request, waiting in the server's queue included.
-            max_attempts: requests per response; only infrastructure failures (connection, 408, 429, 5xx) cause another.
-            backoff_s: pause before the second attempt; doubles each time.
+            timeout_s, max_attempts: of one response; see `OpenAiEndpoint`.
+            backoff_s: has no effect any more: the client has its own pauses.
             max_concurrency: requests in flight from this process.
             api_key_env: environment variable that holds a key; "" sends none.
         """
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is {base_url!r}: expected a URL such as http://127.0.0.1:8000/v1.")
-        self._base_url, self._model, self._rubric = base_url.rstrip("/"), model, rubric
+        if backoff_s is not None:
+            logger.warning("backoff_s of the judge has no effect any more: the client has its own pauses. Remove it.")
+        key = os.environ[api_key_env] if api_key_env else ""
+        self._endpoint = OpenAiEndpoint(base_url, api_key=key, timeout_s=timeout_s, max_attempts=max_attempts)
+        self._model, self._rubric = model, rubric
         self._use_reference, self._max_tokens = use_reference, max_tokens
-        self._timeout = aiohttp.ClientTimeout(total=timeout_s)
-        self._max_attempts, self._backoff_s = max_attempts, backoff_s
         self._slots = asyncio.Semaphore(max_concurrency)
-        self._headers = {"Authorization": f"Bearer {os.environ[api_key_env]}"} if api_key_env else {}
-        self._session: aiohttp.ClientSession | None = None
 
     async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
         """As `Verifier.verify`; `sample` needs `raw_prompt` or `prompt`, messages or text.
@@ -100,7 +101,7 @@ class JudgeVerifier:
             prompt = PROMPT.format(rubric=self._rubric, task=task, reference=reference, response=response)
             try:
                 verdict = await self._ask(prompt)
-            except _WorldError as error:
+            except _InfrastructureFailure as error:
                 return str(error)
             score = read_score(verdict)
             return f"no score in {verdict[-80:]!r}" if score is None else score
@@ -115,50 +116,35 @@ class JudgeVerifier:
 
     async def aclose(self) -> None:
         """Close the connections; later calls open new ones."""
-        if self._session is not None:
-            session, self._session = self._session, None
-            await session.close()
+        await self._endpoint.aclose()
 
     async def _ask(self, prompt: str) -> str:
         async with self._slots:
             if not self._model:
-                models = await self._request("GET", "/models")
-                self._model = _member(models, "data", 0, "id")
+                self._model = _member(await self._request("/models"), "data", 0, "id")
             body = {
                 "model": self._model,
                 "messages": [{"role": "user", "content": prompt}],
                 "temperature": 0.0,
                 "max_tokens": self._max_tokens,
             }
-            answer = await self._request("POST", "/chat/completions", body)
+            answer = await self._request("/chat/completions", body)
         return _member(answer, "choices", 0, "message", "content")
 
-    async def _request(self, method: str, path: str, body: dict | None = None) -> Any:
-        """The server's JSON; raises _WorldError once all attempts have failed."""
-        url = self._base_url + path
-        self._session = self._session or aiohttp.ClientSession(headers=self._headers)
-        for attempt in range(self._max_attempts):
-            if attempt:
-                await asyncio.sleep(self._backoff_s * 2 ** (attempt - 1))
-            try:
-                async with self._session.request(method, url, json=body, timeout=self._timeout) as reply:
-                    if reply.status == 200:
-                        return await reply.json(content_type=None)
-                    text = (await reply.text(errors="replace"))[:500]
-            except TimeoutError:
-                failure = _WorldError(f"{url} did not answer within {self._timeout.total:g} s")
-            except (aiohttp.ClientError, OSError, ValueError) as error:
-                failure = _WorldError(f"{url}: {error or type(error).__name__}")
-            else:
-                if reply.status in REFUSED:
-                    raise _WorldError(f"{url} refused the request: {text}")
-                if 401 <= reply.status < 500 and reply.status not in (408, 429):
-                    raise ValueError(f"{url} rejected the request with HTTP {reply.status}: {text}")
-                failure = _WorldError(f"{url}: HTTP {reply.status}: {text}")
-        raise failure
+    async def _request(self, path: str, body: dict | None = None) -> Any:
+        """The server's JSON; raises _InfrastructureFailure once all attempts have failed."""
+        url = self._endpoint.url + path
+        try:
+            return await self._endpoint.request(path, body)
+        except RequestFailed as error:
+            if error.is_refusal and error.status not in REFUSED:
+                raise ValueError(f"{url} rejected the request with {error}") from error
+            raise _InfrastructureFailure(
+                f"{url} refused the request: {error}" if error.is_refusal else f"{url} {error}"
+            ) from error
 
 
-class _WorldError(Exception):
+class _InfrastructureFailure(Exception):
     """The judge or the way to it failed."""
 
 
@@ -176,7 +162,7 @@ def _member(answer: Any, *path: str | int) -> str:
         try:
             answer = answer[key]
         except (KeyError, IndexError, TypeError) as error:
-            raise _WorldError(
+            raise _InfrastructureFailure(
                 f"expected {'.'.join(map(str, path))} in the answer, got {str(answer)[:200]!r}"
             ) from error
     return answer or ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.reward.verifiers.code import Case, CodeVerifier, extract_program, read_cases
-from verl_ext.reward.verifiers.code_dialogue import prepare
+from verl_ext.reward.verifiers.code.prepare import prepare
 from verl_ext.sandbox import running_server
 
 REPO = Path(__file__).resolve().parents[4]

@@ -30,30 +30,46 @@ FORGERIES = read_cases("code_forgeries.txt") | {"null byte": ("def solve(x): ret
 HONEST = read_cases("code_honest.txt")
 
 
+TIMEOUT_S = 3.0
+ENDLESS = {"endless", "huge number", "recursion that crashes"}  # whatever time they get, they use it
+ENDLESS_S = 1.0
+assert ENDLESS <= FORGERIES.keys() - HONEST.keys()
+pytestmark = pytest.mark.timeout(180)  # the first test waits for all programs
+
+
 @pytest.fixture(scope="module")
-def url():
-    with running_server(workers=2) as url:
-        yield url
+def scores():
+    """Score, or what was raised, of each solution: two at a time, as the server has two workers."""
 
+    async def run(url):
+        verifiers = [CodeVerifier({}, urls=[url], timeout_s=limit_s) for limit_s in (TIMEOUT_S, ENDLESS_S)]
+        slots = asyncio.Semaphore(2)
 
-def verify(url, code, test):
-    async def run():
-        verifier = CodeVerifier({}, urls=[url], timeout_s=3.0)
+        async def verify(name, code, test):
+            async with slots:
+                response = f"```python\n{code}\n```"
+                return await verifiers[name in ENDLESS].verify(response, {"tests": [test]}, {})
+
+        cases = {("forged", name): case for name, case in FORGERIES.items()}
+        cases |= {("honest", name): case for name, case in HONEST.items()}
         try:
-            return await verifier.verify(f"```python\n{code}\n```", {"tests": [test]}, {})
+            calls = (verify(name, *case) for (_, name), case in cases.items())
+            return dict(zip(cases, await asyncio.gather(*calls, return_exceptions=True), strict=True))
         finally:
-            await verifier.aclose()
+            for verifier in verifiers:
+                await verifier.aclose()
 
-    return asyncio.run(run())
+    with running_server(workers=2) as url:
+        return asyncio.run(run(url))
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_forged_result_is_wrong(url, name):
-    score = verify(url, *FORGERIES[name])
+def test_forged_result_is_wrong(scores, name):
+    score = scores["forged", name]
     assert (score.acc, score.verdict) == (0.0, "wrong"), score
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_honest_solution_is_right(url, name):
-    score = verify(url, *HONEST[name])
+def test_honest_solution_is_right(scores, name):
+    score = scores["honest", name]
     assert (score.acc, score.verdict) == (1.0, "correct"), score

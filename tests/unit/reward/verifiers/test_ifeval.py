@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.reward.verifiers.ifeval import CHECKS, IfevalVerifier, count_sentences, read_constraints
-from verl_ext.reward.verifiers.languages import detect_language
+from verl_ext.reward.verifiers.ifeval import (
+    CHECKS,
+    IfevalVerifier,
+    count_sentences,
+    detect_language,
+    read_constraints,
+)
 
 REPO = Path(__file__).resolve().parents[4]
 ROWS = {row["id"]: row for row in map(json.loads, (REPO / "tests/data/ifeval.jsonl").read_text().splitlines())}
@@ -172,10 +177,13 @@ def test_sentences_are_counted(text, sentences):
         ("நாய் வீட்டில் இல்லை", "ta"),
         ("కుక్క ఇంట్లో లేదు", "te"),
         ("หมาไม่อยู่บ้าน", "th"),
+        ("ഒരു കപ്പ് കാപ്പി തരൂ", "ml"),
+        ("Jag vill gärna ha en kopp kaffe, tack.", "sv"),
+        ("मैं Python में एक program लिख रहा हूँ जो numbers को sort करता है", "hi"),  # with the words of its field
         ("123", None),
         ("xyzzy", None),
         ("हैलो hello mixed मिश्रित", None),
     ],
 )
-def test_language_is_told_by_script_and_common_words(text, language):
+def test_language_is_told_and_a_mixed_or_short_text_has_none(text, language):
     assert detect_language(text) == language

@@ -1,6 +1,6 @@
 """The program that holds the solution: answers calls, in the order in which the tests make them. Sent as source.
 
-It follows code_values.py in one file, and ends with `serve(program, requests, known)`. The solution may do here what it
+It follows values.py in one file, and ends with `serve(program, requests, known)`. The solution may do here what it
 likes: there is nothing of the tests but the calls, and what this process prints is taken for returned data only.
 """
 
@@ -15,7 +15,7 @@ import os
 import sys
 import types
 
-from verl_ext.reward.verifiers.code_values import decode, encode
+from verl_ext.reward.verifiers.code.values import decode, encode
 
 MAX_PRINTED = 1 << 16  # characters of what one call prints
 MAX_OUTPUT = 900_000  # characters of answers in one run; the sandbox keeps a million bytes

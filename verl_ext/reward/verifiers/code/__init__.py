@@ -1,7 +1,8 @@
 """Code: run the response's program against test cases in the sandbox. Nothing of it runs in this process.
 
 Tests and expected values never share a process with the program: what is expected of standard output is compared here,
-and tests run in a sandbox program of their own, to which the solution's gives plain data (code_dialogue.py).
+and tests run in a sandbox program of their own, to which the solution's gives plain data (dialogue.py).
+prepare.py reads a test; solution.py, tests.py, handles.py and values.py run in the sandbox, sent there as source.
 
 Ground truths, as a mapping or as its JSON:
     {"tests": ["assert add(1, 2) == 3", ...]}          Python that calls what the program defines, each by itself;
@@ -19,7 +20,7 @@ from typing import Any
 
 from verl_ext.outcome import UNVERIFIED_VERDICT
 from verl_ext.reward.score import Score
-from verl_ext.reward.verifiers.code_dialogue import SANDBOX_FAILURE, Dialogue
+from verl_ext.reward.verifiers.code.dialogue import SANDBOX_FAILURE, Dialogue
 from verl_ext.sandbox.client import CONTROL_PROGRAM, RunResult, SandboxClient
 
 _FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)

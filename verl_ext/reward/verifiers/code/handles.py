@@ -1,4 +1,4 @@
-"""What stands for the solution's objects in the program that holds the tests. Sent there as source, with code_tests.py.
+"""What stands for the solution's objects in the program that holds the tests. Sent there as source, with tests.py.
 
 The solution decides nothing here: what comes from it is data, and an object is compared by its data, never by its
 methods. A guess stands for an answer that is not known yet, so that a test can ask for more than one in a round.

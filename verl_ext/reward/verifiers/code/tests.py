@@ -1,6 +1,6 @@
 """The program that holds the tests: the solution's names are proxies, which ask for calls. Sent as source.
 
-It follows code_values.py and code_handles.py in one file, and ends with `run_test(...)`. A call whose answer is known
+It follows values.py and handles.py in one file, and ends with `run_test(...)`. A call whose answer is known
 gives it; the first that is not is asked for, and the test goes on with guesses, only to ask for further calls in the
 same round.
 """
@@ -17,8 +17,8 @@ import signal
 import sys
 import types
 
-from verl_ext.reward.verifiers.code_handles import CLASS, LIKE_CLASS, OTHER, Guess, Handle
-from verl_ext.reward.verifiers.code_values import decode, encode
+from verl_ext.reward.verifiers.code.handles import CLASS, LIKE_CLASS, OTHER, Guess, Handle
+from verl_ext.reward.verifiers.code.values import decode, encode
 
 GUESS_S = 0.5  # of CPU time, for going on with guesses
 MAX_REQUESTS = 4000  # asked for in one round

@@ -1,0 +1,80 @@
+"""Requests to OpenAI-compatible servers (vLLM, SGLang, ...) by the `openai` package's client, which also repeats them.
+
+The judge (verifiers/judge.py) and the evaluation of a server (evaluation/servers.py) say what a failure means to them.
+"""
+
+from typing import Any
+
+
+class RequestFailed(Exception):
+    """A request failed at its last attempt; `status` is the HTTP status, None where no answer came."""
+
+    def __init__(self, message: str, status: int | None = None):
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def is_refusal(self) -> bool:
+        """The server does not take this request: asking again is no use."""
+        return self.status is not None and self.status < 500 and self.status not in (408, 429)
+
+
+class OpenAiEndpoint:
+    """One server. Nothing of the environment reaches it: no key, organisation or project of OpenAI's, and no proxy.
+
+    A connection that fails, a time-out and HTTP 408, 409, 429 and 5xx are infrastructure failures: the client asks
+    again, after 0.5 s and then twice as long each time (8 s at most), or when the server's Retry-After says.
+
+    Args:
+        url: such as "http://127.0.0.1:8000/v1".
+        api_key: "" sends the word EMPTY, as vLLM's documentation does: the client cannot send none.
+        timeout_s: of one request, waiting in the server's queue included.
+        max_attempts: requests in all.
+    """
+
+    def __init__(self, url: str, *, api_key: str, timeout_s: float, max_attempts: int):
+        self.url, self._api_key = url.rstrip("/"), api_key
+        self._timeout_s, self._max_attempts = timeout_s, max_attempts
+        self._client: Any = None
+
+    async def request(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The server's JSON for a GET, or for a POST of `body`; a text where it answers with something else.
+
+        As JSON, not by `client.completions.create`: that looks at each token id of a prompt, for milliseconds per
+        thousand.
+
+        Raises:
+            RequestFailed: see above.
+        """
+        import openai
+
+        self._client = self._client or self._connect()
+        send = self._client.get if body is None else self._client.post
+        try:
+            return await send(path, cast_to=object, **({} if body is None else {"body": body}))
+        except openai.APIStatusError as error:
+            raise RequestFailed(f"HTTP {error.status_code}: {error.response.text[:500]}", error.status_code) from error
+        except openai.APITimeoutError as error:
+            raise RequestFailed(f"did not answer within {self._timeout_s:g} s") from error
+        except openai.APIConnectionError as error:
+            raise RequestFailed(f"{type(error.__cause__).__name__}: {error.__cause__}") from error
+        except ValueError as error:  # what calls itself JSON and is none
+            return getattr(error, "doc", str(error))
+
+    def _connect(self) -> Any:
+        import openai
+
+        return openai.AsyncOpenAI(
+            base_url=self.url,
+            api_key=self._api_key or "EMPTY",
+            default_headers={name: openai.Omit() for name in ("OpenAI-Organization", "OpenAI-Project")},
+            timeout=self._timeout_s,
+            max_retries=self._max_attempts - 1,
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+        )
+
+    async def aclose(self) -> None:
+        """Close the connections; a later request opens new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
