@@ -116,7 +116,7 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def merge(run: Run, name: str) -> None:
-    """Merge the last checkpoint of "sft" or "rl" into a Hugging Face folder, as README does by hand."""
+    """Merge the last checkpoint of "sft" or "rl" into a Hugging Face folder, as recipe/README.md does by hand."""
     checkpoint = latest_checkpoint(run.out / name)
     if checkpoint is None:
         raise CommandFailed(f"There is no checkpoint in {run.out / name}. Run `--stage {name}` first.")
