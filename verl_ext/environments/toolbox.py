@@ -26,7 +26,7 @@ TOOL_BACKOFF_S = 0.5  # pause before the second call; doubles
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a tool said. `failure` is why the infrastructure, not the model, kept it from saying anything."""
+    """What a tool said. `failure` names the infrastructure failure that kept the tool from saying anything."""
 
     output: str
     error: str | None = None  # kind of error; None where the call ended well
