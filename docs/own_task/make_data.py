@@ -8,7 +8,7 @@ def row(item: str, price: int, n: int) -> dict:
         "data_source": "shop",  # picks the verifier
         "prompt": [{"role": "user", "content": f"What do {n} of {item} cost? Put the number in \\boxed{{}}."}],
         "reward_model": {"ground_truth": str(n * price)},
-        "extra_info": {"index": n, "tool_selection": ["price_of"]},  # no other tool is in the prompt
+        "extra_info": {"index": 100 * n + price, "tool_selection": ["price_of"]},  # no other tool is in the prompt
     }
 
 
