@@ -2,9 +2,9 @@
 
     python scripts/bench_agent_loop.py --rollouts 64 --rounds 3
 
-Both send the same prompts and ask for the same numbers of tokens, of the same engine in turns. Tools answer in 0 s: the
-ratio is what the loop itself costs. The model is the tiny one with random weights, which makes that cost as large as it
-can be; what it samples is replaced by scripted turns of the same length, so that they call the tool.
+Both send the same prompts, and ask the same engine, in turns, for the same numbers of tokens. Tools answer in 0 s, so
+the ratio is the cost of the loop itself. The model is the tiny one with random weights, which makes that cost as large
+as it can be. Scripted turns of the same length replace what the model samples, so that they call the tool.
 """
 
 import argparse

@@ -2,10 +2,11 @@
 
     python scripts/bench_sandbox.py [--requests 100] [--isolation none]
 
-CPU-ms per request, unlike wall time, hardly depend on what else the machine does. Counted are user and system time of
-all processes that serve a request: of ours the server with its HTTP, the zygote, workers and programs, but not the
-client's side; of `python -c` the child, and this process while it starts and waits for it. It is run with -S, since the
-start-up hooks of installed packages (.pth files) may cost more than Python itself: a lower bound for the baseline.
+CPU-ms per request, unlike wall time, hardly depend on what else the machine does. The script counts user and system
+time of all processes that serve a request. For our sandbox these are the server with its HTTP, the zygote, workers and
+programs, but not the client. For `python -c` these are the child, and this process while it starts and awaits the
+child. The child runs with -S, a lower bound for the baseline: start-up hooks of installed packages (.pth files) may
+cost more than Python itself.
 
 The last line is the client's side, with 64 calls in flight: our client beside httpx, which is why ours is not on httpx.
 """

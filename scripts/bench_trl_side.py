@@ -1,8 +1,8 @@
 """TRL's side of scripts/bench_vs_trl.sh: GRPO on the tiny tool task by TRL's GRPOTrainer, the sandbox as its tool.
 
-Runs in TRL's own environment and imports nothing of this project. What a TRL user would write, with the same merged
-SFT model, prompts, two updates per 128 responses, clip and learning rate as configs/tiny_dapo.yaml. TRL has no dynamic
-sampling and no overlong shaping, and needs no old log-probabilities: it does less per step.
+Runs in TRL's own environment and imports nothing of this project. It is what a user of TRL would write, with the same
+merged SFT model, prompts, two updates per 128 responses, clip and learning rate as configs/tiny_dapo.yaml. GRPOTrainer
+has no dynamic sampling and no overlong shaping, and needs no old log-probabilities: it does less per step.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Compare RL steps with what one would pick instead on a laptop: Hugging Face TRL's GRPOTrainer with a tool, on the same
-# task, model and sandbox, in turns; with the sandbox as it is, and with 100 ms more per call. About 15 minutes.
+# Compare RL steps with what one would pick instead on a laptop: the GRPOTrainer of Hugging Face TRL with a tool. Both run in
+# turns on the same task, model and sandbox, with the sandbox as it is, and with 100 ms more per call. About 15 minutes.
+# TRL's asynchronous trainer, which overlaps tool calls, needs NCCL and is not measured (docs/speed.md).
 #
 # Usage: bash scripts/bench_vs_trl.sh [--steps N] [--rounds N] [--latencies S ...] [--run FOLDER]
 # Takes the SFT model of the quickstart (outputs/quickstart, made if it is not there), and TRL in an environment of its

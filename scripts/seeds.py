@@ -3,8 +3,8 @@
     .venv/bin/python scripts/seeds.py [--seeds 0 1 2] [--out outputs/seeds]
 
 Each run is the quickstart in its own folder; the control repeats the RL of the first seed with rewards that carry no
-information (drawn at the rate that SFT was right, `reward.reward_kwargs.random_reward_p`). Prints README's table.
-Resumable: the same command goes on where it was broken off.
+information (drawn at the rate that SFT was right, `reward.reward_kwargs.random_reward_p`). Prints the table of
+docs/results.md. Resumable: the same command goes on where it was broken off.
 """
 
 import argparse

@@ -18,7 +18,7 @@ export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file pe
 logger_folders
 
 require DATA_DIR data.train_files "Make it: python data/tiny_tools/prepare.py --out $DATA_DIR"
-require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its last checkpoint (README, Quickstart), or set MODEL_PATH."
+require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its last checkpoint (recipe/README.md), or set MODEL_PATH."
 
 OVERRIDES=(data.train_files="'$DATA_DIR/rl_train.parquet'" data.val_files="'$DATA_DIR/eval.parquet'"
   actor_rollout_ref.model.path="'$MODEL_PATH'" retool.sandbox.urls="[${SANDBOX_URL:-http://127.0.0.1:8080}]"

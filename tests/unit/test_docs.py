@@ -1,4 +1,4 @@
-"""docs/launchers.md names every launcher, and docs/diagnose.md only metrics, settings and files that exist."""
+"""README is short; all pages name only files that exist, and docs/diagnose.md only metrics and settings that do."""
 
 import importlib.util
 import json
@@ -24,6 +24,13 @@ FILE = re.compile(r"(?:scripts|recipe|docs|data|tests|configs)/[\w./-]+\.(?:sh|p
 def code(name: str) -> list[str]:
     """What stands between single back quotes."""
     return re.findall(r"`([^`\n]+)`", (REPO / "docs" / name).read_text(encoding="utf-8"))
+
+
+def words_of_code(page: Path) -> list[str]:
+    """What stands between back quotes, word by word: `pytest tests/unit` has a path."""
+    text = (REPO / page).read_text(encoding="utf-8")
+    blocks, rest = re.findall(r"```(.*?)```", text, re.DOTALL), re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    return [word for span in [*blocks, *re.findall(r"`([^`\n]+)`", rest)] for word in span.split()]
 
 
 def logged() -> set[str]:
@@ -99,6 +106,49 @@ def test_every_file_in_the_guides_exists():
     files = set(FILE.findall(text)) - {"recipe/retool/run_NAME.sh"}
     assert len(files) > 10
     assert [name for name in sorted(files) if not (REPO / name).exists()] == []
+
+
+PAGES = sorted(
+    path.relative_to(REPO) for path in [*REPO.glob("*.md"), *REPO.glob("docs/*.md"), REPO / "recipe/README.md"]
+)
+NO_HISTORY = [page for page in PAGES if page.name != "CHANGELOG.md"]  # it may name what is gone
+PATH = re.compile(r"(?:verl_ext|verl|scripts|recipe|docs|data|tests|configs)/[\w./*-]+")
+
+
+def test_readme_has_at_most_700_words():
+    """Tables and code counted, as `wc -w` does."""
+    assert len((REPO / "README.md").read_text(encoding="utf-8").split()) <= 700
+
+
+@pytest.mark.parametrize("page", NO_HISTORY, ids=str)
+def test_every_path_that_a_page_names_in_code_exists(page: Path):
+    """From the repository's root; verl's from its package; `*` stands for some file."""
+    named = {match[0] for text in words_of_code(page) for match in [PATH.match(text)] if match}
+    if page.name == "README.md":
+        assert len(named) > 10
+    roots = {"verl": VERL.parent}
+    missing = [path for path in sorted(named) if not list(roots.get(path.split("/")[0], REPO).glob(path.rstrip("/.")))]
+    examples = re.compile(r".*NAME|.*/x/|.*\.parquet")
+    assert [path for path in missing if not examples.match(path)] == []
+
+
+@pytest.mark.parametrize("page", NO_HISTORY, ids=str)
+def test_every_link_of_a_page_leads_to_a_file(page: Path):
+    text = (REPO / page).read_text(encoding="utf-8")
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in target]
+    assert [target for target in targets if target and not (REPO / page.parent / target).exists()] == []
+
+
+def test_readme_links_every_page_of_docs_or_a_page_that_does():
+    linked = {"README.md"}
+    for _ in range(2):
+        for page in list(linked):
+            text = (REPO / page).read_text(encoding="utf-8")
+            found = [
+                target.partition("#")[0] for target in re.findall(r"\]\(([^)\s]+\.md)\)", text) if "://" not in target
+            ]
+            linked |= {str((REPO / page).parent.joinpath(target).resolve().relative_to(REPO)) for target in found}
+    assert sorted({str(page) for page in PAGES} - linked) == []
 
 
 def test_published_figures_of_the_guide_are_those_of_the_data():

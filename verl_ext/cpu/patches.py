@@ -120,9 +120,9 @@ def _vectorise_log_probs(module: ModuleType) -> None:
 def _copy_saved_weights(module: ModuleType) -> None:
     """verl/utils/fsdp_utils.py:1146 `fsdp2_sharded_save_to_cpu` (0.9.1) saves `param.detach().cpu()`.
 
-    Of a parameter on the CPU that is the parameter itself, which goes on learning: where `separate_async` has a
-    `parameter_sync_step` above 1, the old log-probs of later mini-batches would be those of the current weights. (It
-    is not made for offloaded parameters on GPUs either: experimental/separation/engine_workers.py:82.)
+    For a parameter on the CPU, that is the parameter itself, which goes on learning. If `separate_async` has a
+    `parameter_sync_step` above 1, the old log-probs of later mini-batches would then be those of the current weights.
+    (verl's function does not suit offloaded parameters on GPUs either: experimental/separation/engine_workers.py:82.)
     """
     original = module.fsdp2_sharded_save_to_cpu
 
@@ -136,8 +136,8 @@ def _copy_saved_weights(module: ModuleType) -> None:
 def _log_without_flush(module: ModuleType) -> None:
     """verl/trainer/ppo/v1/trainer_separate_async.py:179 (0.9.1) calls `logger.info(..., flush=True)`, a TypeError.
 
-    That is where `hybrid_engine` is off, as in configs/hardware/cpu_separate.yaml. On GPUs, VERL_LOGGING_LEVEL=WARN
-    goes around it.
+    The call comes only with `hybrid_engine` off, as in configs/hardware/cpu_separate.yaml. On GPUs,
+    VERL_LOGGING_LEVEL=WARN avoids the error.
     """
 
     class Adapter(logging.LoggerAdapter):

@@ -2,11 +2,11 @@
 
     python -m verl_ext.cpu.warm_python -m verl.trainer.main_ppo ...
 
-An RL run on one machine is a dozen processes, each of which imports for seconds: most of its start on two
-cores. Here a server imports once, and a small executable stands in for Python: it hands its arguments, environment,
-working folder and open files to the server, which forks. The command above, Ray, torchrun
-and multiprocessing's "spawn" all start their Pythons through it. If the server is gone, or the first argument is -I or
--P, it runs the real Python.
+An RL run on one machine is a dozen processes, and each imports for seconds: on two cores, that is most of the run's
+start. Here one server imports, and a small executable stands in for Python. The executable hands its arguments,
+environment, working folder and open files to the server, which forks. The command above, Ray, torchrun and
+multiprocessing's "spawn" all start their Pythons through the executable. If the server is gone, or the first argument
+is -I or -P, the executable runs the real Python.
 
 For CPU runs on one machine only: a process that has touched CUDA cannot be forked.
 """
@@ -49,8 +49,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
-# Imports that cost most and are safe to share. Not Ray, and so not verl, which imports it: Ray draws ids and reads its
-# variables in static C++ state, which every fork would have in common.
+# The imports that cost most and are safe to share. Ray is not safe, nor is verl, which imports Ray: Ray draws ids and
+# reads its variables in static C++ state, which all forks would share.
 PRELOAD = (
     "torch",
     "tensordict",

@@ -1,5 +1,4 @@
-"""Rows of a parquet or JSONL file, a folder of them, or a data set of the hub, one at a time;
-and parquet from rows.
+"""Reads rows one at a time, of a parquet or JSONL file, a folder of these, or a data set of the hub; writes parquet.
 
 Nothing is held in memory beyond a batch. `field` checks what a row must hold, and names the row and the column.
 """

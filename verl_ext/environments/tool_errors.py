@@ -8,14 +8,14 @@ checked against the tool's schema before the tool runs, and the model is told wh
   and is not trained on. Connection and HTTP errors that a tool lets through mean the same, after further attempts: the
   call runs again, so a tool that changes something must bear that, or raise ToolUnavailable itself.
 - Anything else is a bug of the tool, and raised with the tool's name: ValueError, KeyError, TypeError, JSONDecodeError,
-  an answer of None. A backend that answers with a page of HTML or without a key is found by that, not taught as the
-  model's error.
+  an answer of None. So a backend that answers with a page of HTML, or without a key, is found, and the model does not
+  learn that its call was wrong.
 
-What the model can cause must be its error: else it could buy its exclusion from training. A missing file that the
-arguments name, and an address that they name and that does not answer or refuses (any HTTP 4xx or 5xx), are therefore
-the model's error. What only the tool can know it says by `ToolError`: a request that its own backend refuses for its
-content (HTTP 400, 404, 422), an argument that is no address at all (httpx does not say which one it was), or work that
-the arguments made too long.
+What the model can cause must be the model's error: else the model could buy its exclusion from training. So these are
+the model's error: a missing file that the arguments name, and an address that the arguments name and that does not
+answer or refuses (any HTTP 4xx or 5xx). Some errors only the tool can tell from its own, and it does so by `ToolError`:
+a request that its backend refuses for its content (HTTP 400, 404, 422), an argument that is no address at all (httpx
+does not say which one it was), or work that the arguments made too long.
 """
 
 import http.client
@@ -123,7 +123,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _host(error: Exception) -> str | None:
-    """To whom the request went, where the error says it."""
+    """The host that the request went to, if the error names it."""
     if isinstance(host := getattr(error, "host", None), str):  # aiohttp.ClientConnectorError
         return host
     try:

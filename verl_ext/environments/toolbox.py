@@ -29,7 +29,7 @@ _EXCEPTION = re.compile(r"\A[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True)
 class CallResult:
-    """What a tool said. `failure` is why the infrastructure, not the model, kept it from saying anything."""
+    """What a tool said. `failure` names the infrastructure failure that kept the tool from saying anything."""
 
     output: str
     error: str | None = None  # kind of error; None where the call ended well

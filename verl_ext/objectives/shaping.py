@@ -1,4 +1,7 @@
-"""What is added to +1/-1, as pure tensor functions: no config, no logging. All are off unless a YAML names them."""
+"""Terms that are added to the reward of +1/-1, as pure tensor functions: no config, no logging.
+
+Each term is off unless the run's YAML names it.
+"""
 
 from collections.abc import Sequence
 
@@ -61,7 +64,7 @@ def piecewise_length_penalty(response_length: Tensor, points: Sequence[tuple[flo
 
 
 def tool_bonus(tool_calls: Tensor) -> Tensor:
-    """What the published run gave a wrong answer back for calling tools: its reward was min(-0.6, -1 + 0.1 x calls).
+    """Bonus of a wrong answer for its calls, as in the published run, whose reward was min(-0.6, -1 + 0.1 x calls).
 
     Source: verl-recipe@48ea0a7, retool/retool.py, `compute_score`, which counts calls as (num_turns - 2) / 2. The paper
     has no such term. An answer that is right gets none.

@@ -1,7 +1,7 @@
 """What the two tool protocols share: calls, malformed calls, what a tool says, and the chat template's turns.
 
-A protocol (code.py, hermes.py) says what a call looks like in the model's text and how it is
-answered. Agent loop (RL, evaluation) and data set (SFT) both take it from there, so that they cannot drift apart.
+A protocol (code.py, hermes.py) says what a call looks like in the model's text, and how it is answered. The agent loop
+(RL, evaluation) and the data set (SFT) use the same protocol, so that they cannot drift apart.
 """
 
 import os
@@ -39,7 +39,7 @@ MALFORMED_KINDS = (
     "other_protocol",  # the tags of the protocol that is not in use
 )
 
-_CHARS_PER_TOKEN = 16  # of a long text, so much is tokenised per token that is kept; what has longer tokens keeps less
+_CHARS_PER_TOKEN = 16  # tokenised of a long text per token that is kept; a text with longer tokens keeps fewer of them
 _FENCE = re.compile(r"\A\s*```[a-zA-Z0-9_+-]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
 
@@ -148,13 +148,14 @@ class ChatReply:
 class SegmentEncoder:
     """Encodes what stands between two turns of the model, so that what a tool says is text and nothing more.
 
-    A tool may print `<|im_end|>`, `</interpreter>` or what else is an added token of the tokenizer (special or not, but
-    not mere white space): in an output it is encoded in pieces, as any text, and in the frame around it, which the
-    protocol or the chat template wrote, as that token. So no output can end its turn, or begin another.
+    A tool may print `<|im_end|>`, `</interpreter>` or another added token of the tokenizer (special or not, but not
+    mere white space). In an output such a text is encoded in pieces, as any text. In the frame around the output, which
+    the protocol or the chat template wrote, it is encoded as that token. So no output can end its turn, or begin
+    another.
 
-    Where a tag of the protocol is no added token, as `</interpreter>` is none of Qwen2.5's, the printed tag looks to
-    the model like the real one: outputs are shown as they are, not escaped. Only the model could take it for that:
-    calls, end and answer of a rollout are read from the model's own tokens.
+    Some tags of a protocol are no added tokens, such as `</interpreter>` with Qwen2.5. Then a printed tag looks to the
+    model like the real one, as outputs are not escaped. Only the model can be misled by it: calls, end and answer of a
+    rollout are read from the model's own tokens.
 
     Raises:
         ValueError: the tokenizer takes such a text for the token even so.

@@ -1,7 +1,7 @@
 """The hermes protocol: JSON calls between `<tool_call>` tags, several in a turn; tools answer in a turn of their own.
 
-verl's own parser (experimental/agent_loop/tool_parser.py, 0.9.1) drops what it cannot read, and the rollout ends: here
-the model is told.
+verl's own parser (experimental/agent_loop/tool_parser.py, 0.9.1) drops a call that it cannot read, and the rollout
+ends. Here the model is told what was wrong.
 """
 
 import json

@@ -1,8 +1,8 @@
 """From a conversation to the segments of a rollout: what the model wrote, and what stood between its turns.
 
-Understands `{role, content}` with the role `interpreter` and code between `<code>` tags, the published ReTool-SFT (tool
-calls as objects, the interpreter as role `tool`), and its original form, where the interpreter's answers stand in the
-assistant's text. Either protocol can be made of each.
+Three forms are understood: `{role, content}` with the role `interpreter` and code between `<code>` tags; the published
+ReTool-SFT, with tool calls as objects and the interpreter as role `tool`; and its original form, with the interpreter's
+answers in the assistant's text. Each form can be turned into either protocol.
 """
 
 import json

@@ -111,7 +111,7 @@ def train_rl(run: Quickstart) -> None:
 
 
 def merge(run: Quickstart, name: str) -> None:
-    """Merge the last checkpoint of "sft" or "rl" into a Hugging Face folder, as README does by hand."""
+    """Merge the last checkpoint of "sft" or "rl" into a Hugging Face folder, as recipe/README.md does by hand."""
     if (step := checkpoints.tracked_step(run.out / name)) is None:
         raise CommandFailed(f"There is no checkpoint in {run.out / name}. Run `--stage {name}` first.")
     shards = checkpoints.path_of(run.out / name, step) / ("actor" if name == "rl" else "")

@@ -1,7 +1,7 @@
-"""The log-probs that training takes from the rollout server: a probability that is not known must never stand for one.
+"""The log-probs that training takes from the rollout server. Nothing that the server did not send may stand for one.
 
-Where verl asks for none, its trainer either fails for want of them (`bypass_mode`) or leaves its correction out in
-silence (`rollout_is`, `rollout_rs`): trainer/ppo/v1/trainer_base.py:1641 and 1768, 0.9.1.
+If verl asks the server for no log-probs, its trainer either fails (`bypass_mode`) or silently leaves its correction out
+(`rollout_is`, `rollout_rs`): trainer/ppo/v1/trainer_base.py:1641 and 1768, 0.9.1.
 """
 
 import math
@@ -23,8 +23,8 @@ def checked_log_probs(log_probs: Sequence[float | None] | None, ids: Sequence[in
     """The log-probs that a server sent for the tokens `ids`.
 
     Raises:
-        ValueError: there are none, not one for each token, or one that is no finite number. What stood in for it would
-            be trained on: 0.0 says that the policy was certain of the token.
+        ValueError: there are none, not one for each token, or one is no finite number. Training would use whatever
+            stood in its place: 0.0 says that the policy was certain of the token.
     """
     found = [] if log_probs is None else list(log_probs)
     if len(found) != len(ids):

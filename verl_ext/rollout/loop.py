@@ -1,9 +1,9 @@
 """The rollout with tools: the model writes, calls a tool, reads its answer, goes on. One state machine, two protocols.
 
-Token-in, token-out: what the model sampled is kept as it was sampled; only what stands between its turns is encoded
-(mask 0, log-prob 0). The settings are `retool.*` in the run's YAML. agent_loops.yaml registers the loop as `retool`,
-with the protocol of `retool.protocol`, and as `retool_code` and `retool_hermes`, for samples that name one in a column
-`agent_name`.
+Token-in, token-out: the loop keeps the sampled tokens as they are, and encodes only the text between two turns of the
+model (mask 0, log-prob 0). The settings are `retool.*` in the run's YAML. agent_loops.yaml registers the loop as
+`retool`, with the protocol of `retool.protocol`. For samples that name a protocol in a column `agent_name`, it also
+registers `retool_code` and `retool_hermes`.
 """
 
 import asyncio
@@ -40,9 +40,9 @@ _CUT_STEP = 8  # tokens; where a reply does not fit, so many more than what is t
 
 
 class _FinalOutputOnly:
-    """Unpickles, in vLLM's process, to the enum that asks for one message a request instead of one a token.
+    """Becomes, when vLLM's process unpickles it, the enum that asks for one message a request instead of one a token.
 
-    The enum itself would cost this process the import of vLLM (3 s).
+    With the enum itself, this process would have to import vLLM, which takes 3 s.
     """
 
     def __reduce__(self) -> tuple:
@@ -133,8 +133,8 @@ class RetoolAgentLoop(AgentLoopBase):
     def _make_stop_params(self) -> dict[str, Any]:
         if self.protocol.stop is None:
             return {}
-        # Where the tag is one token the engine itself stops there; for a string it is told to by its front end, a few
-        # tokens later. The string stays: the tag may also be sampled in pieces.
+        # If the tag is one token, the engine itself stops there. At a string, vLLM's front end stops the engine, a few
+        # tokens later. The string is given as well: the model may also sample the tag in pieces.
         ids = self.tokenizer.encode(self.protocol.stop, add_special_tokens=False)
         stop_token_ids = ids if len(ids) == 1 else []
         return {"stop": [self.protocol.stop], "stop_token_ids": stop_token_ids, "include_stop_str_in_output": True}
@@ -143,9 +143,9 @@ class RetoolAgentLoop(AgentLoopBase):
         """Roll out one sample; see `AgentLoopBase.run`.
 
         Args:
-            kwargs: columns of the data set. Read are `raw_prompt`, `uid`, `tools_kwargs`, and
-                `extra_info.tool_selection`, the names of the tools that this sample may use (none named: all); and
-                `call_retries`, which the worker adds in validation (`_run_calls`).
+            kwargs: columns of the data set. The loop reads `raw_prompt`, `uid`, `tools_kwargs`, and
+                `extra_info.tool_selection`, the names of the tools that this sample may use (none named: all). In
+                validation the worker adds `call_retries` (`_run_calls`).
         Returns:
             `extra_fields` holds `finish_reason` (of `RolloutEnd`), `model_spans` (the [start, end) pairs of response
             tokens that the model sampled), the counts that the reward manager logs, `tool_use` (see there), and
@@ -222,9 +222,9 @@ class RetoolAgentLoop(AgentLoopBase):
     def _length_up_to_stop(self, ids: list[int], text: str) -> int:
         """How many tokens hold the turn up to its stop: all, unless the engine missed the stop and went on.
 
-        It looks for stop strings within a request, and the asynchronous client merges the requests of a turn that was
-        aborted and resumed: a stop that was split between them is only seen here. What was sampled behind it, without
-        the tool's answer, is dropped. A last token may carry characters past the stop.
+        The engine looks for stop strings within a request. The asynchronous client merges the requests of a turn that
+        was aborted and resumed, so only this function sees a stop that was split between them. Tokens behind the stop
+        were sampled without the tool's answer, and are dropped. A last token may carry characters past the stop.
         """
         stop = self.protocol.stop
         if stop is None or stop not in text or text.index(stop) + len(stop) == len(text):
@@ -289,7 +289,7 @@ class RetoolAgentLoop(AgentLoopBase):
     async def _run_calls(self, calls: list[Call], tools_kwargs: Mapping[str, Any], retries: int) -> list[CallResult]:
         """Run the calls of a turn at once, and those that infrastructure failed again, `retries` times at the most.
 
-        The response stays as it is. Were it sampled anew, a dead sandbox would favour responses that do not call it.
+        The response stays as it is: sampling it anew would, with a dead sandbox, favour responses without calls.
         """
         results = list(await asyncio.gather(*(self.tools.run(call, tools_kwargs) for call in calls)))
         for number in range(1, retries + 1):

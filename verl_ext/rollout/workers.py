@@ -1,8 +1,8 @@
 """verl's agent-loop workers, with less work per rollout. Named by `rollout.agent.agent_loop_manager_class`.
 
-verl 0.9.1 builds every rollout's loop through `hydra.utils.instantiate`, asks a load-balancer actor for a server
-before every turn, sends every rollout to a reward actor and then, by itself, to the data storage: work that outweighs
-the rollout itself when it is short.
+verl 0.9.1 builds the loop of every rollout through `hydra.utils.instantiate`. It asks a load-balancer actor for a
+server before every turn, and sends every rollout to a reward actor, then to the data storage, one at a time. For a
+short rollout this is more work than the rollout itself.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     """Instantiates agent loops directly, skips the load balancer where it has nothing to balance, scores rollouts
     itself, and stores a prompt's rollouts together, when the last has ended.
 
-    It scores them where the reward manager is ours: that one has `score_rollout`, and runs verifiers outside of this
+    It scores rollouts only if the reward manager has `score_rollout`, as ours has: ours runs verifiers outside of this
     process's event loop. Text only: no images, no teacher model.
     """
 
@@ -133,10 +133,10 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     ) -> list[AgentLoopOutput]:
         """The outputs of one rollout, scored.
 
-        In validation what failed outside the model is tried again, `retool.validation.retries` times at the most; the
-        last try stands. A call of a tool is repeated by the loop, a verification here; only a rollout that was aborted
-        or raised is sampled anew. What is hard to verify, or needs a sandbox that is down, must not be drawn until it
-        is easy, or needs none. In training the sampler replaces whole groups.
+        A validation tries again what infrastructure failed, `retool.validation.retries` times at the most; the last try
+        stands. The loop repeats a call of a tool, this method a verification. Only a rollout that was aborted or raised
+        is sampled anew: drawing responses until one is easy to verify, or needs no sandbox, would bias the figures. In
+        training the sampler replaces whole groups.
         """
         retries = FailedSamples.from_config(self.config).retries if validate else 0
         extra = {"call_retries": retries} if validate else {}
@@ -193,9 +193,9 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         return agent_loop
 
     async def _agent_loop_postprocess(self, outputs: list[AgentLoopOutput], validate: bool, **kwargs: Any) -> None:
-        """As verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), but the outputs are scored already, the rows wait for
-        the rest of their group, and leave out columns of the data set that nothing reads after the rollout: the actor
-        would fetch and handle each of them.
+        """As verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), but the outputs are scored already, and the rows wait
+        for the rest of their group. The rows leave out columns of the data set that nothing reads after the rollout:
+        the actor would fetch and handle each column.
         """
         for output in outputs:
             trajectory = output.extra_fields.pop("trajectory", None)
@@ -250,8 +250,9 @@ class LeanAgentLoopManager(AgentLoopManagerTQ):
 
 
 class InServerAgentLoopManager(AgentLoopManagerTQ):
-    """Runs the agent loops in the event loop of the one vLLM server, so that no message between actors is needed for a
-    turn. Where rollouts are short these messages are most of the work; where they are long, or servers are many, take
+    """Runs the agent loops in the event loop of the one vLLM server, so that a turn needs no message between actors.
+
+    For short rollouts these messages are most of the work. For long rollouts, or many servers, take
     `LeanAgentLoopManager`, which leaves the server's event loop to vLLM.
 
     Raises:

@@ -1,8 +1,8 @@
-"""A validation without the samples that failed outside the model: which ones, what is left of the figures, and when
-nothing is.
+"""A validation without the samples that infrastructure failed: which samples these are, and the figures of the others.
 
-verl 0.9.1 counts a sample that the sandbox failed with the `acc` that the reward manager had to give it, and one that
-raised as wrong. Pure functions on the columns that its `_val_metrics_update` is given (trainer_base.py:1274).
+verl 0.9.1 counts a sample that the sandbox failed with the `acc` that the reward manager had to give it, and a sample
+that raised as wrong. Here are pure functions on the columns that verl gives to `_val_metrics_update`
+(trainer_base.py:1274).
 """
 
 from collections import Counter, defaultdict

@@ -1,7 +1,7 @@
 """Warm-up, stable, decay (WSD) for the learning rate of SFT and RL: `optim.lr_scheduler_type: wsd`.
 
 verl 0.9.1's FSDP engine knows "constant" and "cosine". A YAML names the class below as `_target_` of its `optim`
-section; with "wsd" it registers an engine that adds this schedule to verl's, otherwise it does what verl's own does.
+section. With "wsd" the class registers an engine that has this schedule as well; otherwise it does what verl's does.
 """
 
 from dataclasses import dataclass

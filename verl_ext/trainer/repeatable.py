@@ -1,12 +1,12 @@
 """`retool.repeatable`: a run on a CPU that has the same metrics, times aside, when it is started again with its seed.
 
 For audits, and to find by bisection which change altered a figure. It is slow: vLLM generates one response at a time.
-configs/repeatable/cpu.yaml (`+repeatable=cpu`) sets this key and those that it needs. Here is what verl 0.9.1 leaves to
-chance in the trainer's process: names of groups (uuid4), the order in which rollouts arrive, and decisions on what has
-arrived by now. The seed of each request is set in verl_ext/rollout/loop.py.
+configs/repeatable/cpu.yaml (`+repeatable=cpu`) sets this key and those that it needs. This module replaces what verl
+0.9.1 leaves to chance in the trainer's process: names of groups (uuid4), the order in which rollouts arrive, and
+decisions on what has arrived by now. verl_ext/rollout/loop.py sets the seed of each request.
 
-What a clock decides stays so: a program or a verification that reaches its time limit on a busy machine, and code of
-the model that prints the time, an address in memory or an unseeded random number.
+Clocks can still make runs differ: a program or a verification may reach its time limit on a busy machine, and the
+model's code may print the time, an address in memory or an unseeded random number.
 """
 
 import time

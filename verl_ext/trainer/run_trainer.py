@@ -1,7 +1,7 @@
-"""Where verl's v1 trainers meet the options of `retool.*`: adaptive n, validation, early stop, a repeatable run; and
-what infrastructure failures must not do: count in a validation, or rise unseen.
+"""Where verl's v1 trainers meet the options of `retool.*`: adaptive n, validation, early stop, a repeatable run.
 
-With all options off and nothing failed, every method here does what verl's own does. Line numbers are of verl 0.9.1,
+It also sees to it that infrastructure failures neither count in a validation nor rise unseen. With all options off and
+no failure, every method here does what verl's own does. Line numbers are of verl 0.9.1,
 trainer/ppo/v1/trainer_base.py.
 """
 
@@ -139,8 +139,8 @@ class RunTrainer(PPOTrainer):
             self._add_prompts_to_generate(missing)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """Fillers get advantage 0, whatever the estimator: their answers are all right or all wrong, and what their
-        rewards differ by, such as length penalties, must not train (`DapoReplayBuffer`).
+        """Fillers get advantage 0, whatever the estimator. Their answers are all right or all wrong; the rest of their
+        rewards, such as length penalties, must not train (`DapoReplayBuffer`).
         """
         batch = super()._compute_advantage(batch, metrics)
         fillers = getattr(self.replay_buffer, "fillers", ())
@@ -171,7 +171,7 @@ class RunTrainer(PPOTrainer):
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         """With groups of unequal size a mini-batch is a share of the batch (line 1593 counts `rollout.n` per prompt).
 
-        So a step has as many updates whatever its number of responses, and none of padding alone, which would have no
+        So the number of updates does not depend on the number of responses, and no update has padding alone, without a
         token to average over.
         """
         return dp_size * self._updates_per_step() if self._sampling else super()._get_required_batch_multiple(dp_size)

@@ -4,16 +4,16 @@ infrastructure failures.
 `trainer.v1.sampler.custom_sampler` of configs/shared/rl.yaml names this class; its settings are
 `trainer.v1.sampler.sampler_kwargs`. What it does beyond verl 0.9.1's own samplers (trainer/ppo/v1/replay_buffer.py):
 
-- a rollout that failed outside the model (sandbox, verifier, abort) is kept out of its group's baseline and of the
-  loss: where more than half of a group is valid, valid ones are repeated to fill it, else the group is replaced (the
+- a rollout that infrastructure failed (sandbox, verifier, abort) stays out of its group's baseline and of the loss. If
+  more than half of a group is valid, valid rollouts are repeated to fill the group, else the group is replaced (the
   rule of GLM-5). What the policy can cause (its code fails or takes too long, it prints or calls too much) stays a
   normal sample;
 - groups that are all right or all wrong are replaced only until `max_num_gen_batches` are spent. Then some of them fill
   the batch, as fillers, and the run goes on and says so, where verl's would generate for ever;
 - in the mode `sync` useful groups beyond the batch can wait for the next step (`keep_surplus`);
 - it looks every `poll_interval_s` instead of every 2 s, which is most of a step when a step is short;
-- in the mode `sync` it submits as many prompts as the share of useful groups so far lets expect to be needed, at once,
-  instead of twice the loss of every round;
+- in the mode `sync` it submits at once as many prompts as are likely to be needed, judged by the share of useful groups
+  so far, instead of twice the missing ones in every round;
 - it logs accuracy, tool use and failures over all that was generated, before any group is left out.
 """
 
@@ -92,11 +92,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
 
     Which groups are useful is DAPO's rule (arXiv:2503.14476, section 3.2): the constraint of Eq. 11 is on the number of
     right answers, 0 < right < G, not on rewards. A group of right answers that differ in length penalties alone is
-    filtered, as in the paper, although its rewards differ. The paper samples until the batch is full of useful groups
-    and has no fillers; here a step that is spent takes equal groups as fillers, and `fillers` names them: the trainer
-    sets their advantages to 0 (trainer/run_trainer.py), so that a filler trains as little as the filter meant it to.
-    Its tokens stay in the denominator of the token mean: of a mini-batch whose tokens are half fillers, the policy
-    gradient is half of what the useful half alone would give.
+    filtered, as in the paper, although its rewards differ. The paper samples until the batch is full of useful groups,
+    and has no fillers. Here a step that has spent its prompts takes equal groups as fillers, and `fillers` names them.
+    The trainer sets the advantages of a filler to 0 (trainer/run_trainer.py), so that a filler trains nothing. The
+    tokens of a filler stay in the denominator of the token mean: if half of a mini-batch's tokens are fillers', the
+    policy gradient is half of what the useful half alone would give.
 
     A batch takes useful groups first, the oldest ones before others, then equal groups, then those of void turns.
 

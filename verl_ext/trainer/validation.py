@@ -1,7 +1,7 @@
 """When a run validates, and on how much: frequency by phase of training, and a light form of most validations.
 
-Both decide from the step alone, so a resumed run validates where an unbroken one would. The numbers in the configs are
-those that the write-up of the published run recommends ("Dynamic Adjustment of Validation Strategy",
+Both decide from the step alone, so a resumed run validates where an unbroken run would. The numbers in the configs are
+recommendations of the write-up of the published run ("Dynamic Adjustment of Validation Strategy",
 bojieli/ai-agent-book@99cee91, chapter7/retool/README.md).
 """
 

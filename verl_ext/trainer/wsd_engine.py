@@ -1,7 +1,8 @@
 """The FSDP engine with one more learning-rate schedule; `lr_schedule.py` imports, and so registers, it.
 
-verl's registry asks for an engine of this machine's vendor before it takes the general one (workers/engine/base.py:413,
-0.9.1), and has none for FSDP: that place is ours. An engine of another kind refuses "wsd" by itself.
+verl's registry asks for an engine of this machine's vendor before it takes the general engine
+(workers/engine/base.py:413, 0.9.1). It has no vendor's engine for FSDP: our engine takes that place. An engine of
+another kind refuses "wsd" by itself.
 """
 
 import os
