@@ -93,8 +93,8 @@ def script_turns(tokenizer: Any, rng: random.Random) -> list[list[int]]:
 def make_loop(tokenizer: Any, engine: Engine) -> Any:
     from omegaconf import OmegaConf
 
-    from verl_ext.doctor.schema import compose_run
     from verl_ext.rollout.loop import RetoolAgentLoop
+    from verl_ext.settings import compose_run
 
     config = compose_run("tiny_dapo")
     retool = config.retool

@@ -1,3 +1,4 @@
+import functools
 import inspect
 import re
 import subprocess
@@ -18,6 +19,7 @@ from verl_ext.settings import (
     SftRetool,
     check,
     check_phases,
+    compose_run,
     in_phase,
     read_settings,
 )
@@ -73,9 +75,14 @@ def test_phases_that_make_no_sense_are_refused(phases):
 # All of `retool` -----------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def tiny_run():
+    return OmegaConf.to_container(compose_run("tiny_dapo").retool, resolve=False)
+
+
 def retool(**changes):
     """`retool` of the tiny run with other values; `__` stands for the dot of a key."""
-    section = OmegaConf.load(CONFIGS / "tiny_dapo.yaml").retool
+    section = OmegaConf.create(tiny_run())
     for key, value in changes.items():
         OmegaConf.update(section, key.replace("__", "."), value, merge=False)
     return section
@@ -171,5 +178,8 @@ def test_settings_of_failed_validation_samples_have_defaults_and_no_other_names(
         with pytest.raises(ValueError, match="expected 0 <= max_failed_share < 1 and retries >= 0"):
             FailedSamples(**wrong)
     config.retool.validation.max_failed = 0.5
-    with pytest.raises(ValueError, match="retool.validation has max_failed; expected max_failed_share and retries"):
+    with pytest.raises(
+        ValueError,
+        match="retool.validation.max_failed is none.*Did you mean retool.validation.max_failed_share",
+    ):
         FailedSamples.from_config(config)

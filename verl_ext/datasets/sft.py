@@ -1,8 +1,8 @@
 """SFT on ReTool traces: the same tokens that a rollout would have, with the loss on what the model wrote only.
 
-Used by `data.custom_cls` of configs/shared/sft.yaml. verl's own MultiTurnSFTDataset renders message by message through the
-chat template. It would put the interpreter's answer into a turn of its own, and would train on an answer that stands
-inside the assistant's text.
+Used by `data.custom_cls` of configs/shared/sft.yaml. verl's own MultiTurnSFTDataset renders message by message
+through the chat template. It would put the interpreter's answer into a turn of its own, and would train on an answer
+that stands inside the assistant's text.
 """
 
 import logging

@@ -245,8 +245,8 @@ def test_a_response_that_no_verifier_could_judge_is_judged_again_and_not_sampled
 def test_the_protocol_is_that_of_the_sample_or_else_of_the_run(agent_name, configured, protocol, tokenizer) -> None:
     from verl.experimental.agent_loop.agent_loop import _agent_loop_registry
 
-    from verl_ext.doctor.schema import compose_run
     from verl_ext.rollout.workers import LeanAgentLoopWorker
+    from verl_ext.settings import compose_run
 
     config = compose_run("tiny_dapo")
     rollout = {"response_length": 10, "prompt_length": 10, "multi_turn": {"max_parallel_calls": 1}}
