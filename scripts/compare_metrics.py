@@ -14,7 +14,7 @@ from pathlib import Path
 from verl_ext.records.run_folder import metric_files
 from verl_ext.records.run_record import metric_rows
 
-TIMES = ("timing", "perf/")  # beginnings of metrics that a clock or the machine's memory gives
+TIMES = ("timing", "perf/", "train/mfu")  # beginnings of metrics that a clock or the machine's memory gives
 
 
 def read_run(path: Path) -> dict[int, dict[str, float]]:

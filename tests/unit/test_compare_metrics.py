@@ -24,8 +24,12 @@ def compare(load_script, monkeypatch, capsys):
 
 
 def test_times_and_memory_may_differ_and_nothing_else(compare, tmp_path):
-    a = write(tmp_path / "a", (1, {"loss": 0.1, "nan": float("nan"), "timing_s/step": 1.0, "perf/mfu": 1.0}))
-    b = write(tmp_path / "b", (1, {"loss": 0.1, "nan": float("nan"), "timing_s/step": 2.0, "perf/mfu": 2.0}))
+    a = write(
+        tmp_path / "a", (1, {"loss": 0.1, "nan": float("nan"), "timing_s/step": 1.0, "perf/gb": 1.0, "train/mfu": 1.0})
+    )
+    b = write(
+        tmp_path / "b", (1, {"loss": 0.1, "nan": float("nan"), "timing_s/step": 2.0, "perf/gb": 2.0, "train/mfu": 2.0})
+    )
     assert compare(a, b) == (0, ["equal: 1 steps, 2 values"])
     assert compare(a, next(b.iterdir()))[0] == 0  # a file instead of the folder
     c = write(tmp_path / "c", (1, {"loss": math.nextafter(0.1, 1), "nan": 0.0}))
