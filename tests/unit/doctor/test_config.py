@@ -39,9 +39,10 @@ def test_what_the_launcher_sets_is_missed_though_verls_default_stands_there(make
 
 
 def test_a_run_that_begins_with_another_one_has_its_open_keys():
-    shared = ["shared/every_run", "shared/rl", "shared/retool"]
-    begins_with = ["ppo_trainer", *shared, "qwen2-32b_dapo"]
-    assert lineage("qwen2-32b_dapo_published") == [*begins_with, "shared/hermes", "qwen2-32b_dapo_published"]
+    shared = ["shared/retool", "shared/rl", "shared/every_run"]
+    assert lineage("qwen2-32b_dapo") == ["qwen2-32b_dapo", *shared]
+    published = ["qwen2-32b_dapo_published", "shared/hermes"]  # the last word first
+    assert lineage("qwen2-32b_dapo_published") == [*published, "qwen2-32b_dapo", *shared]
     assert required_keys("qwen2-32b_dapo_published") == required_keys("qwen2-32b_dapo") > {"data.train_files"}
 
 

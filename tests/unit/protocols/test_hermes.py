@@ -439,7 +439,7 @@ def test_an_unclosed_call_is_answered_to_the_model(roll_out, tokenizer, turn):
 
 
 def test_an_unknown_protocol_is_refused(roll_out, tokenizer):
-    with pytest.raises(ValueError, match=r"\(retool.protocol\) is 'xml'; expected one of code, hermes"):
+    with pytest.raises(ValueError, match="retool.protocol is 'xml'; expected one of code, hermes"):
         roll_out(tokenizer, [], protocol="xml")
 
 

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -571,7 +572,8 @@ def test_killing_all_its_processes_answers_sandbox_error_and_the_next_request_wo
         wait_for_program(narrow)
         processes = narrow.descendants()
         for process in processes:
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # it has ended with the one before
+                process.kill()
         answer = future.result(timeout=5)
     assert (answer["status"], answer["run_result"]) == ("SandboxError", None)
     assert "died" in answer["message"]
