@@ -4,7 +4,7 @@
 
 Needs the data and the SFT model of a quickstart. Every step generates 16 prompts, since dynamic sampling is off: the
 number of prompts would differ between the runs. Prints a table of medians over the rounds, with the lowest and the
-highest; docs/speed.md has one. About five minutes a round.
+highest. About five minutes a round.
 """
 
 import argparse
