@@ -66,7 +66,7 @@ class JudgeVerifier:
             timeout_s, max_attempts: of one response; see `OpenAiEndpoint`.
             backoff_s: has no effect any more: the client has its own pauses.
             max_concurrency: requests in flight from this process.
-            api_key_env: environment variable that holds a key; "" sends none.
+            api_key_env: environment variable that holds a key; "" sends the word EMPTY.
         """
         if not base_url.startswith(("http://", "https://")):
             raise ValueError(f"base_url is {base_url!r}: expected a URL such as http://127.0.0.1:8000/v1.")
