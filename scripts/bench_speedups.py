@@ -25,7 +25,7 @@ WITHOUT = {  # variant -> overrides
     "loops in an actor of their own (LeanAgentLoopManager)": (
         f"{MANAGER}=verl_ext.rollout.workers.LeanAgentLoopManager",
     ),
-    "verl's own agent-loop manager": (f"{MANAGER}=null",),
+    "verl's own agent-loop manager": (f"{MANAGER}=null", "retool.trajectory_log.enable=false"),
 }
 PLAIN_START = list(WITHOUT)[1]
 # The launcher starts `python -m verl_ext.cpu.warm_python -m verl.trainer.main_ppo ...`.
