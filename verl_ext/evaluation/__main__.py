@@ -166,7 +166,7 @@ async def _take_samples(
 ) -> None:
     from verl.utils import hf_tokenizer
 
-    from verl_ext.evaluation.sampling import Sampler, WorldIsDown, make_tasks, pending
+    from verl_ext.evaluation.sampling import InfrastructureDown, Sampler, make_tasks, pending
     from verl_ext.evaluation.servers import OpenAiServer, ServerFailure, ServerRefused, TooFewGpus, VllmServer
 
     model = config.actor_rollout_ref.model
@@ -213,7 +213,7 @@ async def _take_samples(
             store.close()
     except (ServerRefused, TooFewGpus) as error:
         raise ConfigError(str(error)) from error
-    except (ServerFailure, WorldIsDown) as error:
+    except (ServerFailure, InfrastructureDown) as error:
         raise SystemExit(f"evaluate: {error}\nWhat is done is kept; the same command goes on from here.") from None
     finally:
         if sampler:
