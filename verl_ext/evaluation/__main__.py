@@ -81,35 +81,30 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder")
     source.add_argument("--server", metavar="URL", help="OpenAI-compatible server, such as http://127.0.0.1:8000/v1")
-    source.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="of an SFT or RL run: its folder, global_step_N, or its actor"
-    )
+    of_run = "of an SFT or RL run: its folder, global_step_N, or its actor"
+    source.add_argument("--checkpoint", type=Path, metavar="DIR", help=of_run)
     source.add_argument("--samples", type=Path, metavar="PATH", help="samples that are there; nothing is generated")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides of the config")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="result; --checkpoint: RUN/evaluation/global_step_N")
-    parser.add_argument("--compare", type=Path, metavar="OTHER", help="result or samples that differences are from")
-    parser.add_argument(
-        "--config",
-        help=f"YAML of configs/, or a run's hydra/config.yaml (default: {DEFAULT_CONFIG}; --checkpoint: its own)",
-    )
-    parser.add_argument(
-        "--data", action="append", metavar="SET", help=f"{', '.join(NAMES)} or a file; may be repeated (default: both)"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N problems of each set")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling and of the bootstrap (default: 0)")
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides of the config")
+    add("--out", type=Path, metavar="DIR", help="result; --checkpoint: RUN/evaluation/global_step_N")
+    add("--compare", type=Path, metavar="OTHER", help="result or samples that differences are from")
+    configs = f"YAML of configs/, or a run's hydra/config.yaml (default: {DEFAULT_CONFIG}; --checkpoint: its own)"
+    add("--config", help=configs)
+    sets = f"{', '.join(NAMES)} or a file; may be repeated (default: both)"
+    add("--data", action="append", metavar="SET", help=sets)
+    add("--limit", type=int, metavar="N", help="only the first N problems of each set")
+    add("--seed", type=int, default=0, help="of sampling and of the bootstrap (default: 0)")
     for flag, (key, kind) in SHORTHANDS.items():
-        parser.add_argument(f"--{flag}", type=kind, metavar="X", help=f"short for {key}=X")
-    parser.add_argument("--sandbox-url", help="several with commas (default: $SANDBOX_URL; else one is started)")
-    parser.add_argument("--concurrency", type=int, default=256, metavar="N", help="samples in flight (default: 256)")
-    parser.add_argument("--draws", type=int, default=10_000, metavar="N", help="bootstrap resamples (default: 10000)")
-    server = parser.add_argument_group("with --server")
-    server.add_argument("--tokenizer", type=Path, metavar="DIR", help="default: the folder that the server names")
-    server.add_argument("--served-model", default="", metavar="NAME", help="default: the first that it serves")
-    server.add_argument("--api-key-env", default="", metavar="VARIABLE", help="environment variable that holds a key")
-    server.add_argument("--request-timeout", type=float, default=3600.0, metavar="S", help="default: 3600 s")
-    server.add_argument(
-        "--no-seeds", action="store_true", help="send none: vLLM on a CPU dies of seeds in long batches"
-    )
+        add(f"--{flag}", type=kind, metavar="X", help=f"short for {key}=X")
+    add("--sandbox-url", help="several with commas (default: $SANDBOX_URL; else one is started)")
+    add("--concurrency", type=int, default=256, metavar="N", help="samples in flight (default: 256)")
+    add("--draws", type=int, default=10_000, metavar="N", help="bootstrap resamples (default: 10000)")
+    add = parser.add_argument_group("with --server").add_argument
+    add("--tokenizer", type=Path, metavar="DIR", help="default: the folder that the server names")
+    add("--served-model", default="", metavar="NAME", help="default: the first that it serves")
+    add("--api-key-env", default="", metavar="VARIABLE", help="environment variable that holds a key")
+    add("--request-timeout", type=float, default=3600.0, metavar="S", help="default: 3600 s")
+    add("--no-seeds", action="store_true", help="send none: vLLM on a CPU dies of seeds in long batches")
     args = parser.parse_intermixed_args(argv)
     args.data = args.data or list(NAMES)
     if not (args.out or args.checkpoint or args.samples):
@@ -174,14 +169,9 @@ async def _take_samples(
     server = sampler = None
     try:
         if args.server:
-            key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
-            server = OpenAiServer(
-                args.server,
-                model=args.served_model,
-                api_key=key,
-                seeded=not args.no_seeds,
-                timeout_s=args.request_timeout,
-            )
+            key = os.environ.get(args.api_key_env, "")
+            timeout_s, seeded = args.request_timeout, not args.no_seeds
+            server = OpenAiServer(args.server, model=args.served_model, api_key=key, seeded=seeded, timeout_s=timeout_s)
             await server.find_model()
             folder = args.tokenizer or Path(server.root or "")
             if not (folder / "tokenizer_config.json").is_file():

@@ -8,23 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl_ext.evaluation.result import NoSamples
 from verl_ext.outcome import UNVERIFIED, evaluation_failure
 from verl_ext.records import jsonl
-from verl_ext.records.run_folder import (
-    SAMPLES,
-    find_run,
-    rollouts_of,
-    sample_files,
-    training_folder,
-    trajectories_in,
-)
+from verl_ext.records.run_folder import SAMPLES, find_run, rollouts_of, sample_files, training_folder, trajectories_in
 from verl_ext.records.samples import read_dump
 
 SURELY_WRONG = -0.6 + 1e-6  # a wrong answer's highest reward, with the whole bonus for tool calls (reward/shaping.py)
-
-
-class NoSamples(ValueError):
-    """There are no samples at a path; the message says what was looked for."""
 
 
 class PastSample(NamedTuple):

@@ -3,11 +3,9 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl_ext.evaluation.estimators import Estimate
 from verl_ext.evaluation.figures import (
     aligned,
     by_k,
@@ -66,11 +64,8 @@ def make_result(
     """
     settings = {"draws": draws, "seed": seed}
     file = find_samples(path)
-    samples = _judged_somewhere(file)
-    about = _about(file)
-    figures = evaluate(samples, **settings)
-    curves = by_k(samples, **settings)
-    tools = _tools(file)
+    samples, about, tools = _judged_somewhere(file), _about(file), _tools(file)
+    figures, curves = evaluate(samples, **settings), by_k(samples, **settings)
     failed = Counter(sample.failure for sample in samples if sample.failure)
     wanted = about.get("samples") or len(samples)
     judged = len(samples) - failed.total()
@@ -78,10 +73,7 @@ def make_result(
         "samples": {"file": str(file), "wanted": wanted, "judged": judged, "missing": wanted - len(samples)}
         | {kind: failed[kind] for kind in EVALUATION_FAILURES},
         "figures": to_json(figures),
-        "by_k": {
-            group: {name: {k: _plain(each) for k, each in of_k.items()} for name, of_k in curve.items()}
-            for group, curve in curves.items()
-        },
+        "by_k": to_json(curves),
         "tools": tools,
     }
     blocks = [f"# {about.get('title') or file}"]
@@ -92,8 +84,12 @@ def make_result(
             f"{'; ' + counts if counts else ''}). They are in no figure; the same command takes them."
         )
     accuracy, behaviour = evaluation_tables(figures)
-    shown = {group: curve for group, curve in curves.items() if is_shown(group, figures[group].data_sources)}
-    blocks += [markdown(accuracy), markdown(_curve_table(shown)), markdown(behaviour)]
+    by_size = [["acc by k, 95% interval", "k", "pass@k", "maj@k"]]
+    for group, curve in curves.items():
+        if is_shown(group, figures[group].data_sources):
+            both = zip(curve["pass@k"].items(), curve["maj@k"].values(), strict=True)
+            by_size += [[group, str(k), format_estimate(best), format_estimate(most)] for (k, best), most in both]
+    blocks += map(markdown, (accuracy, by_size, behaviour))
     if compared_with is not None:
         comparison, block = _comparison(file, samples, find_samples(compared_with), settings)
         result["comparison"] = comparison
@@ -151,35 +147,19 @@ def _comparison(
             "text: compare evaluations of the same data."
         )
     sides = evaluate(before, **settings), evaluate(samples, **settings)
-    then, now = (flatten(_about(each).get("settings") or {}) for each in (other, file))
-    differing = {key: [then.get(key), now.get(key)] for key in then | now if then.get(key) != now.get(key)}
-    notes = [f"- {key}: {old!r} -> {new!r}" for key, (old, new) in differing.items()]
     block = [f"## Compared with {other} (before)", *map(markdown, comparison_tables(*sides, difference))]
     if unmatched := unmatched_problems(difference):
         block.append(f"{unmatched} problems have judged samples on one side only: not in the difference.")
-    if notes:
-        block.append("Settings that differ:\n" + "\n".join(notes))
-    return {
-        "with": str(other),
-        "before": to_json(sides[0]),
-        "difference": to_json(difference),
-        "settings": differing,
-    }, "\n\n".join(block)
+    then, now = (flatten(_about(each).get("settings") or {}) for each in (other, file))
+    differing = {key: [then.get(key), now.get(key)] for key in then | now if then.get(key) != now.get(key)}
+    if differing:
+        notes = [f"- {key}: {old!r} -> {new!r}" for key, (old, new) in differing.items()]
+        block.append("\n".join(["Settings that differ:", *notes]))
+    result = {"with": str(other), "before": to_json(sides[0]), "difference": to_json(difference)}
+    return result | {"settings": differing}, "\n\n".join(block)
 
 
 def _settings_table(about: Mapping[str, Any]) -> str:
     rows = [["setting", "value"], *([key, f"`{value}`"] for key, value in flatten(about["settings"]).items())]
     rows += [[key, f"`{about[key]}`"] for key in ("model", "server", "config", "overrides", "sandbox") if key in about]
     return markdown(rows)
-
-
-def _curve_table(curves: Mapping[str, Mapping[str, Mapping[int, Estimate | None]]]) -> list[list[str]]:
-    return [["acc by k, 95% interval", "k", "pass@k", "maj@k"]] + [
-        [group, str(k), format_estimate(curve["pass@k"][k]), format_estimate(curve["maj@k"][k])]
-        for group, curve in curves.items()
-        for k in curve["pass@k"]
-    ]
-
-
-def _plain(estimate: Estimate | None) -> dict[str, float] | None:
-    return None if estimate is None else asdict(estimate)

@@ -91,12 +91,7 @@ class Supervisor:
         return round(peak / 1e9, 2)
 
     def run(
-        self,
-        command: list[str],
-        *,
-        log: Path | None,
-        env: dict[str, str] | None = None,
-        watch: Watch | None = None,
+        self, command: list[str], *, log: Path | None, env: dict[str, str] | None = None, watch: Watch | None = None
     ) -> None:
         """Run a command to its end, then end whatever it left running.
 

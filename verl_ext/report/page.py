@@ -22,7 +22,6 @@ import yaml
 from markupsafe import Markup
 
 from verl_ext.evaluation import figures as evaluation
-from verl_ext.evaluation.figures import Difference, Evaluation
 from verl_ext.records.run_record import Metrics, RunRecord, environment, read_run, step_times, warm_step
 from verl_ext.report.charts import Series, interval_strip, line_chart, stacked_chart
 from verl_ext.report.rollouts import pick_rollouts, pick_training_rollouts, split_rollout
@@ -98,14 +97,6 @@ SETTINGS = (
 )  # of the RL configuration, shown above the whole of it
 
 
-class Figures(NamedTuple):
-    """The evaluation: groups of problems by name; empty where a dump is missing."""
-
-    before: dict[str, Evaluation]
-    after: dict[str, Evaluation]
-    difference: dict[str, Difference]
-
-
 def write_report(folder: Path) -> str:
     """Writes report.html and summary.json into the run's folder and returns the result table for the console.
 
@@ -122,16 +113,14 @@ def write_report(folder: Path) -> str:
     return f"{console_table(run, figures, summary)}\nReport: {folder / 'report.html'}"
 
 
-def evaluate_run(run: RunRecord) -> Figures:
-    """Figures of both sides of a run's evaluation, and their paired difference where both are there."""
-    return Figures(
-        before=evaluation.evaluate(run.before) if run.before else {},
-        after=evaluation.evaluate(run.after) if run.after else {},
-        difference=evaluation.compare(run.before, run.after) if run.before and run.after else {},
-    )
+def evaluate_run(run: RunRecord) -> dict[str, Any]:
+    """Side ("before", "after", "difference") -> figures of each group of problems; empty where a dump is missing."""
+    samples = {"before": run.before, "after": run.after}
+    sides = {side: evaluation.evaluate(judged) if judged else {} for side, judged in samples.items()}
+    return sides | {"difference": evaluation.compare(run.before, run.after) if all(sides.values()) else {}}
 
 
-def summarize(run: RunRecord, figures: Figures) -> dict[str, Any]:
+def summarize(run: RunRecord, figures: dict[str, Any]) -> dict[str, Any]:
     """The content of summary.json: the same keys whatever is missing; None or empty where there is nothing to say."""
     rl_keys = [curve.key for curve in RL_CURVES] + ["timing_s/step"]
     rl_keys += sorted({key for values in run.rl.steps.values() for key in values if held_out_source(key)})
@@ -141,7 +130,7 @@ def summarize(run: RunRecord, figures: Figures) -> dict[str, Any]:
     }
     train_loss, val_loss = ((curve["value"] or [None])[-1] for curve in curves["sft"].values())
     walls = [stage["wall_s"] for stage in run.stages if stage["wall_s"] is not None]
-    sides = {side: evaluation.to_json(groups) for side, groups in figures._asdict().items()}
+    sides = evaluation.to_json(figures)
     judgement = judge(run, sides)
     found = {
         "evaluation before RL": run.before,
@@ -185,14 +174,14 @@ def summarize(run: RunRecord, figures: Figures) -> dict[str, Any]:
     }
 
 
-def console_table(run: RunRecord, figures: Figures, summary: dict[str, Any]) -> str:
+def console_table(run: RunRecord, figures: dict[str, Any], summary: dict[str, Any]) -> str:
     """The result for a terminal: both evaluations, the difference, step time, and what is missing."""
     lines = []
-    for side, groups in zip(run.sides, (figures.before, figures.after), strict=True):
-        if groups:
-            lines.append(f"{_capitalized(side)}\n{evaluation.format_evaluation(groups)}\n")
-    if figures.difference:
-        lines.append(f"{evaluation.format_comparison(*figures)}\n")
+    for name, side in zip(run.sides, ("before", "after"), strict=True):
+        if figures[side]:
+            lines.append(f"{_capitalized(name)}\n{evaluation.format_evaluation(figures[side])}\n")
+    if figures["difference"]:
+        lines.append(f"{evaluation.format_comparison(**figures)}\n")
     lines.append(summary["verdict"])
     for name in ("sft", "rl"):
         lines += [f"{name.upper()}: {text}" for text in start_texts(summary[name]["starts"])]
@@ -214,8 +203,8 @@ def start_texts(starts: Sequence[dict[str, int]]) -> list[str]:
     if len(starts) == 1 and not starts[0]["resumed_from"]:
         return []
     return [
-        f"{f'resumed from step {first}' if (first := start['resumed_from']) else 'started from scratch'}, "
-        f"steps {first + 1} to {start['last']}"
+        (f"resumed from step {first}" if (first := start["resumed_from"]) else "started from scratch")
+        + f", steps {first + 1} to {start['last']}"
         for start in starts
     ]
 
@@ -226,25 +215,22 @@ def render(run: RunRecord, summary: dict[str, Any]) -> str:
     rows = _table_rows(summary["evaluation"])
     config = yaml.safe_load(run.configs["RL"]) if "RL" in run.configs else None
     steps, parts = step_times(run.rl)
+    template = page_environment().get_template("report.html")
     times = {"x_label": "RL step", "y_label": "seconds", "title": "Step time"}
-    return (
-        page_environment()
-        .get_template("report.html")
-        .render(
-            summary=summary,
-            groups=[row for row in rows if evaluation.is_shown(row["name"], row["data_sources"])],
-            top=next((row for row in rows if row["name"] == summary["headline"]["group"]), None),
-            verdict=judge(run, summary["evaluation"]),
-            rl_charts=[(curve, _rl_chart(curve, run.rl, summary)) for curve in RL_CURVES] if run.rl.steps else [],
-            sft_chart=_sft_chart(run.sft),
-            time_chart=stacked_chart(steps, parts, **times) if steps else None,
-            columns={where: list(group) for where, group in groupby(rollouts, lambda rollout: rollout.where)},
-            longest_stage_s=max((stage["wall_s"] or 0 for stage in run.stages), default=0),
-            configs=run.configs,
-            settings=[(label, value) for label, key in SETTINGS if (value := _lookup(config, key)) is not None],
-            makes=MAKES[run.kind],
-            strip=lambda *sides: interval_strip(*(side and tuple(side.values()) for side in sides)),
-        )
+    return template.render(
+        summary=summary,
+        groups=[row for row in rows if evaluation.is_shown(row["name"], row["data_sources"])],
+        top=next((row for row in rows if row["name"] == summary["headline"]["group"]), None),
+        verdict=judge(run, summary["evaluation"]),
+        rl_charts=[(curve, _rl_chart(curve, run.rl, summary)) for curve in RL_CURVES] if run.rl.steps else [],
+        sft_chart=_sft_chart(run.sft),
+        time_chart=stacked_chart(steps, parts, **times) if steps else None,
+        columns={where: list(group) for where, group in groupby(rollouts, lambda rollout: rollout.where)},
+        longest_stage_s=max((stage["wall_s"] or 0 for stage in run.stages), default=0),
+        configs=run.configs,
+        settings=[(label, value) for label, key in SETTINGS if (value := _lookup(config, key)) is not None],
+        makes=MAKES[run.kind],
+        strip=lambda *sides: interval_strip(*(side and tuple(side.values()) for side in sides)),
     )
 
 
@@ -328,15 +314,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m verl_ext.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--run",
-        type=Path,
-        required=True,
-        nargs="+",
-        action="extend",
-        metavar="RUN",
-        help="folder of an RL run, an SFT run, an evaluation, or the quickstart's above them; several are compared",
-    )
+    what = "folder of an RL run, an SFT run, an evaluation, or the quickstart's above them; several are compared"
+    parser.add_argument("--run", type=Path, required=True, nargs="+", action="extend", metavar="RUN", help=what)
     parser.add_argument("--out", type=Path, help="folder of the comparison of several runs (default: the first run's)")
     args = parser.parse_args(argv)
     if args.out and len(args.run) == 1:
