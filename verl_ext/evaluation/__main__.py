@@ -11,18 +11,17 @@
 
 The settings are those of a run's YAML: protocol and limits of `retool`, lengths of `data`, sampling of `val_kwargs`,
 vLLM's of `rollout`. Into --out go samples.jsonl (every sample as it ends), settings.json, result.json and result.md.
-The same command goes on where it was broken off. What sandbox, server or verifier failed is in no figure, and the same
-command tries it again. The exit status is 0 if all samples are judged.
+The same command goes on where it was broken off. A sample with an infrastructure failure (sandbox, server, verifier) is
+in no figure, and the same command takes it again. The exit status is 0 if all samples are judged.
 """
 
 import argparse
 import asyncio
-import functools
 import json
 import os
 import signal
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -164,56 +163,54 @@ async def _take_samples(
     from verl_ext.evaluation.sampling import InfrastructureDown, Sampler, make_tasks, pending
     from verl_ext.evaluation.servers import OpenAiServer, ServerFailure, ServerRefused, TooFewGpus, VllmServer
 
-    model = config.actor_rollout_ref.model
-    tokenizer_of = functools.partial(hf_tokenizer, trust_remote_code=model.trust_remote_code)
-    server = sampler = None
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     try:
-        if args.server:
-            key = os.environ.get(args.api_key_env, "")
-            timeout_s, seeded = args.request_timeout, not args.no_seeds
-            server = OpenAiServer(args.server, model=args.served_model, api_key=key, seeded=seeded, timeout_s=timeout_s)
-            await server.find_model()
-            folder = args.tokenizer or Path(server.root or "")
-            if not (folder / "tokenizer_config.json").is_file():
-                raise ConfigError(f"The server names {server.root!r}, which is no folder here. Give --tokenizer DIR.")
-            tokenizer = tokenizer_of(str(folder))
-            await server.connect(tokenizer)
-            identity = {"served": server.model, "root": server.root or args.server}
-        else:
-            folder, tokenizer = args.model, tokenizer_of(str(args.model))
-            server = VllmServer(folder, config.actor_rollout_ref.rollout, trust_remote_code=model.trust_remote_code)
-            identity = {"sha256": model_fingerprint(folder)}
-        if model.get("custom_chat_template"):
-            tokenizer.chat_template = model.custom_chat_template
-        sampler = Sampler(config, tokenizer, server, _model_type(folder))
-        await sampler.check_prompts(rows)
-        settings = sample_settings(
-            config, rows, seed=args.seed, model=identity, interface=server.interface, seeded=server.seeded
-        )
-        tasks = make_tasks(rows, settings["n"], args.seed)
-        named = {"model": str(args.model)} if args.model else {"model": server.model, "server": args.server}
-        about = {"title": f"Evaluation of {named['model']}", **named, "samples": len(tasks), **about}
-        store = Store(args.out, settings, about)
-        try:
+        async with AsyncExitStack() as stack:
+            if args.server:
+                key = os.environ.get(args.api_key_env, "")
+                options = {"model": args.served_model, "api_key": key, "timeout_s": args.request_timeout}
+                server = OpenAiServer(args.server, seeded=not args.no_seeds, **options)
+            else:
+                server = VllmServer(args.model, rollout, trust_remote_code=model.trust_remote_code)
+            stack.push_async_callback(server.aclose)
+            folder = args.model
+            if args.server:
+                await server.find_model()
+                folder = args.tokenizer or Path(server.root or "")
+                if not (folder / "tokenizer_config.json").is_file():
+                    raise ConfigError(
+                        f"The server names {server.root!r}, which is no folder here. Give --tokenizer DIR."
+                    )
+            tokenizer = hf_tokenizer(str(folder), trust_remote_code=model.trust_remote_code)
+            if args.server:
+                await server.connect(tokenizer)
+                identity = {"served": server.model, "root": server.root or args.server}
+                named = {"model": server.model, "server": args.server}
+            else:
+                identity, named = {"sha256": model_fingerprint(folder)}, {"model": str(folder)}
+            if model.get("custom_chat_template"):
+                tokenizer.chat_template = model.custom_chat_template
+            sampler = Sampler(config, tokenizer, server, _model_type(folder))
+            stack.push_async_callback(sampler.aclose)
+            await sampler.check_prompts(rows)
+            of_server = {"model": identity, "interface": server.interface, "seeded": server.seeded}
+            settings = sample_settings(config, rows, seed=args.seed, **of_server)
+            tasks = make_tasks(rows, settings["n"], args.seed)
+            about = {"title": f"Evaluation of {named['model']}", **named, "samples": len(tasks), **about}
+            store = Store(args.out, settings, about)
+            stack.callback(store.close)
             if pending(tasks, store.rows()):
                 if args.model:
                     server.start()
                 await sampler.run(tasks, store, concurrency=args.concurrency)
-        finally:
-            store.close()
     except (ServerRefused, TooFewGpus) as error:
         raise ConfigError(str(error)) from error
     except (ServerFailure, InfrastructureDown) as error:
         raise SystemExit(f"evaluate: {error}\nWhat is done is kept; the same command goes on from here.") from None
-    finally:
-        if sampler:
-            await sampler.aclose()
-        if server:
-            await server.aclose()
 
 
 def set_environment() -> None:
-    """What verl and vLLM read when they are imported, as the launchers set it."""
+    """Set what verl and vLLM read when they are imported, as the launchers do."""
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_ext")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from verl_ext.cpu import is_cpu_only

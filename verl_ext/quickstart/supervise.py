@@ -74,7 +74,7 @@ class Supervisor:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # Who presses Ctrl-C again must not be left with half of it; this takes 2 x GRACE_S at the most.
+        # A second Ctrl-C must not interrupt the cleaning; it takes 2 x GRACE_S at the most.
         self._old_handlers[signal.SIGINT] = signal.getsignal(signal.SIGINT)
         for number in self._old_handlers:
             signal.signal(number, signal.SIG_IGN)

@@ -1,8 +1,8 @@
 """What the report says at its top: what a run improved, and what it did not, as far as the intervals allow to say.
 
 A figure has improved, or got worse, where the 95% interval of the paired difference lies on one side of 0. Where
-nothing was evaluated, the first and the last values of the run's own metrics speak, and the text says that they have no
-interval. Takes plain dictionaries, as they are in `summary.json`.
+nothing was evaluated, the verdict compares the first and the last values of the run's own metrics, and says that these
+have no interval. Takes plain dictionaries, as they are in `summary.json`.
 """
 
 import re
