@@ -161,11 +161,11 @@ class Supervisor:
         known: set[Path] = set()
         while not self._stop.wait(MEMORY_POLL_S):
             descendants = self._descendants()
-            resident = sum(_told(lambda: process.memory_info().rss, 0) for process in descendants)  # noqa: B023
+            resident = sum(seen.rss for process in descendants if (seen := _told(process.memory_info, None)))
             if resident > self._peak_resident:  # PSS costs the kernel a walk over all pages, each time
                 self._peak_resident = resident
-                shared_out = (_told(lambda: process.memory_full_info().pss, 0) for process in descendants)  # noqa: B023
-                self._peak_bytes = max(self._peak_bytes, sum(shared_out))
+                whole = (_told(process.memory_full_info, None) for process in descendants)
+                self._peak_bytes = max(self._peak_bytes, sum(seen.pss for seen in whole if seen))
             candidates = {*SHARED_MEMORY.glob("*"), *SOCKETS.parent.glob(SOCKETS.name)}
             if candidates - known:
                 known |= candidates

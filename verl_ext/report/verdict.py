@@ -183,9 +183,9 @@ def _rl_verdict(rl: Metrics) -> Verdict:
     found += [(text, change > 0) for change, text in _ends(rl, "train/acc", "training accuracy", ".1%")]
     found += [(text, False) for change, text in _ends(rl, "tool/error_rate", "calls that failed", ".1%") if change > 0]
     sentence = f"{max(rl.steps)} RL steps, with no validation samples to give an interval."
-    return (
-        _verdict_on_metrics(sentence, found, "Higher", "No accuracy is higher.") if found else Verdict(sentence, [], [])
-    )
+    if not found:
+        return Verdict(sentence, [], [])
+    return _verdict_on_metrics(sentence, found, "Higher", "No accuracy is higher.")
 
 
 def _sft_verdict(sft: Metrics) -> Verdict:
