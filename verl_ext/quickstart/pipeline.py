@@ -56,11 +56,11 @@ class Quickstart:
     source: Source | None = None  # the quickstart whose data and SFT this one has
 
     def launch(
-        self, recipe: str, overrides: list[str], out: Path, log: Path, show: ShowProgress | None = None, **env: str
+        self, launcher: str, overrides: list[str], out: Path, log: Path, show: ShowProgress | None = None, **env: str
     ) -> None:
-        """Run `recipe/retool/run_tiny_<recipe>.sh` to its end; `show` prints how it progresses."""
+        """Run a launcher of recipe/retool to its end; `show` prints how it progresses."""
         env |= {"PYTHON": sys.executable, "DATA_DIR": str(self.out / "data"), "OUTPUT_DIR": str(out)}
-        command = ["bash", str(REPO / f"recipe/retool/run_tiny_{recipe}.sh"), *overrides]
+        command = ["bash", str(REPO / "recipe" / "retool" / launcher), *overrides]
         watches = [show_notes(log), show(out)] if show else []
         self.supervisor.run(command, log=log, env=env, watch=lambda: [watch() for watch in watches])
 
@@ -91,13 +91,14 @@ def make_data(run: Quickstart) -> None:
 
 def train_sft(run: Quickstart) -> None:
     out = run.out / "sft"
-    run.launch("sft", run.sft, out, out / "log.txt", show_sft_progress, MODEL_PATH=str(run.out / "model"))
+    run.launch("run_tiny_sft.sh", run.sft, out, out / "log.txt", show_sft_progress, MODEL_PATH=str(run.out / "model"))
 
 
 def train_rl(run: Quickstart) -> None:
     model, out = str(run.out / "sft" / "merged"), run.out / "rl"
     with running_server(options=SANDBOX_OPTIONS) as url:
-        run.launch("dapo", run.rl, out, out / "log.txt", show_rl_progress, MODEL_PATH=model, SANDBOX_URL=url)
+        environment = {"MODEL_PATH": model, "SANDBOX_URL": url}
+        run.launch("run_tiny_dapo.sh", run.rl, out, out / "log.txt", show_rl_progress, **environment)
 
 
 def merge(run: Quickstart, name: str) -> None:
@@ -130,7 +131,7 @@ def evaluate(run: Quickstart, when: str) -> None:
     with running_server(options=SANDBOX_OPTIONS) as url:
         # No doctor: the settings are those of the RL run, and every input is of the stages before.
         environment = {"MODEL_PATH": str(model), "SANDBOX_URL": url, "DOCTOR": "0"}
-        run.launch("dapo", overrides, folder / f"{when}_run", folder / f"{when}.log", **environment)
+        run.launch("run_tiny_dapo.sh", overrides, folder / f"{when}_run", folder / f"{when}.log", **environment)
     if not list(target.glob("*.jsonl")):
         raise CommandFailed(f"The evaluation wrote no samples into {target}; see {run.out / 'eval' / when}.log.")
 
