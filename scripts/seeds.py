@@ -14,6 +14,10 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
+HEADER = (
+    "| run | in distribution: SFT | after RL | larger numbers: after RL | longer chains: after RL |\n"
+    "|---|---|---|---|---|"
+)
 
 
 def run(out: Path, *arguments: str) -> dict:
@@ -24,18 +28,17 @@ def run(out: Path, *arguments: str) -> dict:
 
 
 def accuracy(summary: dict, when: str, source: str) -> str:
-    """Mean accuracy with its 95% interval, as the report has it."""
+    """Mean accuracy with its 95% interval, as the report has it: `.32 [.28, .37]`."""
     figure = summary["evaluation"][when][source]["metrics"]["acc/mean@k"]
-    return f"{figure['value']:.2f} ({figure['low']:.2f}-{figure['high']:.2f})"
+    value, low, high = (f"{figure[key]:.2f}".removeprefix("0") for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
 
 
 def row(name: str, summary: dict) -> str:
-    cells = [name]
-    for source in ("tiny_tools", "tiny_tools_ood_large", "tiny_tools_ood_chain"):
-        cells += [accuracy(summary, "before", source), accuracy(summary, "after", source)]
-    minutes = summary["total_wall_s"] / 60
-    step_s = summary["rl"]["warm_step"]["median_s"]
-    return "| " + " | ".join([*cells, f"{step_s:.1f} s", f"{minutes:.1f} min", f"{summary['peak_gb']:.1f} GB"]) + " |"
+    """A line of the table under HEADER."""
+    columns = [("before", "tiny_tools"), ("after", "tiny_tools")]
+    columns += [("after", "tiny_tools_ood_large"), ("after", "tiny_tools_ood_chain")]
+    return " | ".join([f"| {name}", *(accuracy(summary, *column) for column in columns)]) + " |"
 
 
 def main() -> None:
@@ -53,8 +56,7 @@ def main() -> None:
         *("--rl", f"+reward.reward_kwargs.random_reward_p={rate:.3f}"),
     )
 
-    print("\n| run | in distribution: SFT | RL | larger numbers: SFT | RL | longer | RL | step | pipeline | memory |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(f"\n{HEADER}")
     for name, summary in summaries.items():
         print(row(name, summary))
 

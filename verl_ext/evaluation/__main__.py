@@ -11,18 +11,17 @@
 
 The settings are those of a run's YAML: protocol and limits of `retool`, lengths of `data`, sampling of `val_kwargs`,
 vLLM's of `rollout`. Into --out go samples.jsonl (every sample as it ends), settings.json, result.json and result.md.
-The same command goes on where it was broken off. What sandbox, server or verifier failed is in no figure, and the same
-command tries it again. The exit status is 0 if all samples are judged.
+The same command goes on where it was broken off. A sample with an infrastructure failure (sandbox, server, verifier) is
+in no figure, and the same command takes it again. The exit status is 0 if all samples are judged.
 """
 
 import argparse
 import asyncio
-import functools
 import json
 import os
 import signal
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,35 +80,30 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder")
     source.add_argument("--server", metavar="URL", help="OpenAI-compatible server, such as http://127.0.0.1:8000/v1")
-    source.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="of an SFT or RL run: its folder, global_step_N, or its actor"
-    )
+    of_run = "of an SFT or RL run: its folder, global_step_N, or its actor"
+    source.add_argument("--checkpoint", type=Path, metavar="DIR", help=of_run)
     source.add_argument("--samples", type=Path, metavar="PATH", help="samples that are there; nothing is generated")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides of the config")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="result; --checkpoint: RUN/evaluation/global_step_N")
-    parser.add_argument("--compare", type=Path, metavar="OTHER", help="result or samples that differences are from")
-    parser.add_argument(
-        "--config",
-        help=f"YAML of configs/, or a run's hydra/config.yaml (default: {DEFAULT_CONFIG}; --checkpoint: its own)",
-    )
-    parser.add_argument(
-        "--data", action="append", metavar="SET", help=f"{', '.join(NAMES)} or a file; may be repeated (default: both)"
-    )
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N problems of each set")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling and of the bootstrap (default: 0)")
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides of the config")
+    add("--out", type=Path, metavar="DIR", help="result; --checkpoint: RUN/evaluation/global_step_N")
+    add("--compare", type=Path, metavar="OTHER", help="result or samples that differences are from")
+    configs = f"YAML of configs/, or a run's hydra/config.yaml (default: {DEFAULT_CONFIG}; --checkpoint: its own)"
+    add("--config", help=configs)
+    sets = f"{', '.join(NAMES)} or a file; may be repeated (default: both)"
+    add("--data", action="append", metavar="SET", help=sets)
+    add("--limit", type=int, metavar="N", help="only the first N problems of each set")
+    add("--seed", type=int, default=0, help="of sampling and of the bootstrap (default: 0)")
     for flag, (key, kind) in SHORTHANDS.items():
-        parser.add_argument(f"--{flag}", type=kind, metavar="X", help=f"short for {key}=X")
-    parser.add_argument("--sandbox-url", help="several with commas (default: $SANDBOX_URL; else one is started)")
-    parser.add_argument("--concurrency", type=int, default=256, metavar="N", help="samples in flight (default: 256)")
-    parser.add_argument("--draws", type=int, default=10_000, metavar="N", help="bootstrap resamples (default: 10000)")
-    server = parser.add_argument_group("with --server")
-    server.add_argument("--tokenizer", type=Path, metavar="DIR", help="default: the folder that the server names")
-    server.add_argument("--served-model", default="", metavar="NAME", help="default: the first that it serves")
-    server.add_argument("--api-key-env", default="", metavar="VARIABLE", help="environment variable that holds a key")
-    server.add_argument("--request-timeout", type=float, default=3600.0, metavar="S", help="default: 3600 s")
-    server.add_argument(
-        "--no-seeds", action="store_true", help="send none: vLLM on a CPU dies of seeds in long batches"
-    )
+        add(f"--{flag}", type=kind, metavar="X", help=f"short for {key}=X")
+    add("--sandbox-url", help="several with commas (default: $SANDBOX_URL; else one is started)")
+    add("--concurrency", type=int, default=256, metavar="N", help="samples in flight (default: 256)")
+    add("--draws", type=int, default=10_000, metavar="N", help="bootstrap resamples (default: 10000)")
+    add = parser.add_argument_group("with --server").add_argument
+    add("--tokenizer", type=Path, metavar="DIR", help="default: the folder that the server names")
+    add("--served-model", default="", metavar="NAME", help="default: the first that it serves")
+    add("--api-key-env", default="", metavar="VARIABLE", help="environment variable that holds a key")
+    add("--request-timeout", type=float, default=3600.0, metavar="S", help="default: 3600 s")
+    add("--no-seeds", action="store_true", help="send none: vLLM on a CPU dies of seeds in long batches")
     args = parser.parse_intermixed_args(argv)
     args.data = args.data or list(NAMES)
     if not (args.out or args.checkpoint or args.samples):
@@ -166,64 +160,57 @@ async def _take_samples(
 ) -> None:
     from verl.utils import hf_tokenizer
 
-    from verl_ext.evaluation.sampling import Sampler, WorldIsDown, make_tasks, pending
+    from verl_ext.evaluation.sampling import InfrastructureDown, Sampler, make_tasks, pending
     from verl_ext.evaluation.servers import OpenAiServer, ServerFailure, ServerRefused, TooFewGpus, VllmServer
 
-    model = config.actor_rollout_ref.model
-    tokenizer_of = functools.partial(hf_tokenizer, trust_remote_code=model.trust_remote_code)
-    server = sampler = None
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     try:
-        if args.server:
-            key = os.environ.get(args.api_key_env, "") if args.api_key_env else ""
-            server = OpenAiServer(
-                args.server,
-                model=args.served_model,
-                api_key=key,
-                seeded=not args.no_seeds,
-                timeout_s=args.request_timeout,
-            )
-            await server.find_model()
-            folder = args.tokenizer or Path(server.root or "")
-            if not (folder / "tokenizer_config.json").is_file():
-                raise ConfigError(f"The server names {server.root!r}, which is no folder here. Give --tokenizer DIR.")
-            tokenizer = tokenizer_of(str(folder))
-            await server.connect(tokenizer)
-            identity = {"served": server.model, "root": server.root or args.server}
-        else:
-            folder, tokenizer = args.model, tokenizer_of(str(args.model))
-            server = VllmServer(folder, config.actor_rollout_ref.rollout, trust_remote_code=model.trust_remote_code)
-            identity = {"sha256": model_fingerprint(folder)}
-        if model.get("custom_chat_template"):
-            tokenizer.chat_template = model.custom_chat_template
-        sampler = Sampler(config, tokenizer, server, _model_type(folder))
-        await sampler.check_prompts(rows)
-        settings = sample_settings(
-            config, rows, seed=args.seed, model=identity, interface=server.interface, seeded=server.seeded
-        )
-        tasks = make_tasks(rows, settings["n"], args.seed)
-        named = {"model": str(args.model)} if args.model else {"model": server.model, "server": args.server}
-        about = {"title": f"Evaluation of {named['model']}", **named, "samples": len(tasks), **about}
-        store = Store(args.out, settings, about)
-        try:
+        async with AsyncExitStack() as stack:
+            if args.server:
+                key = os.environ.get(args.api_key_env, "")
+                options = {"model": args.served_model, "api_key": key, "timeout_s": args.request_timeout}
+                server = OpenAiServer(args.server, seeded=not args.no_seeds, **options)
+            else:
+                server = VllmServer(args.model, rollout, trust_remote_code=model.trust_remote_code)
+            stack.push_async_callback(server.aclose)
+            folder = args.model
+            if args.server:
+                await server.find_model()
+                folder = args.tokenizer or Path(server.root or "")
+                if not (folder / "tokenizer_config.json").is_file():
+                    raise ConfigError(
+                        f"The server names {server.root!r}, which is no folder here. Give --tokenizer DIR."
+                    )
+            tokenizer = hf_tokenizer(str(folder), trust_remote_code=model.trust_remote_code)
+            if args.server:
+                await server.connect(tokenizer)
+                identity = {"served": server.model, "root": server.root or args.server}
+                named = {"model": server.model, "server": args.server}
+            else:
+                identity, named = {"sha256": model_fingerprint(folder)}, {"model": str(folder)}
+            if model.get("custom_chat_template"):
+                tokenizer.chat_template = model.custom_chat_template
+            sampler = Sampler(config, tokenizer, server, _model_type(folder))
+            stack.push_async_callback(sampler.aclose)
+            await sampler.check_prompts(rows)
+            of_server = {"model": identity, "interface": server.interface, "seeded": server.seeded}
+            settings = sample_settings(config, rows, seed=args.seed, **of_server)
+            tasks = make_tasks(rows, settings["n"], args.seed)
+            about = {"title": f"Evaluation of {named['model']}", **named, "samples": len(tasks), **about}
+            store = Store(args.out, settings, about)
+            stack.callback(store.close)
             if pending(tasks, store.rows()):
                 if args.model:
                     server.start()
                 await sampler.run(tasks, store, concurrency=args.concurrency)
-        finally:
-            store.close()
     except (ServerRefused, TooFewGpus) as error:
         raise ConfigError(str(error)) from error
-    except (ServerFailure, WorldIsDown) as error:
+    except (ServerFailure, InfrastructureDown) as error:
         raise SystemExit(f"evaluate: {error}\nWhat is done is kept; the same command goes on from here.") from None
-    finally:
-        if sampler:
-            await sampler.aclose()
-        if server:
-            await server.aclose()
 
 
 def set_environment() -> None:
-    """What verl and vLLM read when they are imported, as the launchers set it."""
+    """Set what verl and vLLM read when they are imported, as the launchers do."""
     os.environ.setdefault("VERL_USE_EXTERNAL_MODULES", "verl_ext")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     from verl_ext.cpu import is_cpu_only

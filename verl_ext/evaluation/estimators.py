@@ -88,8 +88,7 @@ def bootstrap_ratios(num: np.ndarray, den: np.ndarray, *, draws: int, seed: int)
     Returns:
         float64[draws, metrics], nan where the denominator is 0.
     """
-    rng = np.random.default_rng(seed)
-    num_problems, num_metrics = num.shape
+    rng, (num_problems, num_metrics) = np.random.default_rng(seed), num.shape
     terms = np.concatenate([num, den], axis=1)
     sums = np.empty((draws, 2 * num_metrics))
     rows = max(1, MAX_CELLS // max(1, num_problems))
@@ -129,10 +128,9 @@ def exact_share(shares: np.ndarray, weights: np.ndarray) -> Estimate:
     """Weighted mean of problems' shares with the Clopper-Pearson interval; the problem is the unit.
 
     Samples of one problem are not independent, so n is the number of problems and x the sum of their shares: 0 of 64
-    problems is [0, 1 - 0.025^(1/64)] = [0, 0.0560], however many samples each has. A share other than 0 and 1 counts as
+    problems is [0, 1 - 0.025^(1/64)] = [0, 0.0560], however many samples each has. A share between 0 and 1 counts as
     that part of a problem, which is conservative: no variable in [0, 1] varies more than a yes or no of the same mean.
-    Unequal weights (a rate of calls, where problems differ in calls) leave fewer problems' worth of information: n is
-    Kish's (sum w)^2 / (sum w^2).
+    With unequal weights (a rate of calls, where problems differ in calls) n is Kish's (sum w)^2 / (sum w^2).
 
     Source: Clopper & Pearson (Biometrika 26, 1934), by the beta distribution; n and x that are no integers as in Korn &
     Graubard (Survey Methodology 24, 1998), whose n also is an effective number.

@@ -4,8 +4,9 @@ Takes the samples that records/samples.py reads. It scores nothing: `acc` is wha
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,18 +25,34 @@ from verl_ext.evaluation.estimators import (
 from verl_ext.outcome import EVALUATION_FAILURES
 from verl_ext.records.samples import Sample
 
-# Each figure is a ratio of sums over problems, so that one resampling of problems serves them all.
-METRICS = (
-    "acc/mean@k",  # mean over problems of the share of right samples
-    "acc/best@k",  # mean over problems of the chance that one of k samples is right (pass@k)
-    "acc/maj@k",  # mean over problems of the acc of the most frequent `pred` of k samples
-    "tool/code_ratio",  # share of samples that ran code
-    "tool/error_rate",  # failed calls / calls
-    "tool/timeout_rate",  # calls over the time limit / calls
-    "turns",  # stretches written by the model
-    "model_tokens",  # tokens of the model, tool output not counted
-    "truncation_rate",  # share of samples cut by the response budget
-)
+
+def _majority(samples: Sequence[Sample], k: int) -> float:
+    """The acc of the most frequent `pred` of k samples: the mean over disjoint blocks of k in dump order.
+
+    The rest behind the last whole block is left out. Unbiased, since samples are exchangeable.
+    """
+    blocks = [samples[start : start + k] for start in range(0, len(samples) - k + 1, k)]
+    accs = [majority_acc([row.pred for row in block], [row.acc for row in block]) for block in blocks]
+    return sum(accs) / len(accs)
+
+
+def _sum(samples: Sequence[Sample], count: str) -> float:
+    return sum(getattr(sample, count) for sample in samples)
+
+
+# Name -> (numerator, denominator) of the judged samples of one problem; k is at most their number. Each figure is a
+# ratio of sums over problems, so that one resampling of problems serves them all.
+METRICS: dict[str, Callable[[Sequence[Sample], int], tuple[float, float]]] = {
+    "acc/mean@k": lambda rows, k: (_sum(rows, "acc") / len(rows), 1),  # the share of right samples
+    "acc/best@k": lambda rows, k: (pass_at_k(len(rows), sum(row.acc == 1 for row in rows), k), 1),  # one of k is right
+    "acc/maj@k": lambda rows, k: (_majority(rows, k), 1),
+    "tool/code_ratio": lambda rows, k: (sum(row.tool_calls > 0 for row in rows), len(rows)),  # samples that ran code
+    "tool/error_rate": lambda rows, k: (_sum(rows, "tool_errors"), _sum(rows, "tool_calls")),
+    "tool/timeout_rate": lambda rows, k: (_sum(rows, "tool_timeouts"), _sum(rows, "tool_calls")),
+    "turns": lambda rows, k: (_sum(rows, "model_turns"), len(rows)),  # stretches written by the model
+    "model_tokens": lambda rows, k: (_sum(rows, "response_tokens"), len(rows)),  # tool output not counted
+    "truncation_rate": lambda rows, k: (_sum(rows, "truncated"), len(rows)),  # samples cut by the response budget
+}
 UNBOUNDED = ("turns", "model_tokens")  # the others are shares, from 0 to 1
 POOLED = ("in_distribution", "out_of_distribution", "overall")
 
@@ -76,8 +93,8 @@ def evaluate(
 ) -> dict[str, Evaluation]:
     """Figures of every data source, and of several pooled: `in_distribution`, `out_of_distribution`, `overall`.
 
-    A problem is its data source and own text, or input text where that is not known. Samples with
-    an infrastructure failure (`Sample.failure`) are counted and left out.
+    A problem is its data source and own text, or input text where that is not known. Samples with an infrastructure
+    failure (`Sample.failure`) are counted and left out.
 
     Args:
         k: samples for best@k and maj@k; by default all n of a problem. mean@k always averages all n.
@@ -93,8 +110,8 @@ def evaluate(
     for name, sources in _pools(source for source, _ in problems).items():
         members = {key: rows for key, rows in problems.items() if key[0] in sources}
         rows = [row for group in members.values() for row in group]
-        judged = {key: kept for key, group in members.items() if (kept := [row for row in group if not row.failure])}
-        num, den = _stack([_problem_terms(group, k) for group in judged.values()])
+        judged = _judged(members)
+        terms = _terms(judged.values(), k)
         figures[name] = Evaluation(
             data_sources=sources,
             num_problems=len(members),
@@ -105,18 +122,13 @@ def evaluate(
             n=n,
             k=k,
             finish_reasons=dict(sorted(Counter(row.finish_reason for row in rows).items())),
-            metrics=_estimates(num, den, bootstrap_ratios(num, den, draws=draws, seed=seed)),
+            metrics=_with_intervals(bootstrap_ratios(*terms, draws=draws, seed=seed), terms),
         )
     return figures
 
 
 def compare(
-    before: Sequence[Sample],
-    after: Sequence[Sample],
-    *,
-    k: int | None = None,
-    draws: int = 10_000,
-    seed: int = 0,
+    before: Sequence[Sample], after: Sequence[Sample], *, k: int | None = None, draws: int = 10_000, seed: int = 0
 ) -> dict[str, Difference]:
     """Figures of `after` minus those of `before`, paired by problem: one resampling of problems serves both sides.
 
@@ -127,24 +139,21 @@ def compare(
     by = _identity([*before, *after])
     sides = [_by_problem(before, by), _by_problem(after, by)]
     _, k = _counts(sides, k)
-    judged = [
-        {key: kept for key, rows in side.items() if (kept := [row for row in rows if not row.failure])}
-        for side in sides
-    ]
+    judged = [_judged(side) for side in sides]
     common = [key for key in judged[0] if key in judged[1]]
     figures = {}
     for name, sources in _pools(source for side in sides for source, _ in side).items():
         keys = [key for key in common if key[0] in sources]
         if not keys:
             continue
-        terms = [_stack([_problem_terms(side[key], k) for key in keys]) for side in judged]
+        terms = [_terms([side[key] for key in keys], k) for side in judged]
         resampled = [bootstrap_ratios(*pair, draws=draws, seed=seed) for pair in terms]
         figures[name] = Difference(
             data_sources=sources,
             num_problems=len(keys),
             num_unmatched=len({key for side in sides for key in side if key[0] in sources}) - len(keys),
             k=k,
-            metrics=_differences(*terms, resampled[1] - resampled[0]),
+            metrics=_with_intervals(resampled[1] - resampled[0], *terms),
             test=paired_test(terms[1][0][:, 0] - terms[0][0][:, 0], draws=draws, seed=seed),  # the first: acc/mean@k
         )
     return figures
@@ -166,9 +175,11 @@ def by_k(samples: Sequence[Sample], *, draws: int = 10_000, seed: int = 0) -> di
     return curves
 
 
-def to_json(figures: dict[str, Evaluation] | dict[str, Difference]) -> dict[str, dict]:
-    """Plain dictionaries; an undefined figure is None."""
-    return {name: asdict(figure) for name, figure in figures.items()}
+def to_json(figures: Any) -> Any:
+    """Plain dictionaries of what `evaluate`, `compare` and `by_k` give; an undefined figure is None."""
+    if isinstance(figures, dict):
+        return {name: to_json(figure) for name, figure in figures.items()}
+    return None if figures is None else asdict(figures)
 
 
 def is_shown(group: str, data_sources: Sequence[str]) -> bool:
@@ -199,7 +210,7 @@ def evaluation_tables(figures: dict[str, Evaluation]) -> list[list[list[str]]]:
             continue
         counts = [each.num_problems, each.num_samples, sum(each.excluded.values())]
         accuracy.append([name, *map(str, counts), *(format_estimate(each.metrics[key]) for key, _ in names)])
-        values = [None if each.metrics[key] is None else each.metrics[key].value for key in METRICS[3:]]
+        values = [None if each.metrics[key] is None else each.metrics[key].value for key in list(METRICS)[3:]]
         forms = ["{:.1%}", "{:.1%}", "{:.1%}", "{:.2f}", "{:.1f}", "{:.1%}"]
         behaviour.append([name, *("-" if v is None else form.format(v) for form, v in zip(forms, values, strict=True))])
     return [accuracy, behaviour]
@@ -268,6 +279,12 @@ def _by_problem(samples: Iterable[Sample], by: str) -> dict[tuple[str, str], lis
     return dict(problems)
 
 
+def _judged(problems: dict[tuple[str, str], list[Sample]]) -> dict[tuple[str, str], list[Sample]]:
+    """The judged samples of each problem that has one."""
+    kept = {key: [row for row in rows if not row.failure] for key, rows in problems.items()}
+    return {key: rows for key, rows in kept.items() if rows}
+
+
 def _counts(sides: list[dict[tuple[str, str], list[Sample]]], k: int | None) -> tuple[int, int]:
     """(n, k): samples that most problems have, of the dump where it is fewer; k is n unless given."""
     sizes = [Counter(map(len, problems.values())) for problems in sides if problems]
@@ -285,58 +302,22 @@ def _pools(sources: Iterable[str]) -> dict[str, list[str]]:
     return {name: [name] for name in names} | {name: members for name, members in pooled.items() if members}
 
 
-def _problem_terms(samples: Sequence[Sample], k: int) -> tuple[list[float], list[float]]:
-    """Numerators and denominators of METRICS for the judged samples of one problem.
-
-    maj@k below n is the mean over disjoint blocks of k samples in dump order (the rest is left out): unbiased, since
-    samples are exchangeable.
-    """
-    m = len(samples)
-    block = min(k, m)
-    accs, preds = [sample.acc for sample in samples], [sample.pred for sample in samples]
-    starts = range(0, m - block + 1, block)
-    maj = [majority_acc(preds[start : start + block], accs[start : start + block]) for start in starts]
-    calls = sum(sample.tool_calls for sample in samples)
-    terms = [
-        (sum(accs) / m, 1),
-        (pass_at_k(m, sum(acc == 1 for acc in accs), block), 1),
-        (sum(maj) / len(maj), 1),
-        (sum(sample.tool_calls > 0 for sample in samples), m),
-        (sum(sample.tool_errors for sample in samples), calls),
-        (sum(sample.tool_timeouts for sample in samples), calls),
-        (sum(sample.model_turns for sample in samples), m),
-        (sum(sample.response_tokens for sample in samples), m),
-        (sum(sample.truncated for sample in samples), m),
-    ]
-    return [num for num, _ in terms], [den for _, den in terms]
+def _terms(problems: Iterable[Sequence[Sample]], k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numerators and denominators, each float64[problems, metrics]."""
+    pairs = [[term(rows, min(k, len(rows))) for term in METRICS.values()] for rows in problems]
+    num, den = np.array(pairs, dtype=float).reshape(-1, len(METRICS), 2).transpose(2, 0, 1).copy()
+    return num, den
 
 
-def _stack(terms: list[tuple[list[float], list[float]]]) -> tuple[np.ndarray, np.ndarray]:
-    shape = (len(terms), len(METRICS))
-    return (
-        np.array([num for num, _ in terms], dtype=float).reshape(shape),
-        np.array([den for _, den in terms], dtype=float).reshape(shape),
-    )
-
-
-def _estimates(num: np.ndarray, den: np.ndarray, resampled: np.ndarray) -> dict[str, Estimate | None]:
-    values = ratio_of_sums(num, den)
-    return {
-        name: interval_95(values[i], resampled[:, i])
-        if name in UNBOUNDED
-        else share_95(num[:, i], den[:, i], resampled[:, i])
-        for i, name in enumerate(METRICS)
-    }
-
-
-def _differences(
-    before: tuple[np.ndarray, np.ndarray], after: tuple[np.ndarray, np.ndarray], resampled: np.ndarray
-) -> dict[str, Estimate | None]:
-    values = ratio_of_sums(*after) - ratio_of_sums(*before)
-    sides = [[(num[:, i], den[:, i]) for i in range(len(METRICS))] for num, den in (before, after)]
-    return {
-        name: interval_95(values[i], resampled[:, i])
-        if name in UNBOUNDED
-        else difference_95(sides[0][i], sides[1][i], resampled[:, i])
-        for i, name in enumerate(METRICS)
-    }
+def _with_intervals(resampled: np.ndarray, *sides: tuple[np.ndarray, np.ndarray]) -> dict[str, Estimate | None]:
+    """Each of METRICS with its interval: of one side, or of the second side less the first."""
+    first, *second = (ratio_of_sums(*side) for side in sides)
+    values = second[0] - first if second else first
+    figures = {}
+    for i, name in enumerate(METRICS):
+        terms = [(num[:, i], den[:, i]) for num, den in sides]
+        if name in UNBOUNDED:
+            figures[name] = interval_95(values[i], resampled[:, i])
+        else:
+            figures[name] = difference_95(*terms, resampled[:, i]) if second else share_95(*terms[0], resampled[:, i])
+    return figures

@@ -1,30 +1,20 @@
 """Samples of a past run as a source of pass rates: its trajectory log, its validation dumps, verl's rollout dumps.
 
-Of each sample there is the prompt's text and whether it was right. What sandbox, server or verifier failed is marked,
-and counts neither way.
+Each sample has the prompt's text and whether the response was right. One with an infrastructure failure is marked, and
+counts neither way.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from verl_ext.evaluation.result import NoSamples
 from verl_ext.outcome import UNVERIFIED, evaluation_failure
 from verl_ext.records import jsonl
-from verl_ext.records.run_folder import (
-    SAMPLES,
-    find_run,
-    rollouts_of,
-    sample_files,
-    training_folder,
-    trajectories_in,
-)
+from verl_ext.records.run_folder import SAMPLES, find_run, rollouts_of, sample_files, training_folder, trajectories_in
 from verl_ext.records.samples import read_dump
 
 SURELY_WRONG = -0.6 + 1e-6  # a wrong answer's highest reward, with the whole bonus for tool calls (reward/shaping.py)
-
-
-class NoSamples(ValueError):
-    """There are no samples at a path; the message says what was looked for."""
 
 
 class PastSample(NamedTuple):
@@ -107,8 +97,8 @@ def _logged(file: Path) -> Iterable[PastSample]:
 
 
 def _dumped(file: Path) -> Iterable[PastSample]:
-    """verl's rollout dumps have the reward, not `acc`: above 0 is right, up to -0.6 wrong; what lies between may be a
-    failed rollout (0), or a right one with length penalties, and counts neither way."""
+    """verl's rollout dumps have the reward, not `acc`: above 0 is right, up to -0.6 wrong. A reward between may be of a
+    failed rollout (0), or of a right one with length penalties, and counts neither way."""
 
     def parse(row: dict[str, Any]) -> tuple[Any, PastSample]:
         score = float(row["score"])

@@ -3,23 +3,10 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from verl_ext.evaluation.estimators import Estimate
-from verl_ext.evaluation.figures import (
-    aligned,
-    by_k,
-    compare,
-    comparison_tables,
-    evaluate,
-    evaluation_tables,
-    format_estimate,
-    is_shown,
-    to_json,
-    unmatched_problems,
-)
+from verl_ext.evaluation import figures as evaluation
 from verl_ext.evaluation.store import SETTINGS, flatten
 from verl_ext.outcome import EVALUATION_FAILURES
 from verl_ext.records import durable, jsonl
@@ -66,22 +53,16 @@ def make_result(
     """
     settings = {"draws": draws, "seed": seed}
     file = find_samples(path)
-    samples = _judged_somewhere(file)
-    about = _about(file)
-    figures = evaluate(samples, **settings)
-    curves = by_k(samples, **settings)
-    tools = _tools(file)
+    samples, about, tools = _judged_somewhere(file), _about(file), _tools(file)
+    figures, curves = evaluation.evaluate(samples, **settings), evaluation.by_k(samples, **settings)
     failed = Counter(sample.failure for sample in samples if sample.failure)
     wanted = about.get("samples") or len(samples)
     judged = len(samples) - failed.total()
     result = about | {
         "samples": {"file": str(file), "wanted": wanted, "judged": judged, "missing": wanted - len(samples)}
         | {kind: failed[kind] for kind in EVALUATION_FAILURES},
-        "figures": to_json(figures),
-        "by_k": {
-            group: {name: {k: _plain(each) for k, each in of_k.items()} for name, of_k in curve.items()}
-            for group, curve in curves.items()
-        },
+        "figures": evaluation.to_json(figures),
+        "by_k": evaluation.to_json(curves),
         "tools": tools,
     }
     blocks = [f"# {about.get('title') or file}"]
@@ -91,9 +72,13 @@ def make_result(
             f"**{wanted - judged} of {wanted} samples are not judged** (not taken {wanted - len(samples)}"
             f"{'; ' + counts if counts else ''}). They are in no figure; the same command takes them."
         )
-    accuracy, behaviour = evaluation_tables(figures)
-    shown = {group: curve for group, curve in curves.items() if is_shown(group, figures[group].data_sources)}
-    blocks += [markdown(accuracy), markdown(_curve_table(shown)), markdown(behaviour)]
+    accuracy, behaviour = evaluation.evaluation_tables(figures)
+    by_size = [["acc by k, 95% interval", "k", "pass@k", "maj@k"]]
+    for group, curve in curves.items():
+        if evaluation.is_shown(group, figures[group].data_sources):
+            for k, best in curve["pass@k"].items():
+                by_size.append([group, str(k), *map(evaluation.format_estimate, (best, curve["maj@k"][k]))])
+    blocks += map(markdown, (accuracy, by_size, behaviour))
     if compared_with is not None:
         comparison, block = _comparison(file, samples, find_samples(compared_with), settings)
         result["comparison"] = comparison
@@ -114,7 +99,7 @@ def write_result(folder: Path, result: Mapping[str, Any], text: str) -> None:
 def markdown(table: list[list[str]]) -> str:
     """Rows of cells, the first of them titles, as a Markdown table that is aligned as text, too."""
     widths = [max(3, *map(len, column)) for column in zip(*table, strict=True)]
-    lines = aligned(table, widths, " | ")
+    lines = evaluation.aligned(table, widths, " | ")
     rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])
     return "\n".join([f"| {lines[0]} |", f"|{rule}|", *(f"| {line} |" for line in lines[1:])])
 
@@ -144,42 +129,26 @@ def _comparison(
     file: Path, samples: Sequence[Sample], other: Path, settings: Mapping[str, int]
 ) -> tuple[dict[str, Any], str]:
     before = _judged_somewhere(other)
-    difference = compare(before, samples, **settings)
+    difference = evaluation.compare(before, samples, **settings)
     if not difference:
         raise NoSamples(
             f"{file} and {other} have judged samples of no common problem. Problems are paired by data source and "
             "text: compare evaluations of the same data."
         )
-    sides = evaluate(before, **settings), evaluate(samples, **settings)
+    sides = evaluation.evaluate(before, **settings), evaluation.evaluate(samples, **settings)
+    block = [f"## Compared with {other} (before)", *map(markdown, evaluation.comparison_tables(*sides, difference))]
+    if unmatched := evaluation.unmatched_problems(difference):
+        block.append(f"{unmatched} problems have judged samples on one side only: not in the difference.")
     then, now = (flatten(_about(each).get("settings") or {}) for each in (other, file))
     differing = {key: [then.get(key), now.get(key)] for key in then | now if then.get(key) != now.get(key)}
-    notes = [f"- {key}: {old!r} -> {new!r}" for key, (old, new) in differing.items()]
-    block = [f"## Compared with {other} (before)", *map(markdown, comparison_tables(*sides, difference))]
-    if unmatched := unmatched_problems(difference):
-        block.append(f"{unmatched} problems have judged samples on one side only: not in the difference.")
-    if notes:
-        block.append("Settings that differ:\n" + "\n".join(notes))
-    return {
-        "with": str(other),
-        "before": to_json(sides[0]),
-        "difference": to_json(difference),
-        "settings": differing,
-    }, "\n\n".join(block)
+    if differing:
+        notes = [f"- {key}: {old!r} -> {new!r}" for key, (old, new) in differing.items()]
+        block.append("\n".join(["Settings that differ:", *notes]))
+    result = {"with": str(other), "before": evaluation.to_json(sides[0]), "difference": evaluation.to_json(difference)}
+    return result | {"settings": differing}, "\n\n".join(block)
 
 
 def _settings_table(about: Mapping[str, Any]) -> str:
     rows = [["setting", "value"], *([key, f"`{value}`"] for key, value in flatten(about["settings"]).items())]
     rows += [[key, f"`{about[key]}`"] for key in ("model", "server", "config", "overrides", "sandbox") if key in about]
     return markdown(rows)
-
-
-def _curve_table(curves: Mapping[str, Mapping[str, Mapping[int, Estimate | None]]]) -> list[list[str]]:
-    return [["acc by k, 95% interval", "k", "pass@k", "maj@k"]] + [
-        [group, str(k), format_estimate(curve["pass@k"][k]), format_estimate(curve["maj@k"][k])]
-        for group, curve in curves.items()
-        for k in curve["pass@k"]
-    ]
-
-
-def _plain(estimate: Estimate | None) -> dict[str, float] | None:
-    return None if estimate is None else asdict(estimate)

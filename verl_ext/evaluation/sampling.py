@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 GIVE_UP_AFTER = 16  # samples in a row that sandbox or server failed
 
 
-class WorldIsDown(RuntimeError):
-    """Sandbox or server failed one sample after the other."""
+class InfrastructureDown(RuntimeError):
+    """Sandbox or server failed GIVE_UP_AFTER samples in a row."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class Sampler:
         """Take those samples that `store` has no judged row of, and append each as it ends.
 
         Raises:
-            WorldIsDown: see there; what is done is kept.
+            InfrastructureDown: see there; what is done is kept.
         """
         there = store.rows()
         todo = pending(tasks, there)
@@ -149,7 +149,7 @@ class Sampler:
                     shown = {"acc": f"{sum(accs) / len(accs):.3f}"} if accs else {}
                     progress.set_postfix(shown | ({"failed": failed} if failed else {}), refresh=False)
                     progress.update()
-                    self._check_world(row)
+                    self._stop_if_down(row)
 
             workers = [asyncio.ensure_future(work()) for _ in range(min(concurrency, len(todo)))]
             try:
@@ -203,13 +203,13 @@ class Sampler:
             self._loops[name] = self._make_loop(protocol=self._protocols[name])
         return self._loops[name]
 
-    def _check_world(self, row: Mapping[str, Any]) -> None:
+    def _stop_if_down(self, row: Mapping[str, Any]) -> None:
         if row["failure"] in (None, UNVERIFIED):
             self._failed_in_a_row.clear()
             return
         self._failed_in_a_row.append(row["failure"])
         if len(self._failed_in_a_row) >= GIVE_UP_AFTER:
-            raise WorldIsDown(
+            raise InfrastructureDown(
                 f"The last {GIVE_UP_AFTER} samples failed ({', '.join(sorted(set(self._failed_in_a_row)))}): "
                 f"{row.get('error') or 'the sandbox does not answer; the warnings above say more'}"
             )

@@ -1,6 +1,6 @@
-"""What the agent loop generates with in an evaluation: vLLM in this process, or an OpenAI-compatible server.
+"""The servers that the agent loop asks in an evaluation: vLLM in this process, or an OpenAI-compatible server.
 
-Both stand where verl's `LLMServerClient` stands in training: `generate` takes and gives token ids.
+Both take the place of verl's `LLMServerClient` in training: `generate` takes and gives token ids.
 """
 
 from collections.abc import Mapping, Sequence
@@ -133,8 +133,8 @@ class VllmServer:
 class OpenAiServer:
     """An OpenAI-compatible server's `/v1/completions`, by token ids where it can, else by text; see `connect`.
 
-    Where it answers with text, that is tokenised here: the tokens may be others than those that the model sampled. A
-    stop string that the server cut off is written again if it says that it stopped there, or if a `<code>` is open.
+    An answer in text is tokenised here: the tokens may be others than those that the model sampled. A stop string that
+    the server cut off is written again if the server says that it stopped there, or if a `<code>` is open.
 
     Args:
         url: such as "http://127.0.0.1:8000/v1".

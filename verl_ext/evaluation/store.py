@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,14 +62,10 @@ class Store:
         self._sink.close()
 
 
-def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value; a list is a value."""
-    return dict(_leaves(tree, ""))
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    flat: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
+        inner = isinstance(value, Mapping) and value
+        flat |= flatten(value, f"{prefix}{name}.") if inner else {f"{prefix}{name}": value}
+    return flat

@@ -32,15 +32,12 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
         help="another RL run from the data and the SFT of this quickstart, in a folder of its own",
     )
     parser.add_argument("--seed", type=int, default=0, help="of data, initial weights and sampling (default: 0)")
-    parser.add_argument(
-        "--data", action="append", default=[], metavar="ARG", help="argument of data/tiny_tools/prepare.py"
-    )
-    parser.add_argument(
-        "--sft", action="append", default=[], metavar="KEY=VALUE", help="Hydra override of configs/tiny_sft.yaml"
-    )
-    parser.add_argument(
-        "--rl", action="append", default=[], metavar="KEY=VALUE", help="Hydra override of configs/tiny_dapo.yaml"
-    )
+    for option, metavar, what in (
+        ("--data", "ARG", "argument of data/tiny_tools/prepare.py"),
+        ("--sft", "KEY=VALUE", "Hydra override of configs/tiny_sft.yaml"),
+        ("--rl", "KEY=VALUE", "Hydra override of configs/tiny_dapo.yaml"),
+    ):
+        parser.add_argument(option, action="append", default=[], metavar=metavar, help=what)
     args = parser.parse_args(argv)
     for option in ("sft", "rl"):
         for override in getattr(args, option):

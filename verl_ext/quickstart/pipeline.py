@@ -28,16 +28,17 @@ from verl_ext.quickstart.supervise import (
     CommandFailed,
     DiskFull,
     Supervisor,
+    Watch,
     show_notes,
     show_rl_progress,
     show_sft_progress,
-    together,
 )
 from verl_ext.records import durable
 from verl_ext.records.lock import LOCK, lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 
 EVALUATION_SAMPLES = 2  # responses per held-out problem
+ShowProgress = Callable[[Path], Watch]
 AFTERWARDS = " Then the same command goes on from here; --out DIR writes to another disk."
 SANDBOX_OPTIONS = ("--preload=",)  # the tiny task's programs import nothing, and a fork of less costs less
 
@@ -54,10 +55,14 @@ class Quickstart:
     supervisor: Supervisor
     source: Source | None = None  # the quickstart whose data and SFT this one has
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """What the launchers in recipe/ read."""
-        return {"PYTHON": sys.executable, "DATA_DIR": str(self.out / "data")}
+    def launch(
+        self, launcher: str, overrides: list[str], out: Path, log: Path, show: ShowProgress | None = None, **env: str
+    ) -> None:
+        """Run a launcher of recipe/retool to its end; `show` prints how it progresses."""
+        env |= {"PYTHON": sys.executable, "DATA_DIR": str(self.out / "data"), "OUTPUT_DIR": str(out)}
+        command = ["bash", str(REPO / "recipe" / "retool" / launcher), *overrides]
+        watches = [show_notes(log), show(out)] if show else []
+        self.supervisor.run(command, log=log, env=env, watch=lambda: [watch() for watch in watches])
 
     def settings(self, step: str) -> dict[str, object]:
         """The settings that the result of a step depends on."""
@@ -85,29 +90,15 @@ def make_data(run: Quickstart) -> None:
 
 
 def train_sft(run: Quickstart) -> None:
-    log = run.out / "sft" / "log.txt"
-    run.supervisor.run(
-        ["bash", str(REPO / "recipe/retool/run_tiny_sft.sh"), *run.sft],
-        log=log,
-        env=run.environment | {"MODEL_PATH": str(run.out / "model"), "OUTPUT_DIR": str(run.out / "sft")},
-        watch=together(show_notes(log), show_sft_progress(run.out / "sft")),
-    )
+    out = run.out / "sft"
+    run.launch("run_tiny_sft.sh", run.sft, out, out / "log.txt", show_sft_progress, MODEL_PATH=str(run.out / "model"))
 
 
 def train_rl(run: Quickstart) -> None:
-    log = run.out / "rl" / "log.txt"
+    model, out = str(run.out / "sft" / "merged"), run.out / "rl"
     with running_server(options=SANDBOX_OPTIONS) as url:
-        run.supervisor.run(
-            ["bash", str(REPO / "recipe/retool/run_tiny_dapo.sh"), *run.rl],
-            log=log,
-            env=run.environment
-            | {
-                "MODEL_PATH": str(run.out / "sft" / "merged"),
-                "OUTPUT_DIR": str(run.out / "rl"),
-                "SANDBOX_URL": url,
-            },
-            watch=together(show_notes(log), show_rl_progress(run.out / "rl")),
-        )
+        environment = {"MODEL_PATH": model, "SANDBOX_URL": url}
+        run.launch("run_tiny_dapo.sh", run.rl, out, out / "log.txt", show_rl_progress, **environment)
 
 
 def merge(run: Quickstart, name: str) -> None:
@@ -128,22 +119,19 @@ def merge(run: Quickstart, name: str) -> None:
 def evaluate(run: Quickstart, when: str) -> None:
     """Roll out the evaluation problems with the merged model of "before" (SFT) or "after" (RL), tools on."""
     model = run.out / ("sft" if when == "before" else "rl") / "merged"
-    target = run.out / "eval" / when
+    folder, target = run.out / "eval", run.out / "eval" / when
+    problems = ",".join([str(run.out / "data" / "eval.parquet")] * EVALUATION_SAMPLES)
+    overrides = [
+        *run.rl,
+        *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),
+        *(f"trainer.validation_data_dir='{target}'", f"data.val_files=[{problems}]"),
+        *("trainer.save_freq=-1", "trainer.experiment_name=tiny_eval"),
+    ]
     shutil.rmtree(target, ignore_errors=True)
     with running_server(options=SANDBOX_OPTIONS) as url:
-        run.supervisor.run(
-            [
-                *("bash", str(REPO / "recipe/retool/run_tiny_dapo.sh"), *run.rl),
-                *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),
-                f"trainer.validation_data_dir='{target}'",
-                f"data.val_files=[{','.join([str(run.out / 'data' / 'eval.parquet')] * EVALUATION_SAMPLES)}]",
-                *("trainer.save_freq=-1", "trainer.experiment_name=tiny_eval"),
-            ],
-            log=run.out / "eval" / f"{when}.log",
-            env=run.environment
-            | {"MODEL_PATH": str(model), "OUTPUT_DIR": str(run.out / "eval" / f"{when}_run"), "SANDBOX_URL": url}
-            | {"DOCTOR": "0"},  # the same settings as of the RL run, and every input is of the stages before
-        )
+        # No doctor: the settings are those of the RL run, and every input is of the stages before.
+        environment = {"MODEL_PATH": str(model), "SANDBOX_URL": url, "DOCTOR": "0"}
+        run.launch("run_tiny_dapo.sh", overrides, folder / f"{when}_run", folder / f"{when}.log", **environment)
     if not list(target.glob("*.jsonl")):
         raise CommandFailed(f"The evaluation wrote no samples into {target}; see {run.out / 'eval' / when}.log.")
 
@@ -178,15 +166,6 @@ class Journal:
         """The first step that is there and was made with other settings; None if there is none."""
         return next((entry for entry in self.entries if entry["settings"] != run.settings(entry["stage"])), None)
 
-    def check(self, run: Quickstart) -> None:
-        """Raise SystemExit if a step that is there was made with other settings."""
-        if entry := self.other_settings(run):
-            raise SystemExit(
-                f"{self.path.parent} holds a run with other settings ({entry['stage']}):\n"
-                f"  there: {entry['settings']}\n  now:   {run.settings(entry['stage'])}\n"
-                "Start over with --fresh, or write elsewhere with --out."
-            )
-
     def add(self, **entry: object) -> None:
         self.entries = [old for old in self.entries if old["stage"] != entry["stage"]] + [dict(entry)]
         durable.write_text(self.path, json.dumps(self.entries, indent=2) + "\n")
@@ -201,9 +180,15 @@ def run_pipeline(run: Quickstart, stages: list[str]) -> None:
 
     Raises:
         CommandFailed: a command failed, or a step that `stages` leaves out was not run before.
+        SystemExit: a step that is there was made with other settings.
     """
     journal = Journal(run.out / JOURNAL)
-    journal.check(run)
+    if entry := journal.other_settings(run):
+        raise SystemExit(
+            f"{run.out} holds a run with other settings ({entry['stage']}):\n"
+            f"  there: {entry['settings']}\n  now:   {run.settings(entry['stage'])}\n"
+            "Start over with --fresh, or write elsewhere with --out."
+        )
     if run.source:
         take_source(run, journal)
     for step, stage, title, action, needs in STEPS:
@@ -300,9 +285,8 @@ def main() -> None:
     except OSError as error:
         if error.errno not in disk.FULL:
             raise
-        raise SystemExit(
-            f"quickstart: {error}. {disk.describe(Path(error.filename or out or REPO))}{AFTERWARDS}"
-        ) from None
+        full = disk.describe(Path(error.filename or out or REPO))
+        raise SystemExit(f"quickstart: {error}. {full}{AFTERWARDS}") from None
 
 
 def _advice(error: Exception, out: Path | None) -> str:

@@ -6,6 +6,7 @@ Linux only: this process makes itself the reaper of its orphaned descendants, so
 
 import contextlib
 import ctypes
+import functools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import TypeVar
 
 import psutil
 from omegaconf import OmegaConf
@@ -35,6 +37,7 @@ _FINDING = re.compile(r"(?:OK|WARN|FAIL) +[a-z-]+ ")  # verl_ext/doctor/finding.
 _RESUME = re.compile(r"Resume: .*")  # verl_ext/checkpoints/folder.py
 
 Watch = Callable[[], None]
+T = TypeVar("T")
 
 
 class CommandFailed(RuntimeError):
@@ -71,7 +74,7 @@ class Supervisor:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # Who presses Ctrl-C again must not be left with half of it; this takes 2 x GRACE_S at the most.
+        # A second Ctrl-C must not interrupt the cleaning; it takes 2 x GRACE_S at the most.
         self._old_handlers[signal.SIGINT] = signal.getsignal(signal.SIGINT)
         for number in self._old_handlers:
             signal.signal(number, signal.SIG_IGN)
@@ -88,12 +91,7 @@ class Supervisor:
         return round(peak / 1e9, 2)
 
     def run(
-        self,
-        command: list[str],
-        *,
-        log: Path | None,
-        env: dict[str, str] | None = None,
-        watch: Watch | None = None,
+        self, command: list[str], *, log: Path | None, env: dict[str, str] | None = None, watch: Watch | None = None
     ) -> None:
         """Run a command to its end, then end whatever it left running.
 
@@ -106,10 +104,11 @@ class Supervisor:
             CommandFailed: it exited with another status than 0.
         """
         environment = os.environ | {"TMPDIR": str(self._tmp), "PYTHONUNBUFFERED": "1"} | (env or {})
+        written_to, logged_before, full = [self._tmp, SHARED_MEMORY], 0, None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-        logged_before = log.stat().st_size if log and log.exists() else 0
-        full = None
+            written_to.insert(0, log.parent)
+            logged_before = log.stat().st_size if log.exists() else 0
         with open(log, "ab") if log else contextlib.nullcontext() as sink:
             # A session of its own: Ctrl-C reaches this process only, which then ends the command in order.
             process = subprocess.Popen(
@@ -121,8 +120,7 @@ class Supervisor:
                     if watch:
                         watch()
                 if process.returncode:  # before the rest of what it wrote is deleted
-                    folders = [self._tmp, SHARED_MEMORY] if log is None else [log.parent, self._tmp, SHARED_MEMORY]
-                    full = disk.full_folder(folders, _end_of(log, logged_before))
+                    full = disk.full_folder(written_to, _end_of(log, logged_before) if log else "")
                     full = full and disk.describe(full)
             finally:
                 if process.poll() is None:
@@ -135,20 +133,18 @@ class Supervisor:
             raise DiskFull(f"{message}\n{full}") if full else CommandFailed(message)
 
     def _descendants(self) -> list[psutil.Process]:
-        """All processes below this one, but those that were there before (the caller's sandbox server, say)."""
-        me = psutil.Process()
+        """All processes below this one, but those that were there before, and the sandbox server of the pipeline."""
         return [
             process
-            for child in me.children()
-            if child.pid not in self._kept_children and not _is_sandbox_server(child)
-            for process in [child, *_children(child)]
+            for child in psutil.Process().children()
+            if child.pid not in self._kept_children and "verl_ext.sandbox.server" not in _told(child.cmdline, [])
+            for process in [child, *_told(functools.partial(child.children, recursive=True), [])]
         ]
 
     def _clean(self) -> None:
         """End all descendants, and delete the shared memory and sockets that they had made."""
         descendants = self._descendants()
-        for process in descendants:
-            self._note_left_behind(process)
+        self._note_left_behind(descendants)
         for signal_number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
             for process in descendants:
                 with contextlib.suppress(psutil.NoSuchProcess):
@@ -165,50 +161,31 @@ class Supervisor:
         known: set[Path] = set()
         while not self._stop.wait(MEMORY_POLL_S):
             descendants = self._descendants()
-            resident = sum(_resident_bytes(process) for process in descendants)
+            resident = sum(seen.rss for process in descendants if (seen := _told(process.memory_info, None)))
             if resident > self._peak_resident:  # PSS costs the kernel a walk over all pages, each time
                 self._peak_resident = resident
-                self._peak_bytes = max(self._peak_bytes, sum(_pss_bytes(process) for process in descendants))
+                whole = (_told(process.memory_full_info, None) for process in descendants)
+                self._peak_bytes = max(self._peak_bytes, sum(seen.pss for seen in whole if seen))
             candidates = {*SHARED_MEMORY.glob("*"), *SOCKETS.parent.glob(SOCKETS.name)}
             if candidates - known:
                 known |= candidates
-                for process in descendants:
-                    self._note_left_behind(process)
+                self._note_left_behind(descendants)
 
-    def _note_left_behind(self, process: psutil.Process) -> None:
-        with contextlib.suppress(psutil.Error, OSError):
-            self._left_behind |= _left_behind(process) - self._others_memory
+    def _note_left_behind(self, processes: list[psutil.Process]) -> None:
+        for process in processes:
+            self._left_behind |= _told(functools.partial(_left_behind, process), set()) - self._others_memory
 
 
 def _raise_interrupt(signal_number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _children(process: psutil.Process) -> list[psutil.Process]:
+def _told(question: Callable[[], T], otherwise: T) -> T:
+    """What psutil says of a process; `otherwise` where the process has ended, or lets nobody look."""
     try:
-        return process.children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _is_sandbox_server(process: psutil.Process) -> bool:
-    """The sandbox server is the pipeline's own child and is stopped by it."""
-    with contextlib.suppress(psutil.Error):
-        return "verl_ext.sandbox.server" in process.cmdline()
-    return False
-
-
-def _resident_bytes(process: psutil.Process) -> int:
-    with contextlib.suppress(psutil.Error):
-        return process.memory_info().rss
-    return 0
-
-
-def _pss_bytes(process: psutil.Process) -> int:
-    """Its memory, with what it shares with others divided among them."""
-    with contextlib.suppress(psutil.Error, OSError):
-        return process.memory_full_info().pss
-    return 0
+        return question()
+    except (psutil.Error, OSError):
+        return otherwise
 
 
 def _left_behind(process: psutil.Process) -> set[Path]:
@@ -232,23 +209,11 @@ def _failure_message(command: list[str], returncode: int, log: Path | None) -> s
     return message
 
 
-def _end_of(log: Path | None, position: int, limit: int = 2**20) -> str:
+def _end_of(log: Path, position: int, limit: int = 2**20) -> str:
     """What a command has logged since `position` (bytes), its last `limit` bytes."""
-    if log is None:
-        return ""
     with open(log, "rb") as file:
         file.seek(max(position, log.stat().st_size - limit))
         return file.read().decode(errors="replace")
-
-
-def together(*watches: Watch) -> Watch:
-    """One that calls all of these."""
-
-    def watch() -> None:
-        for each in watches:
-            each()
-
-    return watch
 
 
 def _new_lines(path: Path, positions: dict[Path, int]) -> Iterator[str]:
@@ -280,44 +245,36 @@ def show_notes(log: Path) -> Watch:
     return watch
 
 
-def _eta(step: int, first_step: int, total: int, started: float) -> str:
-    if step <= first_step:
-        return ""
-    minutes, seconds = divmod(round((time.time() - started) / (step - first_step) * (total - step)), 60)
-    return f" | ETA {minutes}:{seconds:02}"
+def _show_progress(folder: Path, describe: Callable[[dict], str | None], interval_s: float) -> Watch:
+    """Prints one line per training step that `describe` has words for, at most every `interval_s`; and the last."""
+    launched, printed, positions = time.time(), 0.0, {}
+    first: tuple[int, float] | None = None
 
-
-class _Progress:
-    """Prints one line per training step, at most every `interval_s`."""
-
-    def __init__(self, folder: Path, describe: Callable[[dict], str | None], interval_s: float):
-        self.folder, self.describe, self.interval_s = folder, describe, interval_s
-        self.launched = time.time()
-        self.positions: dict[Path, int] = {}
-        self.first: tuple[int, float] | None = None
-        self.printed = 0.0
-
-    def __call__(self) -> None:
-        for step, data in self._new_metrics():
-            text = self.describe(data)
+    def watch() -> None:
+        nonlocal first, printed
+        for step, text in ((step, describe(data)) for step, data in _new_metrics(folder, launched, positions)):
             if text is None:
                 continue
-            now = time.time()
-            if self.first is None:
-                self.first = (step, now)
-                print(f"  first step after {now - self.launched:.0f} s", flush=True)
-            total = _total_steps(self.folder)
-            if now - self.printed >= self.interval_s or step == total:
-                self.printed = now
-                eta = _eta(step, self.first[0], total, self.first[1]) if total else ""
-                print(f"  step {step}{f'/{total}' if total else ''} | {text}{eta}", flush=True)
+            now, total = time.time(), _total_steps(folder)
+            if first is None:
+                first = (step, now)
+                print(f"  first step after {now - launched:.0f} s", flush=True)
+            if now - printed >= interval_s or step == total:
+                printed = now
+                if total and step > first[0]:
+                    left_s = round((now - first[1]) / (step - first[0]) * (total - step))
+                    text += f" | ETA {left_s // 60}:{left_s % 60:02}"
+                print(f"  step {step}{f'/{total}' if total else ''} | {text}", flush=True)
 
-    def _new_metrics(self) -> Iterator[tuple[int, dict]]:
-        """(step, metrics) of each new line of verl's file loggers that this start has opened."""
-        for path in sorted(self.folder.glob("metrics*.jsonl")):
-            if path.stat().st_mtime >= self.launched:
-                for record in map(json.loads, _new_lines(path, self.positions)):
-                    yield record["step"], record["data"]
+    return watch
+
+
+def _new_metrics(folder: Path, launched: float, positions: dict[Path, int]) -> Iterator[tuple[int, dict]]:
+    """(step, metrics) of each new line of verl's file loggers that this start has opened."""
+    for path in sorted(folder.glob("metrics*.jsonl")):
+        if path.stat().st_mtime >= launched:
+            for record in map(json.loads, _new_lines(path, positions)):
+                yield record["step"], record["data"]
 
 
 def _total_steps(folder: Path) -> int:
@@ -328,7 +285,7 @@ def _total_steps(folder: Path) -> int:
 
 def show_sft_progress(folder: Path) -> Watch:
     """Lines such as `step 120/750 | loss 0.412 | ETA 2:10`, every 10 s."""
-    return _Progress(folder, lambda data: f"loss {data['train/loss']:.3f}" if "train/loss" in data else None, 10.0)
+    return _show_progress(folder, lambda data: f"loss {data['train/loss']:.3f}" if "train/loss" in data else None, 10.0)
 
 
 def show_rl_progress(folder: Path) -> Watch:
@@ -345,4 +302,4 @@ def show_rl_progress(folder: Path) -> Watch:
             f"entropy {entropy:.3f} | {data['timing_s/step']:.1f} s"
         )
 
-    return _Progress(folder, describe, 0.0)
+    return _show_progress(folder, describe, 0.0)

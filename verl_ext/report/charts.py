@@ -47,37 +47,22 @@ def line_chart(
     """
     if not series or any(len(each.x) == 0 for each in series):
         raise ValueError(f"Chart {title!r} needs at least one series, each with at least one value.")
-    xs = [x for each in series for x in each.x]
     ys = [y for each in series for y in each.y] + [y for each in series for pair in each.spread for y in pair]
     ys += include
-    ticks = (log_ticks if log else linear_ticks)(min(ys), max(ys))
-    scale_x, (x_low, x_high) = _x_scale(xs)
-    warp = math.log if log else float
-
-    def scale_y(value: float) -> float:
-        share = (warp(value) - warp(ticks[0])) / (warp(ticks[-1]) - warp(ticks[0]))
-        return BOTTOM - share * (BOTTOM - TOP)
-
+    axes = _Axes([x for each in series for x in each.x], min(ys), max(ys), log)
     marks = []
     for number, each in enumerate(series):
         colour = _colour(number)
-        spots = [(scale_x(x), scale_y(y)) for x, y in zip(each.x, each.y, strict=True)]
-        if not each.points:
-            path = "M" + "L".join(f"{x:.1f},{y:.1f}" for x, y in spots)
-            marks.append(f'<path class="line" style="stroke:{colour}" d="{path}"/>')
+        spots = [f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in zip(each.x, each.y, strict=True)]
+        paths = [] if each.points else ["M" + "L".join(spots)]
         for x, (low, high) in zip(each.x, each.spread, strict=False):
-            bar = f"M{scale_x(x):.1f},{scale_y(low):.1f}V{scale_y(high):.1f}"
-            marks.append(f'<path class="line" style="stroke:{colour}" d="{bar}"/>')
+            paths.append(f"M{axes.x(x):.1f},{axes.y(low):.1f}V{axes.y(high):.1f}")
+        marks += [f'<path class="line" style="stroke:{colour}" d="{path}"/>' for path in paths]
         if each.points or len(spots) == 1:
-            marks += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.4" style="fill:{colour}"/>' for x, y in spots]
-    return _picture(
-        title,
-        [*_axes(ticks, scale_y, linear_ticks(x_low, x_high, whole=True), scale_x, x_label, y_label), *marks],
-        [(each.name, each.x, each.y) for each in series],
-        x_label,
-        (x_low, x_high),
-        legend=len(series) > 1 or series[0].points,
-    )
+            for x, y in (spot.split(",") for spot in spots):
+                marks.append(f'<circle cx="{x}" cy="{y}" r="3.4" style="fill:{colour}"/>')
+    data = [(each.name, each.x, each.y) for each in series]
+    return axes.picture(title, x_label, y_label, marks, data, legend=len(series) > 1 or series[0].points)
 
 
 def stacked_chart(
@@ -90,31 +75,20 @@ def stacked_chart(
     """
     if not x or any(len(values) != len(x) for values in parts.values()):
         raise ValueError(f"Chart {title!r} needs at least one bar, and every part as long as x.")
-    totals = [sum(values) for values in zip(*parts.values(), strict=True)]
-    ticks = linear_ticks(0, max(totals))
     gap = min((b - a for a, b in zip(x, x[1:], strict=False)), default=1)
-    scale_x, (x_low, x_high) = _x_scale([x[0] - gap / 2, x[-1] + gap / 2])
-    width = max(0.5, 0.84 * (scale_x(x[0] + gap) - scale_x(x[0])))
-
-    def scale_y(value: float) -> float:
-        return BOTTOM - value / ticks[-1] * (BOTTOM - TOP)
-
+    totals = [sum(values) for values in zip(*parts.values(), strict=True)]
+    axes = _Axes([x[0] - gap / 2, x[-1] + gap / 2], 0, max(totals))
+    width = max(0.5, 0.84 * (axes.x(x[0] + gap) - axes.x(x[0])))
     marks, floor = [], [0.0] * len(x)
     for number, values in enumerate(parts.values()):
         path = ""
         for i, value in enumerate(values):
-            top, bottom = scale_y(floor[i] + value), scale_y(floor[i])
-            path += f"M{scale_x(x[i]) - width / 2:.1f},{bottom:.1f}V{top:.1f}h{width:.1f}V{bottom:.1f}z"
+            top, bottom = axes.y(floor[i] + value), axes.y(floor[i])
+            path += f"M{axes.x(x[i]) - width / 2:.1f},{bottom:.1f}V{top:.1f}h{width:.1f}V{bottom:.1f}z"
             floor[i] += value
         marks.append(f'<path style="fill:{_colour(number)}" d="{path}"/>')
-    return _picture(
-        title,
-        [*_axes(ticks, scale_y, linear_ticks(x_low, x_high, whole=True), scale_x, x_label, y_label), *marks],
-        [(name, x, values) for name, values in parts.items()],
-        x_label,
-        (x_low, x_high),
-        legend=True,
-    )
+    data = [(name, x, values) for name, values in parts.items()]
+    return axes.picture(title, x_label, y_label, marks, data, legend=True)
 
 
 def interval_strip(before: tuple[float, float, float] | None, after: tuple[float, float, float] | None) -> Markup:
@@ -160,52 +134,48 @@ def _colour(number: int) -> str:
     return f"var(--c{number % NUM_COLOURS + 1})"
 
 
-def _x_scale(xs: Sequence[float]):
-    low, high = min(xs), max(xs)
-    if low == high:
-        low, high = low - 0.5, high + 0.5
-    return lambda x: LEFT + (x - low) / (high - low) * (RIGHT - LEFT), (low, high)
+class _Axes:
+    """Places values in the plot area, and draws the axes around it."""
 
+    def __init__(self, xs: Sequence[float], y_low: float, y_high: float, log: bool = False):
+        low, high = min(xs), max(xs)
+        self.x_low, self.x_high = (low, high) if low < high else (low - 0.5, high + 0.5)
+        self.y_ticks = (log_ticks if log else linear_ticks)(y_low, y_high)
+        self._warp = math.log if log else float
 
-def _axes(y_ticks, scale_y, x_ticks, scale_x, x_label: str, y_label: str) -> list[str]:
-    marks = []
-    for value in y_ticks:
-        y = scale_y(value)
-        marks.append(f'<path class="grid" d="M{LEFT},{y:.1f}H{RIGHT}"/>')
-        marks.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for value in x_ticks:
-        marks.append(f'<text x="{scale_x(value):.1f}" y="{BOTTOM + 16}" text-anchor="middle">{value:g}</text>')
-    middle = (TOP + BOTTOM) / 2
-    marks.append(f'<path class="axis" d="M{LEFT},{BOTTOM}H{RIGHT}"/>')
-    marks.append(
-        f'<text class="label" x="{(LEFT + RIGHT) / 2}" y="{HEIGHT - 8}" text-anchor="middle">{escape(x_label)}</text>'
-    )
-    marks.append(
-        f'<text class="label" transform="translate(10 {middle}) rotate(-90)" text-anchor="middle">'
-        f"{escape(y_label)}</text>"
-    )
-    return marks
+    def x(self, value: float) -> float:
+        return LEFT + (value - self.x_low) / (self.x_high - self.x_low) * (RIGHT - LEFT)
 
+    def y(self, value: float) -> float:
+        at, low, high = map(self._warp, (value, self.y_ticks[0], self.y_ticks[-1]))
+        return BOTTOM - (at - low) / (high - low) * (BOTTOM - TOP)
 
-def _picture(
-    title: str, marks: Sequence[str], data, x_label: str, x_range: tuple[float, float], *, legend: bool
-) -> Markup:
-    hover = {
-        "x0": x_range[0],
-        "x1": x_range[1],
-        "series": [
+    def picture(self, title: str, x_label: str, y_label: str, marks: list[str], data: list, *, legend: bool) -> Markup:
+        """The chart: axes, `marks`, and `data`, the (name, x, y) of each line or part, for the page's script."""
+        drawn = []
+        for value in self.y_ticks:
+            y = self.y(value)
+            drawn.append(f'<path class="grid" d="M{LEFT},{y:.1f}H{RIGHT}"/>')
+            drawn.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+        for value in linear_ticks(self.x_low, self.x_high, whole=True):
+            drawn.append(f'<text x="{self.x(value):.1f}" y="{BOTTOM + 16}" text-anchor="middle">{value:g}</text>')
+        drawn.append(f'<path class="axis" d="M{LEFT},{BOTTOM}H{RIGHT}"/>')
+        below, beside = f'x="{(LEFT + RIGHT) / 2}" y="{HEIGHT - 8}"', f"translate(10 {(TOP + BOTTOM) / 2}) rotate(-90)"
+        for place, label in ((below, x_label), (f'transform="{beside}"', y_label)):
+            drawn.append(f'<text class="label" {place} text-anchor="middle">{escape(label)}</text>')
+        lines = [
             {"name": name, "x": [float(f"{v:.6g}") for v in x], "y": [float(f"{v:.4g}") for v in y]}
             for name, x, y in data
-        ],
-    }
-    ends = "; ".join(f"{name}: {y[0]:.4g} at {x[0]:g}, {y[-1]:.4g} at {x[-1]:g}" for name, x, y in data)
-    entries = "".join(
-        f'<span><i style="background:{_colour(number)}"></i>{escape(name)}</span>'
-        for number, (name, _, _) in enumerate(data)
-    )
-    return Markup(
-        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"{title}. {ends}")}" '
-        f'data-x="{escape(x_label)}" data-left="{LEFT}" data-right="{RIGHT}" data-top="{TOP}" data-bottom="{BOTTOM}" '
-        f'data-chart="{escape(json.dumps(hover, separators=(",", ":")))}">{"".join(marks)}</svg>'
-        + (f'<div class="legend">{entries}</div>' if legend else "")
-    )
+        ]
+        hover = json.dumps({"x0": self.x_low, "x1": self.x_high, "series": lines}, separators=(",", ":"))
+        ends = "; ".join(f"{name}: {y[0]:.4g} at {x[0]:g}, {y[-1]:.4g} at {x[-1]:g}" for name, x, y in data)
+        entries = "".join(
+            f'<span><i style="background:{_colour(number)}"></i>{escape(name)}</span>'
+            for number, (name, _, _) in enumerate(data)
+        )
+        return Markup(
+            f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"{title}. {ends}")}" '
+            f'data-x="{escape(x_label)}" data-left="{LEFT}" data-right="{RIGHT}" data-top="{TOP}" '
+            f'data-bottom="{BOTTOM}" data-chart="{escape(hover)}">{"".join([*drawn, *marks])}</svg>'
+            + (f'<div class="legend">{entries}</div>' if legend else "")
+        )

@@ -40,15 +40,13 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
         NoRun: a folder holds no run.
         ValueError: a file in one is malformed, or a run is named twice.
     """
-    names = short_names(list(folders))
-    runs = [read_run(folder) for folder in folders]
-    first = next((run for run in runs if run.after), None)
-    compared = []
+    names, runs = short_names(list(folders)), [read_run(folder) for folder in folders]
+    first, compared = next((run.after for run in runs if run.after), None), []
     for name, run in zip(names, runs, strict=True):
-        difference = None
-        if run.after and run is not first:
-            difference = evaluation.to_json(evaluation.compare(first.after, run.after))
+        is_other = run.after and run.after is not first
+        difference = evaluation.to_json(evaluation.compare(first, run.after)) if is_other else None
         compared.append(Compared(name, run, summarize(run, evaluate_run(run)), difference))
+    table = [header(), *map(row, compared)]
     out.mkdir(parents=True, exist_ok=True)
     content = {each.name: each.summary | {"difference_from_first": each.difference} for each in compared}
     (out / "comparison.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -56,7 +54,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
     (out / "comparison.html").write_text(
         page.render(
             compared=compared,
-            table=[header(), *map(row, compared)],
+            table=table,
             groups=_group_table(compared),
             charts=[
                 *_charts(compared, SFT_CURVES, lambda run: run.sft, "SFT step"),
@@ -65,7 +63,7 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
         ),
         encoding="utf-8",
     )
-    lines = [evaluation.align([header(), *map(row, compared)]), ""]
+    lines = [evaluation.align(table), ""]
     lines += [f"{each.name}: {each.summary['verdict']}" for each in compared]
     return "\n".join([*lines, f"Comparison: {out / 'comparison.html'}"])
 

@@ -13,6 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,9 @@ import yaml
 from markupsafe import Markup
 
 from verl_ext.evaluation import figures as evaluation
-from verl_ext.evaluation.figures import Difference, Evaluation
 from verl_ext.records.run_record import Metrics, RunRecord, environment, read_run, step_times, warm_step
 from verl_ext.report.charts import Series, interval_strip, line_chart, stacked_chart
-from verl_ext.report.rollouts import ShownRollout, pick_rollouts, pick_training_rollouts, split_rollout
+from verl_ext.report.rollouts import pick_rollouts, pick_training_rollouts, split_rollout
 from verl_ext.report.verdict import headline, held_out_source, judge, percent, points
 
 _SAMPLES = "validation/<step>.jsonl or evaluation/global_step_<n>/samples.jsonl"
@@ -97,14 +97,6 @@ SETTINGS = (
 )  # of the RL configuration, shown above the whole of it
 
 
-class Figures(NamedTuple):
-    """The evaluation: groups of problems by name; empty where a dump is missing."""
-
-    before: dict[str, Evaluation]
-    after: dict[str, Evaluation]
-    difference: dict[str, Difference]
-
-
 def write_report(folder: Path) -> str:
     """Writes report.html and summary.json into the run's folder and returns the result table for the console.
 
@@ -121,21 +113,24 @@ def write_report(folder: Path) -> str:
     return f"{console_table(run, figures, summary)}\nReport: {folder / 'report.html'}"
 
 
-def evaluate_run(run: RunRecord) -> Figures:
-    """Figures of both sides of a run's evaluation, and their paired difference where both are there."""
-    return Figures(
-        before=evaluation.evaluate(run.before) if run.before else {},
-        after=evaluation.evaluate(run.after) if run.after else {},
-        difference=evaluation.compare(run.before, run.after) if run.before and run.after else {},
-    )
+def evaluate_run(run: RunRecord) -> dict[str, Any]:
+    """Side ("before", "after", "difference") -> figures of each group of problems; empty where a dump is missing."""
+    samples = {"before": run.before, "after": run.after}
+    sides = {side: evaluation.evaluate(judged) if judged else {} for side, judged in samples.items()}
+    return sides | {"difference": evaluation.compare(run.before, run.after) if all(sides.values()) else {}}
 
 
-def summarize(run: RunRecord, figures: Figures) -> dict[str, Any]:
+def summarize(run: RunRecord, figures: dict[str, Any]) -> dict[str, Any]:
     """The content of summary.json: the same keys whatever is missing; None or empty where there is nothing to say."""
     rl_keys = [curve.key for curve in RL_CURVES] + ["timing_s/step"]
     rl_keys += sorted({key for values in run.rl.steps.values() for key in values if held_out_source(key)})
+    curves = {
+        name: {key: dict(zip(("step", "value"), metrics.curve(key), strict=True)) for key in keys}
+        for name, metrics, keys in (("sft", run.sft, ("train/loss", "val/loss")), ("rl", run.rl, rl_keys))
+    }
+    train_loss, val_loss = ((curve["value"] or [None])[-1] for curve in curves["sft"].values())
     walls = [stage["wall_s"] for stage in run.stages if stage["wall_s"] is not None]
-    sides = {side: evaluation.to_json(groups) for side, groups in figures._asdict().items()}
+    sides = evaluation.to_json(figures)
     judgement = judge(run, sides)
     found = {
         "evaluation before RL": run.before,
@@ -160,8 +155,8 @@ def summarize(run: RunRecord, figures: Figures) -> dict[str, Any]:
         "evaluation": sides,
         "sft": {
             "steps": max(run.sft.steps, default=0),
-            "train_loss": _last(run.sft, "train/loss"),
-            "val_loss": _last(run.sft, "val/loss"),
+            "train_loss": train_loss,
+            "val_loss": val_loss,
             "starts": [start._asdict() for start in run.sft.starts],
         },
         "rl": {
@@ -170,10 +165,7 @@ def summarize(run: RunRecord, figures: Figures) -> dict[str, Any]:
             "start_up_s": run.start_up,
             "starts": [start._asdict() for start in run.rl.starts],
         },
-        "curves": {
-            "sft": {key: _curve_json(run.sft, key) for key in ("train/loss", "val/loss")},
-            "rl": {key: _curve_json(run.rl, key) for key in rl_keys},
-        },
+        "curves": curves,
         "stages": run.stages,
         "total_wall_s": sum(walls) if walls else None,
         "peak_gb": max((stage["peak_gb"] for stage in run.stages if stage["peak_gb"]), default=None),
@@ -182,14 +174,14 @@ def summarize(run: RunRecord, figures: Figures) -> dict[str, Any]:
     }
 
 
-def console_table(run: RunRecord, figures: Figures, summary: dict[str, Any]) -> str:
+def console_table(run: RunRecord, figures: dict[str, Any], summary: dict[str, Any]) -> str:
     """The result for a terminal: both evaluations, the difference, step time, and what is missing."""
     lines = []
-    for side, groups in zip(run.sides, (figures.before, figures.after), strict=True):
-        if groups:
-            lines.append(f"{_capitalized(side)}\n{evaluation.format_evaluation(groups)}\n")
-    if figures.difference:
-        lines.append(f"{evaluation.format_comparison(*figures)}\n")
+    for name, side in zip(run.sides, ("before", "after"), strict=True):
+        if figures[side]:
+            lines.append(f"{_capitalized(name)}\n{evaluation.format_evaluation(figures[side])}\n")
+    if figures["difference"]:
+        lines.append(f"{evaluation.format_comparison(**figures)}\n")
     lines.append(summary["verdict"])
     for name in ("sft", "rl"):
         lines += [f"{name.upper()}: {text}" for text in start_texts(summary[name]["starts"])]
@@ -211,33 +203,34 @@ def start_texts(starts: Sequence[dict[str, int]]) -> list[str]:
     if len(starts) == 1 and not starts[0]["resumed_from"]:
         return []
     return [
-        f"{f'resumed from step {first}' if (first := start['resumed_from']) else 'started from scratch'}, "
-        f"steps {first + 1} to {start['last']}"
+        (f"resumed from step {first}" if (first := start["resumed_from"]) else "started from scratch")
+        + f", steps {first + 1} to {start['last']}"
         for start in starts
     ]
 
 
 def render(run: RunRecord, summary: dict[str, Any]) -> str:
     """The page, from what was read and the summary's figures. All but our own SVG is HTML-escaped."""
-    env = page_environment()
     rollouts = pick_rollouts(run.before, run.after, run.sides) or pick_training_rollouts(run.training_rollouts)
-    steps, parts = step_times(run.rl)
     rows = _table_rows(summary["evaluation"])
     config = yaml.safe_load(run.configs["RL"]) if "RL" in run.configs else None
-    return env.get_template("report.html").render(
+    steps, parts = step_times(run.rl)
+    template = page_environment().get_template("report.html")
+    times = {"x_label": "RL step", "y_label": "seconds", "title": "Step time"}
+    return template.render(
         summary=summary,
         groups=[row for row in rows if evaluation.is_shown(row["name"], row["data_sources"])],
         top=next((row for row in rows if row["name"] == summary["headline"]["group"]), None),
         verdict=judge(run, summary["evaluation"]),
         rl_charts=[(curve, _rl_chart(curve, run.rl, summary)) for curve in RL_CURVES] if run.rl.steps else [],
         sft_chart=_sft_chart(run.sft),
-        time_chart=_time_chart(steps, parts),
-        columns=_columns(rollouts),
+        time_chart=stacked_chart(steps, parts, **times) if steps else None,
+        columns={where: list(group) for where, group in groupby(rollouts, lambda rollout: rollout.where)},
         longest_stage_s=max((stage["wall_s"] or 0 for stage in run.stages), default=0),
         configs=run.configs,
         settings=[(label, value) for label, key in SETTINGS if (value := _lookup(config, key)) is not None],
         makes=MAKES[run.kind],
-        strip=lambda before, after: interval_strip(_triple(before), _triple(after)),
+        strip=lambda *sides: interval_strip(*(side and tuple(side.values()) for side in sides)),
     )
 
 
@@ -250,26 +243,19 @@ def page_environment(*folders: Path) -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = {"percent": percent, "points": points, "duration": _duration, "segments": split_rollout}
-    env.filters |= filters | {"starts": start_texts, "capitalized": _capitalized}
+    env.filters |= {"percent": percent, "points": points, "duration": _duration, "segments": split_rollout}
+    env.filters |= {"starts": start_texts, "capitalized": _capitalized}
     return env
 
 
 def _table_rows(sides: dict[str, dict[str, dict]]) -> list[dict[str, Any]]:
     """A group's figures before and after and their difference, for every group of problems."""
-    names = dict.fromkeys([*sides["before"], *sides["after"]])
-    rows = [
+    return [
         {"name": name, "label": name.replace("_", " ") if name in evaluation.POOLED else name}
+        | {"data_sources": figures["data_sources"]}
         | {side: groups.get(name) for side, groups in sides.items()}
-        for name in names
+        for name, figures in (sides["before"] | sides["after"]).items()
     ]
-    return [row | {"data_sources": (row["after"] or row["before"])["data_sources"]} for row in rows]
-
-
-def _time_chart(steps: list[int], parts: dict[str, list[float]]) -> Markup | None:
-    if not steps:
-        return None
-    return stacked_chart(steps, parts, x_label="RL step", y_label="seconds", title="Step time")
 
 
 def _rl_chart(curve: Curve, rl: Metrics, summary: dict[str, Any]) -> Markup | None:
@@ -302,31 +288,10 @@ def _sft_chart(sft: Metrics) -> Markup | None:
     return line_chart(series, x_label="SFT step", y_label="nats per token", title="SFT loss", log=log)
 
 
-def _curve_json(metrics: Metrics, key: str) -> dict[str, list]:
-    steps, values = metrics.curve(key)
-    return {"step": steps, "value": values}
-
-
-def _columns(rollouts: Sequence[ShownRollout]) -> dict[str, list[ShownRollout]]:
-    """By where they come from ("Before RL", "After RL"), in the order given."""
-    columns: dict[str, list[ShownRollout]] = {}
-    for rollout in rollouts:
-        columns.setdefault(rollout.where, []).append(rollout)
-    return columns
-
-
-def _last(metrics: Metrics, key: str) -> float | None:
-    return (metrics.curve(key)[1] or [None])[-1]
-
-
 def _lookup(config: Any, dotted: str) -> Any:
     for name in dotted.split("."):
         config = config.get(name) if isinstance(config, dict) else None
     return config
-
-
-def _triple(estimate: dict[str, float] | None) -> tuple[float, float, float] | None:
-    return estimate and (estimate["value"], estimate["low"], estimate["high"])
 
 
 def _duration(seconds: float | None) -> str:
@@ -349,15 +314,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m verl_ext.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--run",
-        type=Path,
-        required=True,
-        nargs="+",
-        action="extend",
-        metavar="RUN",
-        help="folder of an RL run, an SFT run, an evaluation, or the quickstart's above them; several are compared",
-    )
+    what = "folder of an RL run, an SFT run, an evaluation, or the quickstart's above them; several are compared"
+    parser.add_argument("--run", type=Path, required=True, nargs="+", action="extend", metavar="RUN", help=what)
     parser.add_argument("--out", type=Path, help="folder of the comparison of several runs (default: the first run's)")
     args = parser.parse_args(argv)
     if args.out and len(args.run) == 1:

@@ -23,6 +23,8 @@ BLOCK = re.compile(
     r"|(?:\s*\nuser\n)?<tool_response>(?P<reply>.*?)(?:</tool_response>|\Z)(?:\s*\nassistant\n)?",
     re.DOTALL,
 )
+COUNT = 10  # rollouts that a page shows
+Fits = Callable[[Sample], bool]
 ERROR = re.compile(r"Traceback \(most recent call last\)|^\s*\w*(?:Error|Exception)\b|\btimed out\b", re.MULTILINE)
 
 
@@ -38,13 +40,13 @@ class ShownRollout(NamedTuple):
 
     why: str
     where: str  # Before RL | After RL | Step 30 | RL step 12
-    data_source: str
     prompt: str
     output: str
     ground_truth: str
     score: float
-    verdict: str  # right | wrong | not judged | "" where the dump does not tell
-    facts: str  # calls, errors, how it ended
+    data_source: str = ""  # "", as the next two, where the dump does not tell
+    verdict: str = ""  # right | wrong | not judged
+    facts: str = ""  # calls, errors, how it ended
 
 
 def split_rollout(output: str) -> list[Passage]:
@@ -58,21 +60,16 @@ def split_rollout(output: str) -> list[Passage]:
     for block in BLOCK.finditer(output):
         segments += _split_boxed(output[end : block.start()])
         end = block.end()
-        if block["code"] is not None:
-            segments.append(Passage("code", block["code"].strip("\n")))
-        elif block["call"] is not None:
-            segments.append(Passage("code", _called_code(block["call"])))
+        text = block[block.lastgroup]
+        if block.lastgroup in ("code", "call"):
+            segments.append(Passage("code", _called_code(text) if block.lastgroup == "call" else text.strip("\n")))
         else:
-            text = block["interpreter"] if block["interpreter"] is not None else block["reply"]
             segments.append(Passage("tool_error" if ERROR.search(text) else "tool", text.strip("\n")))
     return segments + _split_boxed(output[end:])
 
 
 def pick_rollouts(
-    before: Sequence[Sample],
-    after: Sequence[Sample],
-    names: tuple[str, str] = ("before RL", "after RL"),
-    count: int = 10,
+    before: Sequence[Sample], after: Sequence[Sample], names: tuple[str, str] = ("before RL", "after RL")
 ) -> list[ShownRollout]:
     """Rollouts that show each kind of behaviour: right and wrong, with and without code, repaired, out of distribution.
 
@@ -82,34 +79,34 @@ def pick_rollouts(
     Args:
         names: of the two sides.
     """
-    where = {side: name[:1].upper() + name[1:] for side, name in zip(("before", "after"), names, strict=True)}
     sides = {
         side: sorted(samples, key=lambda s: _digest(s.data_source, s.input, s.output, s.uid))
         for side, samples in (("before", before), ("after", after))
     }
     missed = next((s for s in sides["before"] if not is_ood(s.data_source) and s.acc == 0 and not s.tool_calls), None)
 
-    def right(s: Sample) -> bool:
-        return s.acc == 1 and not s.failure
+    def kind(acc: int, *, ood: bool | None = None, code: bool = False, errors: bool = False) -> Fits:
+        return lambda s: (
+            (s.acc == acc and not s.failure)
+            and (ood is None or is_ood(s.data_source) == ood)
+            and (s.tool_calls > 0 or not code)
+            and (s.tool_errors > 0 or not errors)
+        )
 
-    def wrong(s: Sample) -> bool:
-        return s.acc == 0 and not s.failure
+    def is_of_missed(s: Sample) -> bool:
+        return missed is not None and (s.data_source, s.input) == (missed.data_source, missed.input)
 
-    kinds: list[tuple[str, str, Callable[[Sample], bool]]] = [
+    kinds: list[tuple[str, str, Fits]] = [
         ("wrong without code", "before", lambda s: s is missed),
-        (
-            "the same problem",
-            "after",
-            lambda s: missed is not None and (s.data_source, s.input) == (missed.data_source, missed.input),
-        ),
-        ("wrong with code", "before", lambda s: not is_ood(s.data_source) and wrong(s) and s.tool_calls > 0),
-        ("right with code", "before", lambda s: not is_ood(s.data_source) and right(s) and s.tool_calls > 0),
-        ("an error, repaired", "before", lambda s: right(s) and s.tool_errors > 0),
-        ("out of distribution, wrong", "before", lambda s: is_ood(s.data_source) and wrong(s)),
-        ("right with code", "after", lambda s: not is_ood(s.data_source) and right(s) and s.tool_calls > 0),
-        ("an error, repaired", "after", lambda s: right(s) and s.tool_errors > 0),
-        ("out of distribution, right", "after", lambda s: is_ood(s.data_source) and right(s)),
-        ("wrong", "after", wrong),
+        ("the same problem", "after", is_of_missed),
+        ("wrong with code", "before", kind(0, ood=False, code=True)),
+        ("right with code", "before", kind(1, ood=False, code=True)),
+        ("an error, repaired", "before", kind(1, errors=True)),
+        ("out of distribution, wrong", "before", kind(0, ood=True)),
+        ("right with code", "after", kind(1, ood=False, code=True)),
+        ("an error, repaired", "after", kind(1, errors=True)),
+        ("out of distribution, right", "after", kind(1, ood=True)),
+        ("wrong", "after", kind(0)),
     ]
     picks: dict[int, tuple[str, str, Sample]] = {}
     for why, side, fits in kinds:
@@ -118,44 +115,40 @@ def pick_rollouts(
             picks[id(sample)] = (why, side, sample)
     for pair in zip_longest(sides["before"], sides["after"]):
         for side, sample in zip(sides, pair, strict=True):
-            if sample is not None and len(picks) < count:
+            if sample is not None and len(picks) < COUNT:
                 picks.setdefault(id(sample), ("another", side, sample))
-    chosen = sorted(list(picks.values())[:count], key=lambda pick: pick[1] == "after")
-    return [_evaluation_rollout(why, where[side], sample) for why, side, sample in chosen]
+    chosen = sorted(picks.values(), key=lambda pick: pick[1] == "after")
+    return [_evaluation_rollout(why, names[side == "after"], sample) for why, side, sample in chosen]
 
 
-def pick_training_rollouts(rows: Sequence[dict], count: int = 10) -> list[ShownRollout]:
-    """The first `count` rows by SHA-256 of verl rollout dumps (`trainer.rollout_data_dir`), in order of their steps."""
-    ordered = sorted(rows, key=lambda row: _digest(str(row["step"]), row["input"], row["output"]))[:count]
+def pick_training_rollouts(rows: Sequence[dict]) -> list[ShownRollout]:
+    """The first rows by SHA-256 of verl rollout dumps (`trainer.rollout_data_dir`), in order of their steps."""
+    ordered = sorted(rows, key=lambda row: _digest(str(row["step"]), row["input"], row["output"]))[:COUNT]
     return [
         ShownRollout(
             why="training",
             where=f"RL step {row['step']}",
-            data_source="",
             prompt=_question(row["input"]),
             output=row["output"],
             ground_truth=str(row["gts"]),
             score=row["score"],
-            verdict="",
-            facts="",
         )
         for row in sorted(ordered, key=lambda row: row["step"])
     ]
 
 
 def _evaluation_rollout(why: str, where: str, sample: Sample) -> ShownRollout:
-    verdict = "not judged" if sample.failure else "right" if sample.acc else "wrong"
     calls, errors = int(sample.tool_calls), int(sample.tool_errors)
     ran = f"{calls} call{'s' * (calls != 1)}, {errors} error{'s' * (errors != 1)}"
     return ShownRollout(
         why=why,
-        where=where,
-        data_source=sample.data_source,
+        where=where[:1].upper() + where[1:],
         prompt=_question(sample.input),
         output=sample.output,
         ground_truth=str(sample.gts),
         score=sample.score,
-        verdict=verdict,
+        data_source=sample.data_source,
+        verdict="not judged" if sample.failure else "right" if sample.acc else "wrong",
         facts=f"{ran}, ended: {sample.finish_reason}",
     )
 

@@ -1,8 +1,8 @@
 """What the report says at its top: what a run improved, and what it did not, as far as the intervals allow to say.
 
 A figure has improved, or got worse, where the 95% interval of the paired difference lies on one side of 0. Where
-nothing was evaluated, the first and the last values of the run's own metrics speak, and the text says that they have no
-interval. Takes plain dictionaries, as they are in `summary.json`.
+nothing was evaluated, the verdict compares the first and the last values of the run's own metrics, and says that these
+have no interval. Takes plain dictionaries, as they are in `summary.json`.
 """
 
 import re
@@ -46,11 +46,6 @@ class Verdict(NamedTuple):
         return self.sentence + (f" Not improved: {'; '.join(self.not_improved)}." if self.not_improved else "")
 
 
-def headline_group(groups: Groups) -> str:
-    """The group of problems that the verdict is about: in distribution, or all where none is."""
-    return "in_distribution" if "in_distribution" in groups else "overall"
-
-
 def headline(sides: Mapping[str, Groups]) -> dict[str, Any] | None:
     """Accuracy (mean@k) on the in-distribution sources pooled (all, where there are none); None if not evaluated.
 
@@ -60,7 +55,7 @@ def headline(sides: Mapping[str, Groups]) -> dict[str, Any] | None:
     present = sides["after"] or sides["before"]
     if not present:
         return None
-    group = headline_group(present)
+    group = _headline_group(present)
     return {
         "group": group,
         "data_sources": present[group]["data_sources"],
@@ -74,7 +69,7 @@ def changes(sides: Mapping[str, Groups]) -> list[Change]:
 
     A figure that was and is as good as can be (no call failed) is left out. Args as for `headline`.
     """
-    top = headline_group(sides["after"])
+    top = _headline_group(sides["after"])
     found = []
     for name, difference in sides["difference"].items():
         if name == top:
@@ -89,16 +84,19 @@ def changes(sides: Mapping[str, Groups]) -> list[Change]:
             figures = [sides[side][name]["metrics"][key] for side in ("before", "after", "difference")]
             best = 0.0 if key in LOWER_IS_BETTER else 1.0
             if None not in figures and not all(figure["value"] == best for figure in figures[:2]):
-                text, outcome = _describe(label.format(k=difference["k"]), *figures, best=best)
-                found.append(Change(name, key, text, outcome))
+                found.append(Change(name, key, *_describe(label.format(k=difference["k"]), *figures, best=best)))
     return found
 
 
 def judge(run: RunRecord, sides: Mapping[str, Groups]) -> Verdict:
     """The verdict on a run, from its evaluation; where there is none, from its metrics. Args as for `headline`."""
     top = headline(sides)
+    if top is None and run.rl.steps:
+        return _rl_verdict(run.rl)
+    if top is None and run.sft.steps and run.kind == "sft":
+        return _sft_verdict(run.sft)
     if top is None:
-        return training_verdict(run)
+        return Verdict("This run has not been evaluated yet.", [], [])
     if top["difference"] is None:
         return Verdict(_one_sided(top, run.sides), [], [])
     beside = [change for change in changes(sides) if (change.group, change.key) != (top["group"], "acc/mean@k")]
@@ -107,15 +105,6 @@ def judge(run: RunRecord, sides: Mapping[str, Groups]) -> Verdict:
         [change.text for change in beside if change.outcome == "improved"],
         [change.text for outcome in ("worse", "unclear") for change in beside if change.outcome == outcome],
     )
-
-
-def training_verdict(run: RunRecord) -> Verdict:
-    """What the metrics of a run say that was not evaluated: validations in them, else training itself."""
-    if run.rl.steps:
-        return _rl_verdict(run.rl)
-    if run.sft.steps and run.kind == "sft":
-        return _sft_verdict(run.sft)
-    return Verdict("This run has not been evaluated yet.", [], [])
 
 
 def held_out_source(key: str) -> str | None:
@@ -142,6 +131,11 @@ def points(estimate: Mapping[str, float] | None) -> str:
     return "{:+.1f} [{:+.1f}, {:+.1f}]".format(*(100 * estimate[end] for end in ("value", "low", "high")))
 
 
+def _headline_group(groups: Groups) -> str:
+    """The group of problems that the verdict is about: in distribution, or all where none is."""
+    return "in_distribution" if "in_distribution" in groups else "overall"
+
+
 def _describe(what: str, before: Mapping, after: Mapping, difference: Mapping, *, best: float) -> tuple[str, str]:
     """(phrase, outcome) of a figure; `best` is the end of its range that is good, 0 or 1."""
     span = f"from {percent(before, interval=False)} to {percent(after, interval=False)}"
@@ -160,14 +154,10 @@ def _accuracy_sentence(run: RunRecord, top: Mapping[str, Any]) -> str:
     trainer = "SFT" if run.kind == "sft" else "RL"
     steps = "" if run.kind == "quickstart" else f", {run.sides[0]} to {run.sides[1]}"
     span = f"from {percent(top['before'])} to {percent(top['after'])}{steps}"
-    change = f"{points(top['difference'])} points"
-    if top["difference"]["low"] > 0:
-        return f"{trainer} raised accuracy {span} on {_where(top)}: {change}."
-    if top["difference"]["high"] < 0:
-        return f"{trainer} lowered accuracy {span} on {_where(top)}: {change}."
-    return (
-        f"{trainer} did not measurably change accuracy ({span}) on {_where(top)}: {change}, an interval that holds 0."
-    )
+    change = f"on {_where(top)}: {points(top['difference'])} points"
+    if top["difference"]["low"] <= 0 <= top["difference"]["high"]:
+        return f"{trainer} did not measurably change accuracy ({span}) {change}, an interval that holds 0."
+    return f"{trainer} {'raised' if top['difference']['low'] > 0 else 'lowered'} accuracy {span} {change}."
 
 
 def _one_sided(top: Mapping[str, Any], names: tuple[str, str]) -> str:
@@ -184,52 +174,44 @@ def _where(top: Mapping[str, Any]) -> str:
 
 def _rl_verdict(rl: Metrics) -> Verdict:
     """Accuracy of the validations that were logged, or else of training; there are no samples, and so no intervals."""
-    improved, not_improved = [], []
-    keys = sorted({key for values in rl.steps.values() for key in values if held_out_source(key)})
-    for key in keys:
+    found = []
+    for key in sorted({key for values in rl.steps.values() for key in values if held_out_source(key)}):
         steps, values = rl.curve(key)
-        if len(steps) < 2:
-            continue
-        span = f"from {values[0]:.1%} (step {steps[0]}) to {values[-1]:.1%} (step {steps[-1]})"
-        text = f"validation accuracy on {held_out_source(key)} {span}"
-        (improved if values[-1] > values[0] else not_improved).append(text)
-    for key, label, sign in (("train/acc", "training accuracy", 1), ("tool/error_rate", "calls that failed", -1)):
-        if ends := _ends(rl, key):
-            first, last, number = ends
-            text = f"{label} from {first:.1%} to {last:.1%} (means of {number} steps at each end)"
-            if key == "train/acc" or sign * (last - first) < 0:
-                (improved if sign * (last - first) > 0 else not_improved).append(text)
-    last_step = max(rl.steps)
-    whole = f"{last_step} RL steps, with no validation samples to give an interval"
-    if not (improved or not_improved):
-        return Verdict(f"{whole}.", [], [])
-    sentence = f"{whole}. " + (f"Higher: {'; '.join(improved)}." if improved else "No accuracy is higher.")
-    return Verdict(sentence, improved, not_improved)
+        if len(steps) > 1:
+            span = f"from {values[0]:.1%} (step {steps[0]}) to {values[-1]:.1%} (step {steps[-1]})"
+            found.append((f"validation accuracy on {held_out_source(key)} {span}", values[-1] > values[0]))
+    found += [(text, change > 0) for change, text in _ends(rl, "train/acc", "training accuracy", ".1%")]
+    found += [(text, False) for change, text in _ends(rl, "tool/error_rate", "calls that failed", ".1%") if change > 0]
+    sentence = f"{max(rl.steps)} RL steps, with no validation samples to give an interval."
+    if not found:
+        return Verdict(sentence, [], [])
+    return _verdict_on_metrics(sentence, found, "Higher", "No accuracy is higher.")
 
 
 def _sft_verdict(sft: Metrics) -> Verdict:
-    improved, not_improved = [], []
-    if ends := _ends(sft, "train/loss"):
-        first, last, number = ends
-        text = f"training loss from {first:.3g} to {last:.3g} (means of {number} steps at each end)"
-        (improved if last < first else not_improved).append(text)
+    found = [(text, change < 0) for change, text in _ends(sft, "train/loss", "training loss", ".3g")]
     steps, values = sft.curve("val/loss")
-    if steps:
+    if len(steps) > 1:
         best = min(range(len(steps)), key=lambda i: (values[i], -steps[i]))
-        if len(steps) > 1:
-            since = "" if best == len(steps) - 1 else f", lowest at step {steps[best]} ({values[best]:.3g})"
-            text = (
-                f"validation loss from {values[0]:.3g} (step {steps[0]}) to {values[-1]:.3g} (step {steps[-1]}){since}"
-            )
-            (improved if best == len(steps) - 1 else not_improved).append(text)
-    sentence = f"{max(sft.steps)} SFT steps. " + (f"Lower: {'; '.join(improved)}." if improved else "No loss is lower.")
-    return Verdict(sentence, improved, not_improved)
+        is_last = best == len(steps) - 1
+        since = "" if is_last else f", lowest at step {steps[best]} ({values[best]:.3g})"
+        span = f"from {values[0]:.3g} (step {steps[0]}) to {values[-1]:.3g} (step {steps[-1]})"
+        found.append((f"validation loss {span}{since}", is_last))
+    return _verdict_on_metrics(f"{max(sft.steps)} SFT steps.", found, "Lower", "No loss is lower.")
 
 
-def _ends(metrics: Metrics, key: str) -> tuple[float, float, int] | None:
-    """(mean of the first values, of the last, number of steps in each); None below two steps."""
+def _verdict_on_metrics(start: str, found: list[tuple[str, bool]], better: str, none_is: str) -> Verdict:
+    """`found`: what changed, and whether for the better."""
+    improved = [text for text, is_better in found if is_better]
+    sentence = f"{start} {better}: {'; '.join(improved)}." if improved else f"{start} {none_is}"
+    return Verdict(sentence, improved, [text for text, is_better in found if not is_better])
+
+
+def _ends(metrics: Metrics, key: str, what: str, form: str) -> list[tuple[float, str]]:
+    """One (change, phrase) of the means of the first and of the last values; none below two steps."""
     values = metrics.curve(key)[1]
     if len(values) < 2:
-        return None
+        return []
     number = max(1, min(END_STEPS, len(values) // 3))
-    return statistics.fmean(values[:number]), statistics.fmean(values[-number:]), number
+    first, last = statistics.fmean(values[:number]), statistics.fmean(values[-number:])
+    return [(last - first, f"{what} from {first:{form}} to {last:{form}} (means of {number} steps at each end)")]

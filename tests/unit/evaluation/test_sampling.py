@@ -208,12 +208,12 @@ def test_a_response_that_no_verifier_could_judge_is_judged_again_not_sampled_aga
     assert "response_ids" not in row
 
 
-def test_a_world_that_is_down_stops_the_run(config, tokenizer, tmp_path):
-    from verl_ext.evaluation.sampling import GIVE_UP_AFTER, WorldIsDown
+def test_infrastructure_that_is_down_stops_the_run(config, tokenizer, tmp_path):
+    from verl_ext.evaluation.sampling import GIVE_UP_AFTER, InfrastructureDown
 
     sandbox = FakeSandbox()
     sandbox.fails = 1000
-    with pytest.raises(WorldIsDown, match=rf"last {GIVE_UP_AFTER} samples failed \(sandbox_failure\)"):
+    with pytest.raises(InfrastructureDown, match=rf"last {GIVE_UP_AFTER} samples failed \(sandbox_failure\)"):
         sample(config, tokenizer, tmp_path, [problem(1)], lambda *_: "", n=40, sandbox=sandbox, concurrency=1)
     rows = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == GIVE_UP_AFTER and all(row["acc"] is None for row in rows)
