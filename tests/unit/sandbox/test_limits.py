@@ -195,7 +195,7 @@ time.sleep(0.3)
 def test_written_files_are_gone_when_answered(bare):
     code = (
         "import os, tempfile\nopen(tempfile.mkdtemp() + '/a', 'w').close()\nos.makedirs('locked/b')\n"
-        "os.chmod('locked', 0)\nfor _ in range(1100): os.mkdir('d'); os.chdir('d')\n"
+        "os.chmod('locked', 0)\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')\n"
         "print(os.environ['HOME'], tempfile.gettempdir())"
     )
     folder, temporary = bare.result(code)["stdout"].split()
