@@ -24,7 +24,7 @@ SERVER_NAME = "verl-retool-sandbox"
 ANSWER_GRACE_S = 8.0
 MAX_BACKOFF_S = 10.0
 END_TIMEOUT_S = 5.0
-CONTROL_PROGRAM, CONTROL_OUTPUT = "print(6 * 7)", "42\n"
+CONTROL_PROGRAM, CONTROL_OUTPUT = "print(6 * 7)", "42\n"  # harms nothing, and shows whether a sandbox works
 CONTROL_TIMEOUT_S = 5.0  # for a server to show, by the control program, that it works
 MIN_LOSSES = 2  # of a program, after which a server that works is not to blame
 
@@ -34,9 +34,9 @@ class RunResult:
     """What became of one program.
 
     `ok`: it ended with exit code 0. `code_error`: it ended with another. `timeout`: it was killed at its time limit;
-    stdout and stderr hold what it had printed. `sandbox_failure`: the sandbox failed, the code is not to blame; the
-    output is empty and `message` says what happened. A program that every attempt lost, at least two, while its server
-    runs a control program well, is a `code_error` (-9): what a program does to itself must not excuse it.
+    stdout and stderr hold what it had printed. `sandbox_failure`: the sandbox failed, the code is not to blame, and
+    `message` says what happened. A program that every attempt lost, at least two, while its server runs a control
+    program well, is a `code_error` (-9): what a program does to itself must not excuse it.
     """
 
     status: Literal["ok", "code_error", "timeout", "sandbox_failure"]
@@ -121,12 +121,12 @@ class SandboxClient:
             timeout_s: wall-clock limit of the program, > 0.
             memory_limit_mb: address space of the program; <= 0: no limit.
             echo_last_expression: print what a last bare expression gives, as a Python prompt does.
-            session_id: unique name, such as a UUID, of a session whose earlier calls `code` is to see. Its state is on
-                one server, so that a call that may have run is not sent again: that, and a session that the server no
-                longer has, is a `sandbox_failure`, and the session's end.
+            session_id: unique name, such as a UUID, of a session whose earlier calls `code` is to see. The session is
+                on one server, and a call that may have run is not sent again. Such a call is a `sandbox_failure` and
+                the end of the session; so is a call of a session that the server no longer has.
         Raises:
-            ValueError: a server rejects the request as such (HTTP 4xx): wrong URL or argument, no use in retrying; or
-                it is not ours, and so cannot echo or keep sessions.
+            ValueError: a server rejects the request as such (HTTP 4xx: a wrong URL or argument), or it is not ours, and
+                so cannot echo or keep sessions.
         """
         deadline = time.monotonic() + timeout_s + self._queue_timeout_s
         body: dict[str, Any] = {
@@ -143,19 +143,16 @@ class SandboxClient:
         body["session_id"] = session_id
         session = self._sessions.setdefault(session_id, _Session())
         try:
-            async with asyncio.timeout(self._queue_timeout_s):
-                await session.lock.acquire()
+            async with asyncio.timeout(self._queue_timeout_s) as waiting, session.lock:
+                waiting.reschedule(None)
+                if self._sessions.get(session_id) is not session:
+                    return _failure("an earlier call ended the session")
+                result = await self._run(body, deadline, session)
+                if result.status == "sandbox_failure":
+                    await self.end_session(session_id, timeout_s=deadline - time.monotonic())
+                return result
         except TimeoutError:
             return _failure(f"an earlier call of the session still runs after {self._queue_timeout_s:g} s")
-        try:
-            if self._sessions.get(session_id) is not session:
-                return _failure("an earlier call ended the session")
-            result = await self._run(body, deadline, session)
-            if result.status == "sandbox_failure":
-                await self.end_session(session_id, timeout_s=deadline - time.monotonic())
-            return result
-        finally:
-            session.lock.release()
 
     async def _run(self, body: dict[str, Any], deadline: float, session: "_Session | None") -> RunResult:
         """All attempts of one call; `deadline` is by time.monotonic()."""
@@ -171,29 +168,21 @@ class SandboxClient:
                     failure = _InfrastructureFailure(f"{failure}; no time left to try again")
                     break
                 await asyncio.sleep(pause_s)
-            waited_from = time.monotonic()
+            waited_from, obstacle = time.monotonic(), "no free slot of this client"
             try:
-                async with asyncio.timeout(deadline - waited_from):
-                    await self._slots.acquire()
-            except TimeoutError:
-                failure = _InfrastructureFailure(
-                    f"no free slot of this client for {time.monotonic() - waited_from:.1f} s"
-                )
-                break
-            try:
-                if self._acquire:
-                    async with asyncio.timeout(deadline - time.monotonic()):
+                async with asyncio.timeout(deadline - waited_from) as waiting, self._slots:
+                    obstacle = "the rate limit let no request through"
+                    if self._acquire:
                         await self._acquire()
-                waited_s = time.monotonic() - waited_from
-                attempts += 1
-                server = self._least_busy(failed_servers)
-                if session:
-                    session.server = server = server if session.server is None else session.server
-                return await self._attempt(server, body, deadline, waited_s, attempts, session)
+                    waiting.reschedule(None)
+                    waited_s = time.monotonic() - waited_from
+                    attempts += 1
+                    server = self._least_busy(failed_servers)
+                    if session:
+                        session.server = server = server if session.server is None else session.server
+                    return await self._attempt(server, body, deadline, waited_s, attempts, session)
             except TimeoutError:
-                failure = _InfrastructureFailure(
-                    f"the rate limit let no request through for {self._queue_timeout_s:g} s"
-                )
+                failure = _InfrastructureFailure(f"{obstacle} for {time.monotonic() - waited_from:.1f} s")
                 break
             except _InfrastructureFailure as exc:
                 failure = exc
@@ -203,8 +192,6 @@ class SandboxClient:
                     break
                 if session and not session.calls:  # no server has it yet: another may take it
                     session.server = None
-            finally:
-                self._slots.release()
         if not session and MIN_LOSSES <= losses == attempts and await self._is_sound(server, deadline):
             stderr = f"Killed: {losses} attempts to run this program lost it, and the sandbox is well"
             return RunResult("code_error", "", stderr, -signal.SIGKILL, 0.0, 0.0, attempts, "")

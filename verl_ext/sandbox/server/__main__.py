@@ -135,11 +135,7 @@ async def serve(args: argparse.Namespace) -> None:
             partial.write_text(f"{port}\n")
             partial.replace(args.port_file)
         if not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
-            who = (
-                "everyone who reaches this port"
-                if token is None
-                else "everyone who reaches this port and has the token"
-            )
+            who = "everyone who reaches this port" + (" and has the token" if token else "")
             logger.warning("listening on %s: %s can run code on this machine", args.host, who)
         if absent := [name for name in preload if not importlib.util.find_spec(name.partition(".")[0])]:
             logger.warning(
@@ -147,7 +143,7 @@ async def serve(args: argparse.Namespace) -> None:
                 "Install them where the server's Python is, or name in --preload what programs may expect",
                 ", ".join(absent),
             )
-        if args.isolation != "none" and pool.off:
+        if pool.off:
             logger.warning("isolation without %s", "; ".join(f"{layer} ({why})" for layer, why in pool.off.items()))
         if args.isolation != "none" and "root" not in pool.layers:
             if "landlock" in pool.layers:

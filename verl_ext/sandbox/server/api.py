@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, PlainValidator, Validatio
 
 from verl_ext.sandbox.client import SERVER_NAME
 from verl_ext.sandbox.server.metrics import Metrics
-from verl_ext.sandbox.server.pool import Pool, QueueTimeoutError, SandboxError
+from verl_ext.sandbox.server.pool import CONTROL, Pool, QueueTimeoutError, SandboxError, wrong_with_control
 from verl_ext.sandbox.server.sessions import SessionLimitError, Sessions
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,9 @@ MAX_TIMEOUT_S = 86400.0
 QUEUE_GRACE_S = 5.0
 PING_QUEUE_S = 10.0  # a queue that lets no program through for this long is not healthy
 RETRY_AFTER_S = 1
+# SandboxFusion's RunCodeResponse, with `queue_time` (s) and `session` ({call, alive}) added.
+NO_ANSWER = {"status": "SandboxError", "message": "", "compile_result": None, "run_result": None}
+NO_ANSWER |= {"executor_pod_name": None, "files": {}, "queue_time": None, "session": None}
 
 
 def _text(value: Any) -> str:
@@ -134,15 +137,12 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
             request = RunCodeRequest.model_validate(json.loads(await http_request.read()))
         except ValidationError as exc:
             errors = exc.errors(include_url=False, include_input=False, include_context=False)
-            details = [error | {"loc": ["body", *error["loc"]]} for error in errors]
-            return reply({"detail": details}, status=422), "rejected"
+            return reject(*(error | {"loc": ["body", *error["loc"]]} for error in errors))
         except (ValueError, RecursionError, web.RequestPayloadError) as exc:  # the last: no gzip, say, though told so
-            details = [{"type": "json_invalid", "loc": ["body"], "msg": f"JSON: {exc}"}]
-            return reply({"detail": details}, status=422), "rejected"
+            return reject({"type": "json_invalid", "loc": ["body"], "msg": f"JSON: {exc}"})
         if request.session_id is not None and not sessions.max_sessions:
             why = "this server has no sessions: start it with --max-sessions"
-            details = [{"type": "value_error", "loc": ["body", "session_id"], "msg": why}]
-            return reply({"detail": details}, status=422), "rejected"
+            return reject({"type": "value_error", "loc": ["body", "session_id"], "msg": why})
         budget_s = request.queue_timeout or request.compile_timeout + QUEUE_GRACE_S
         try:
             if request.session_id is None:
@@ -152,23 +152,26 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
         except (QueueTimeoutError, SessionLimitError) as exc:
             status = 504 if isinstance(exc, QueueTimeoutError) else 503
             headers = {"Retry-After": str(RETRY_AFTER_S)}
-            return reply({"detail": f"overloaded: {exc}"}, status=status, headers=headers), "overloaded"
+            return web.json_response({"detail": f"overloaded: {exc}"}, status=status, headers=headers), "overloaded"
         except SandboxError as exc:
             logger.error("%s", exc)
-            return reply(answer("SandboxError", message=str(exc))), "sandbox_error"
+            return web.json_response(NO_ANSWER | {"message": str(exc)}), "sandbox_error"
         metrics.queue_time.observe(queue_time)
         metrics.run_time.observe(result["execution_time"])
         files, not_fetched, alive = result.pop("files"), result.pop("not_fetched"), result.pop("alive")
-        session = None if request.session_id is None else {"call": result.pop("call"), "alive": alive}
-        message = "; ".join(f"{path} was not fetched: {why}" for path, why in not_fetched.items())
-        status = "Success" if result["return_code"] == 0 else "Failed"
-        body = answer(status, message=message, run_result=result, files=files, queue_time=queue_time, session=session)
-        outcome = {"Success": "ok", "Failed": "code_error"}[status]
-        return reply(body), "timeout" if result["status"] == "TimeLimitExceeded" else outcome
+        status, outcome = ("Success", "ok") if result["return_code"] == 0 else ("Failed", "code_error")
+        body = NO_ANSWER | {"status": status, "run_result": result, "files": files, "queue_time": queue_time}
+        body["message"] = "; ".join(f"{path} was not fetched: {why}" for path, why in not_fetched.items())
+        if request.session_id is not None:
+            body["session"] = {"call": result.pop("call"), "alive": alive}
+        return web.json_response(body), "timeout" if result["status"] == "TimeLimitExceeded" else outcome
+
+    def reject(*details: dict[str, Any]) -> tuple[web.Response, str]:
+        return web.json_response({"detail": details}, status=422), "rejected"
 
     async def end_session(http_request: web.Request) -> web.Response:
         ended = await sessions.end(http_request.match_info["session_id"])
-        return reply({"ended": ended}, status=200 if ended else 404)
+        return web.json_response({"ended": ended}, status=200 if ended else 404)
 
     async def ping(_: web.Request) -> web.Response:
         nonlocal health
@@ -176,7 +179,7 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
             health = asyncio.create_task(check_health(pool))
         why = await asyncio.shield(health)
         body = {"status": "error" if why else "ok", "message": why or "", "layers": pool.layers}
-        return reply(body, status=503 if why else 200)
+        return web.json_response(body, status=503 if why else 200)
 
     async def get_metrics(_: web.Request) -> web.Response:
         return web.Response(body=metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -184,12 +187,13 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
     @web.middleware
     async def check_sender(http_request: web.Request, handler: Handler) -> web.StreamResponse:
         if "Origin" in http_request.headers:  # a page in a browser on this machine, where loopback protects nothing
-            return reply({"detail": "requests from web pages are refused"}, status=403)
+            return web.json_response({"detail": "requests from web pages are refused"}, status=403)
         if token is not None:
             sent = http_request.headers.get("Authorization", "")
             if not hmac.compare_digest(sent.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode()):
                 headers = {"WWW-Authenticate": "Bearer"}
-                return reply({"detail": "expected the header Authorization: Bearer <token>"}, 401, headers)
+                body = {"detail": "expected the header Authorization: Bearer <token>"}
+                return web.json_response(body, status=401, headers=headers)
         return await handler(http_request)
 
     async def name_server(_: web.Request, response: web.StreamResponse) -> None:
@@ -209,38 +213,11 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
 
 
 async def check_health(pool: Pool) -> str | None:
-    """Send a small program through the queue; None when it answers as it should, else what it did instead."""
-    program = RunCodeRequest(code="print(6 * 7)", language="python", run_timeout=5, memory_limit_MB=-1)
+    """Send the control program through the queue; None when it ran as it should, else what it did instead."""
     try:
-        result, _ = await pool.run(vars(program), queue_timeout_s=PING_QUEUE_S)
+        result, _ = await pool.run(CONTROL, queue_timeout_s=PING_QUEUE_S)
+        return wrong_with_control(result)
     except QueueTimeoutError as exc:
         return f"overloaded: {exc}; {pool.running} requests run and {pool.waiting} wait"
     except SandboxError as exc:
         return str(exc)
-    return None if result["stdout"] == "42\n" else f"print(6 * 7) gave {result}"
-
-
-def answer(
-    status: str,
-    *,
-    message: str = "",
-    run_result: dict[str, Any] | None = None,
-    files: dict[str, str] | None = None,
-    queue_time: float | None = None,
-    session: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """SandboxFusion's RunCodeResponse, with `queue_time` (s) and `session` ({call, alive}) added."""
-    return {
-        "status": status,
-        "message": message,
-        "compile_result": None,
-        "run_result": run_result,
-        "executor_pod_name": None,
-        "files": files or {},
-        "queue_time": queue_time,
-        "session": session,
-    }
-
-
-def reply(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(text=json.dumps(body), status=status, headers=headers, content_type="application/json")

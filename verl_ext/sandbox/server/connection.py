@@ -3,7 +3,9 @@
 import asyncio
 import base64
 import codecs
+import contextlib
 import errno
+import io
 import json
 import marshal
 import os
@@ -52,24 +54,21 @@ class Worker:
         """Send a request; returns the answer's header and the bytes after it. Raises OSError or EOFError."""
         self.started = False
         self._received.clear()
-        header = marshal.dumps({key: request[key] for key in FOR_WORKER})
-        body = os.memfd_create("request")  # not through the socket: the program is to read it, not the worker
+        for_program = marshal.dumps({key: request[key] for key in FOR_PROGRAM})
+        body = os.memfd_create("request")  # not through the socket: the program is to read its part, not the worker
         try:
             with open(body, "wb", closefd=False) as file:
-                file.write(marshal.dumps({key: request[key] for key in FOR_PROGRAM}))
-            await send_fd(self.connection, LENGTH.pack(len(header)), body)
+                file.writelines((for_program, marshal.dumps({key: request[key] for key in FOR_WORKER})))
+            await send_fd(self.connection, LENGTH.pack(len(for_program)), body)
         finally:
             os.close(body)
-        await asyncio.get_running_loop().sock_sendall(self.connection, header)
         header = await self._receive_message()
         if "started" in header:
             self.started = True
             header = await self._receive_message()
-        sizes = 0
         if "error" not in header:
-            sizes = header["stdout"][0] + header["stderr"][0] + sum(header["files"].values())
-            await self._receive_up_to(sizes)
-        return header, bytes(self._received[:sizes])
+            await self._receive_up_to(header["stdout"][0] + header["stderr"][0] + sum(header["files"].values()))
+        return header, bytes(self._received)
 
     async def _receive_message(self) -> dict[str, Any]:
         """LENGTH and JSON of a message; what came after it stays in `_received`."""
@@ -91,10 +90,8 @@ class Worker:
         """An idle worker says nothing, so that anything to read is the end of its socket."""
         try:
             self.connection.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
-            return True
-        except OSError:
-            pass
+        except OSError as exc:
+            return isinstance(exc, BlockingIOError)
         return False
 
     def close(self) -> None:
@@ -106,10 +103,8 @@ class Worker:
 
     def kill(self) -> None:
         """End a worker that hangs or is dead already; its program dies with it."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 async def send_fd(connection: socket.socket, message: bytes, fd: int) -> None:
@@ -126,17 +121,10 @@ async def send_fd(connection: socket.socket, message: bytes, fd: int) -> None:
 
 def with_blobs(header: dict[str, Any], blobs: bytes) -> dict[str, Any]:
     """Replace the byte counts of an answer's header by what they count."""
-    result = header.copy()
-    start = 0
-    for stream in ("stdout", "stderr"):
-        kept, total = header[stream]
-        result[stream] = _decode(blobs[start : start + kept], total)
-        start += kept
-    result["files"] = {}
-    for path, size in header["files"].items():
-        result["files"][path] = base64.b64encode(blobs[start : start + size]).decode()
-        start += size
-    return result
+    rest = io.BytesIO(blobs)
+    streams = {name: _decode(rest.read(header[name][0]), header[name][1]) for name in ("stdout", "stderr")}
+    files = {path: base64.b64encode(rest.read(size)).decode() for path, size in header["files"].items()}
+    return header | streams | {"files": files}
 
 
 def _decode(kept: bytes, total: int) -> str:

@@ -17,11 +17,14 @@ CHECK_S = 0.01  # at least; a count that takes long is followed by a longer paus
 PAUSE, MAX_PAUSE_S = 10, 0.1  # times what a count took
 MAPS_S = 0.1  # between two looks at what is mapped, which costs most
 MAX_DEPTH = 128  # folders in folders, all open at once
-TOO_DEEP = -1  # no inode has it
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 BLOCK = 512  # bytes, of st_blocks on every file system
 
 libc = ctypes.CDLL(None)
+
+
+class Excess(Exception):
+    """A program is beyond a limit; the message is for the model."""
 
 
 class DiskWatch:
@@ -35,6 +38,8 @@ class DiskWatch:
     def __init__(self, folder: str, uid: int) -> None:
         self.folder, self.uid = os.path.realpath(folder), uid
         self.next_check = self._next_maps = 0.0  # by time.monotonic()
+        self._seen: set[int] = set()  # inodes, within a count
+        self._num_bytes = 0
 
     def excess(self, pids: Iterable[int]) -> str:
         """Which limit the program is beyond, in words for the model; "" when it is within all."""
@@ -47,30 +52,58 @@ class DiskWatch:
 
     def _excess(self, pids: Iterable[int]) -> str:
         pids = list(pids)
-        num_bytes = 0
-        seen: set[int] = set()  # inodes
-        for inode, size in self._files(pids):
-            if inode == TOO_DEEP:
-                return f"disk limit: it has more than {MAX_DEPTH} folders in each other"
-            if inode in seen:
-                continue
-            seen.add(inode)
-            num_bytes += size
-            if num_bytes > HOME_BYTES:
-                return f"disk limit: its files take more than {HOME_BYTES >> 20} MiB"
-            if len(seen) > HOME_INODES:
-                return f"disk limit: it has more than {HOME_INODES} files and folders"
+        try:
+            self._count_below(os.open(self.folder, OPEN_FOLDER), 1)
+            with acting_as(self.uid):
+                unnamed = self._open(pids) + self._mapped(pids)
+            for inode, num_bytes in unnamed:
+                self._count(inode, num_bytes)
+        except Excess as exc:
+            return f"disk limit: {exc}"
+        finally:  # the next program, a fork of this process, is to find nothing of this one
+            self._seen, self._num_bytes = set(), 0
         if any(len(_list(f"/proc/{pid}/task")) > MAX_THREADS for pid in pids):
             return f"thread limit: a process has more than {MAX_THREADS}"
         return ""
 
-    def _files(self, pids: list[int]) -> Iterator[tuple[int, int]]:
-        """(inode, bytes) of all below the folder, and of what is open or mapped and has no name any more."""
-        for status in self._below():
-            yield (status.st_ino, status.st_blocks * BLOCK) if status else (TOO_DEEP, 0)
-        with acting_as(self.uid):
-            unnamed = self._open(pids) + self._mapped(pids)
-        yield from unnamed
+    def _count(self, inode: int, num_bytes: int) -> None:
+        """Count a file, folder or link once, by whatever name it is seen. Raises Excess."""
+        if inode in self._seen:
+            return
+        self._seen.add(inode)
+        self._num_bytes += num_bytes
+        if self._num_bytes > HOME_BYTES:
+            raise Excess(f"its files take more than {HOME_BYTES >> 20} MiB")
+        if len(self._seen) > HOME_INODES:
+            raise Excess(f"it has more than {HOME_INODES} files and folders")
+
+    def _count_below(self, fd: int, depth: int) -> None:
+        """Count what is below an open folder, which is closed. Raises Excess.
+
+        Each folder is opened by its name in the folder above it, since a program may meanwhile put a symbolic link in
+        the place of a folder. What a program removes meanwhile does not count.
+        """
+        folders = []
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    try:
+                        status = entry.stat(follow_symlinks=False)
+                    except OSError:
+                        continue
+                    self._count(status.st_ino, status.st_blocks * BLOCK)
+                    if stat.S_ISDIR(status.st_mode):
+                        folders.append(entry)
+            if folders and depth >= MAX_DEPTH:
+                raise Excess(f"it has more than {MAX_DEPTH} folders in each other")
+            for entry in folders:
+                try:
+                    below = _open_folder(entry, fd)
+                except OSError:
+                    continue
+                self._count_below(below, depth + 1)
+        finally:
+            os.close(fd)
 
     def _open(self, pids: list[int]) -> list[tuple[int, int]]:
         found = []
@@ -100,32 +133,6 @@ class DiskWatch:
                 found.append((int(inode), int(offset, 16) + end - start))
         return found
 
-    def _below(self) -> Iterator[os.stat_result | None]:
-        """None for what is below MAX_DEPTH folders.
-
-        One name after the other is opened, each in the folder above it, since a program may put a symbolic link in the
-        place of a folder meanwhile.
-        """
-        stack: list[tuple[int, list[os.DirEntry]]] = []  # open folders, with those in them that are still to be opened
-        try:
-            stack.append((os.open(self.folder, OPEN_FOLDER), []))
-            yield from _read_folder(*stack[-1])
-            while stack:
-                parent, folders = stack[-1]
-                if not folders:
-                    os.close(stack.pop()[0])
-                    continue
-                if len(stack) >= MAX_DEPTH:
-                    yield None
-                try:
-                    stack.append((_open_folder(folders.pop(), parent), []))
-                except OSError:  # removed meanwhile
-                    continue
-                yield from _read_folder(*stack[-1])
-        finally:
-            for fd, _ in stack:
-                os.close(fd)
-
 
 @contextlib.contextmanager
 def acting_as(uid: int) -> Iterator[None]:
@@ -144,18 +151,6 @@ def acting_as(uid: int) -> Iterator[None]:
     finally:
         libc.setfsuid(os.geteuid())
         libc.setfsgid(gid)
-
-
-def _read_folder(fd: int, folders: list[os.DirEntry]) -> Iterator[os.stat_result]:
-    """What is in an open folder; the folders among it are added to `folders`."""
-    with os.scandir(fd) as entries:
-        for entry in entries:
-            try:
-                yield entry.stat(follow_symlinks=False)
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(entry)
-            except OSError:  # removed meanwhile
-                continue
 
 
 def _open_folder(entry: os.DirEntry, parent: int) -> int:

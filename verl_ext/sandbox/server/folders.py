@@ -34,16 +34,15 @@ def open_files(folder: str, paths: list[str]) -> tuple[dict[str, int], dict[str,
             left_out[path] = os.strerror(exc.errno)
             continue
         status = os.fstat(fd)
-        if stat.S_ISREG(status.st_mode) and status.st_size <= budget:
+        if not stat.S_ISREG(status.st_mode):
+            left_out[path] = "not a regular file"
+        elif status.st_size > budget:
+            left_out[path] = f"over the limit of {MAX_FETCH_BYTES} bytes for all fetched files"
+        else:
             budget -= status.st_size
             opened[path] = fd
-        else:
-            os.close(fd)
-            left_out[path] = (
-                f"over the limit of {MAX_FETCH_BYTES} bytes for all fetched files"
-                if stat.S_ISREG(status.st_mode)
-                else "not a regular file"
-            )
+            continue
+        os.close(fd)
     return opened, left_out
 
 
@@ -60,13 +59,6 @@ def open_inside(folder: str, path: str) -> int:
         return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
     finally:
         os.close(directory)
-
-
-def make_folder(folder: str, owner: int) -> None:
-    """Make a request's folder for the user `owner`, which is this process's or, for root, any."""
-    os.mkdir(folder, 0o700)
-    if owner != os.geteuid():
-        os.chown(folder, owner, -1)
 
 
 def remove_folder(folder: str) -> None:

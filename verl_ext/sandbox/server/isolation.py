@@ -17,7 +17,7 @@ import struct
 from collections.abc import Callable
 
 from . import landlock, namespaces, seccomp
-from .folders import make_folder, remove_folder
+from .folders import remove_folder
 from .visible import readable_paths
 
 # In the order of /v1/ping. `namespaces`: users, processes, network, IPC, host name. `root`: of the machine's files only
@@ -200,7 +200,9 @@ class Isolation:
         if "root" in self.layers:
             namespaces.mount_home(execute=self.allow_subprocess)
         else:
-            make_folder(self.folder, self.uid)
+            os.mkdir(self.folder, 0o700)
+            if self.uid != os.geteuid():
+                os.chown(self.folder, self.uid, -1)
 
     def remove_folder(self) -> None:
         if "root" in self.layers:

@@ -28,7 +28,8 @@ class Metrics:
             ("sandbox_sessions", "Sessions.", lambda: len(sessions)),
         ):
             Gauge(name, text, registry=self._registry).set_function(function)
-        self._registry.register(_Restarts(pool))
+        self._pool = pool
+        self._registry.register(self)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)
@@ -36,14 +37,8 @@ class Metrics:
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(name, text, registry=self._registry, buckets=SECONDS)
 
-
-class _Restarts:
-    """Reads the counts that the pool keeps."""
-
-    def __init__(self, pool: Pool) -> None:
-        self._pool = pool
-
     def collect(self) -> list[CounterMetricFamily]:
+        """The counts that the pool keeps; called by the registry."""
         family = CounterMetricFamily("sandbox_restarts", "Processes that died or were killed.", labels=["process"])
         for process, count in self._pool.restarts.items():
             family.add_metric([process], count)

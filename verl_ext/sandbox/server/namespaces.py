@@ -56,7 +56,7 @@ def enter_root(root: str) -> None:
         _unshare(CLONE_NEWNS)
     except PermissionError:
         _unshare(CLONE_NEWUSER | CLONE_NEWNS)
-        _map_ids({uid: uid}, {gid: gid})
+        _map_ids(f"{uid} {uid} 1", f"{gid} {gid} 1")
     _mount(None, "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", MS_NOSUID, "size=1m,nr_inodes=4096,mode=755")
     for path in readable_paths():
@@ -99,7 +99,7 @@ def enter_namespaces() -> None:
     """
     uid, gid = os.geteuid(), os.getegid()
     _unshare(CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS)
-    _map_ids({USER: uid}, {USER: gid})
+    _map_ids(f"{USER} {uid} 1", f"{USER} {gid} 1")
     _check(libc.sethostname(b"sandbox", 7), "sethostname")
 
 
@@ -133,11 +133,9 @@ def _unshare(flags: int) -> None:
     _check(libc.unshare(flags), "unshare")
 
 
-def _map_ids(uids: dict[int, int], gids: dict[int, int]) -> None:
-    """{inside: outside}; setgroups has to be given up first."""
+def _map_ids(uids: str, gids: str) -> None:
+    """Each "inside outside count"; setgroups has to be given up first."""
     for name, content in (("setgroups", "deny"), ("uid_map", uids), ("gid_map", gids)):
-        if not isinstance(content, str):
-            content = "\n".join(f"{inside} {outside} 1" for inside, outside in content.items())
         with open(f"/proc/self/{name}", "w") as file:
             file.write(content)
 

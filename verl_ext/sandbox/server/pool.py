@@ -18,12 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from verl_ext.sandbox.client import CONTROL_OUTPUT, CONTROL_PROGRAM
 from verl_ext.sandbox.server.connection import LENGTH as LENGTH
 from verl_ext.sandbox.server.connection import LostProgramError, SandboxError, Worker, send_fd, with_blobs
 
@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 ZYGOTE = Path(__file__).with_name("zygote.py")
 ANSWER_GRACE_S = 3.5  # a worker that says nothing for this long after the program's time limit is lost
-CONTROL_S = 1.5  # for a control program, which shows whether it is the sandbox that fails
+CONTROL = {"code": CONTROL_PROGRAM, "stdin": None, "run_timeout": 5.0, "memory_limit_MB": -1, "files": {}}
+CONTROL |= {"fetch_files": [], "echo_last_expression": False}
+CONTROL_S = 1.5  # for the control program beside a program that was lost
 ZYGOTE_END_S = 0.3  # for the end of a zygote to be seen, which takes its workers with it
 MAX_REMEMBERED = 1024  # programs that were lost once
 START_GRACE_S = 60.0  # a zygote first imports packages: 2 s, but more on a cold disk; after that it forks in 10 ms
@@ -88,7 +90,7 @@ class Pool:
         }
         self.layers: list[str] = []  # as the newest worker told
         self.off: dict[str, str] = {}
-        self._lost: OrderedDict[bytes, None] = OrderedDict()  # programs that were lost once, by hash, oldest first
+        self._lost: dict[bytes, None] = {}  # programs that were lost once, by hash, oldest first
         self._removals: set[asyncio.Task] = set()  # of what dead workers left
         self._numbers = itertools.count()  # of workers
         self._idle: list[Worker] = []
@@ -96,14 +98,7 @@ class Pool:
         self._control_socket: socket.socket | None = None
 
     async def run(self, request: dict[str, Any], *, queue_timeout_s: float) -> tuple[dict[str, Any], float]:
-        """Wait for a free slot, then execute.
-
-        Returns:
-            (what `execute` returns, seconds waited).
-        Raises:
-            QueueTimeoutError: there was no free slot within queue_timeout_s.
-            SandboxError: see `execute`.
-        """
+        """Wait for a free slot, then `execute`; gives its result and the seconds waited. Raises as `slot` and it do."""
         async with self.slot(queue_timeout_s) as queue_time:
             return await self.execute(request, spare_s=queue_timeout_s - queue_time), queue_time
 
@@ -129,17 +124,16 @@ class Pool:
     async def execute(self, request: dict[str, Any], *, spare_s: float = 0.0) -> dict[str, Any]:
         """Run a request at once, past the queue.
 
-        A program whose worker died or failed is run again. When that worker does, too, while a control program runs
-        well, then the program is to blame: it counts as killed (return code -9).
+        A program whose worker died or failed is run again. When the second worker does, too, while a control program
+        runs well, the program is to blame: it counts as killed (return code -9).
 
         Args:
-            request: code, stdin (str or None), run_timeout (s), memory_limit_MB (<= 0: none),
-                files {path: bytes}, fetch_files [path], echo_last_expression.
+            request: the fields of `api.RunCodeRequest`, with `files` as {path: bytes}.
             spare_s: what the answer may take beyond run_timeout. A program that was lost later than this is not run
                 again here; it is remembered, so that the client's next attempt counts as the second.
         Returns:
             status ("Finished" or "TimeLimitExceeded"), return_code, execution_time (s), stdout, stderr,
-            files {path: base64}, not_fetched {path: why}.
+            files {path: base64}, not_fetched {path: why}, alive (of a session: it goes on).
         Raises:
             SandboxError: the zygote or the worker died or did not answer, or the program could not be set up.
         """
@@ -148,20 +142,19 @@ class Pool:
             return await self._execute(request)
         except LostProgramError as first:
             failure = first
+        if self._options["isolation"] == "none":  # any program may kill what it likes: a loss says nothing about one
+            raise failure
         program = hashlib.sha256(marshal.dumps([request["code"], request["stdin"]])).digest()
         if program not in self._lost:
             self._lost[program] = None
             if len(self._lost) > MAX_REMEMBERED:
-                self._lost.popitem(last=False)
-            # Without isolation any program may kill what it likes, so that the loss of one says nothing about it.
-            if time.monotonic() - started > spare_s or self._options["isolation"] == "none":
+                self._lost.pop(next(iter(self._lost)))
+            if time.monotonic() - started > spare_s:
                 raise failure
             try:
                 return await self._execute(request)
             except LostProgramError as second:
                 failure = second
-        if self._options["isolation"] == "none":
-            raise failure
         if why := await self._control():
             raise SandboxError(f"{failure}; a control program failed, too: {why}") from failure
         stderr = "Killed: the process that ran this program died with it, twice\n"
@@ -181,18 +174,23 @@ class Pool:
         return result
 
     async def _control(self) -> str | None:
-        """Run a program that harms nothing; None when it ran as it should, else what it did instead."""
-        program = {"code": "print(6 * 7)", "stdin": None, "run_timeout": CONTROL_S, "memory_limit_MB": -1}
+        """Run the control program past the queue; None when it ran as it should, else what it did instead."""
         try:
             async with asyncio.timeout(CONTROL_S):
-                result = await self._execute(program | {"files": {}, "fetch_files": [], "echo_last_expression": False})
+                return wrong_with_control(await self._execute(CONTROL))
         except (SandboxError, TimeoutError) as exc:
             return str(exc) or f"it did not end within {CONTROL_S:g} s"
-        return None if result["stdout"] == "42\n" else f"print(6 * 7) gave {result}"
 
     async def take_worker(self) -> Worker:
         """A worker that nobody else uses; the caller closes it. Raises SandboxError."""
-        return self._idle_worker() or await self._start_worker()
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive():
+                return worker
+            logger.error("an idle sandbox worker died; starting another")
+            worker.close()
+            self.restarts["worker"] += 1
+        return await self._start_worker()
 
     async def call(self, worker: Worker, request: dict[str, Any]) -> dict[str, Any]:
         """`execute` in a given worker; with `session`, its program stays for the next call if the result is `alive`.
@@ -204,10 +202,8 @@ class Pool:
             async with asyncio.timeout(request["run_timeout"] + ANSWER_GRACE_S):
                 header, blobs = await worker.call(request)
         except (OSError, EOFError) as exc:  # TimeoutError is an OSError
-            self.restarts["worker"] += 1
-            worker.kill()
-            if isinstance(exc, TimeoutError):
-                self._remove(worker)  # not awaited: what hangs may be the disk
+            removal = self._discard(worker)
+            if isinstance(exc, TimeoutError):  # what hangs may be the disk: the removal is not awaited
                 failure = SandboxError("the worker that ran the program did not answer")
                 if not worker.started:
                     raise failure from exc
@@ -215,7 +211,7 @@ class Pool:
                     raise SandboxError(f"{failure}; a control program failed, too: {why}") from exc
                 stderr = "Killed: it did not end at its time limit\n"
                 return _blamed(request, "TimeLimitExceeded", None, stderr, request["run_timeout"]) | {"spent": True}
-            await self._remove(worker)
+            await removal
             message = f"the worker that ran the program died ({exc})"
             if not worker.started or await self._zygote_has_ended():
                 raise SandboxError(message) from exc
@@ -223,13 +219,13 @@ class Pool:
         if "error" in header:
             raise (LostProgramError if worker.started and header["lost"] else SandboxError)(header["error"])
         if header["spent"]:
-            self.restarts["worker"] += 1
-            worker.kill()
-            self._remove(worker)
+            self._discard(worker)
         return with_blobs(header, blobs)
 
-    def _remove(self, worker: Worker) -> asyncio.Task:
-        """Remove the files that a dead worker can no longer remove."""
+    def _discard(self, worker: Worker) -> asyncio.Task:
+        """Kill a worker that can take no request; the task removes the files that it can no longer remove."""
+        self.restarts["worker"] += 1
+        worker.kill()
         removal = asyncio.create_task(asyncio.to_thread(shutil.rmtree, worker.folder, ignore_errors=True))
         self._removals.add(removal)
         removal.add_done_callback(self._removals.discard)
@@ -241,7 +237,7 @@ class Pool:
         return self._zygote.poll() is not None
 
     async def close(self) -> None:
-        """Stop the zygote, which first waits until every program is dead, and remove all files."""
+        """Stop the zygote, which first waits for the end of every program, and remove all files."""
         for worker in self._idle:
             worker.close()
         if self._control_socket:
@@ -252,16 +248,6 @@ class Pool:
             except subprocess.TimeoutExpired:
                 self._kill_zygote(f"it did not stop within {STOP_GRACE_S:g} s")
         await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
-
-    def _idle_worker(self) -> Worker | None:
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.is_alive():
-                return worker
-            logger.error("an idle sandbox worker died; starting another when one is needed")
-            worker.close()
-            self.restarts["worker"] += 1
-        return None
 
     async def _start_worker(self) -> Worker:
         """Have the zygote fork a worker; starts a zygote if there is none. Raises SandboxError."""
@@ -294,9 +280,7 @@ class Pool:
         if self._control_socket:
             self._control_socket.close()
         self._control_socket, zygote_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        self._control_socket.setblocking(
-            False
-        )  # a full buffer means that the zygote hangs; it must not hang the server
+        self._control_socket.setblocking(False)  # a zygote that hangs, so that the buffer is full, hangs no server
         with zygote_end:
             fd = zygote_end.fileno()
             self._zygote = subprocess.Popen(
@@ -313,6 +297,11 @@ class Pool:
         logger.error("killing the sandbox zygote: %s", why)
         self._zygote.kill()
         self._zygote.wait()
+
+
+def wrong_with_control(result: dict[str, Any]) -> str | None:
+    """What the control program did instead of what it should; None for nothing."""
+    return None if result["stdout"] == CONTROL_OUTPUT else f"{CONTROL_PROGRAM} gave {result}"
 
 
 def _blamed(

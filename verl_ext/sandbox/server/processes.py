@@ -1,5 +1,6 @@
 """The processes of a program, as its worker sees them: told, stopped, counted and killed."""
 
+import contextlib
 import errno
 import os
 import select
@@ -77,21 +78,17 @@ class Program(NamedTuple):
             pids.update(int(name) for name in os.listdir("/proc") if name.isdecimal() and name != "1")
         total = 0.0
         for pid in pids:
-            try:
+            with contextlib.suppress(OSError):  # it has ended
                 total += time.clock_gettime(~pid << 3 | CPUCLOCK_SCHED)
-            except OSError:  # it has ended
-                pass
         return total
 
     def signal(self, number: int) -> None:
         """To all of the program's processes; without a process namespace, to those that have not left its session."""
-        try:
+        with contextlib.suppress(ProcessLookupError):
             if os.getpid() == 1:
                 os.kill(-1, number)
             else:
                 os.killpg(self.pid, number)
-        except ProcessLookupError:
-            pass
 
     def close(self) -> None:
         for fd in (self.pidfd, *self.pipes):
@@ -105,11 +102,8 @@ def memory_of_others() -> int:
     total = 0
     for name in os.listdir("/proc"):
         if name.isdecimal() and name != "1":
-            try:
-                with open(f"/proc/{name}/smaps_rollup") as file:
-                    total += sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
-            except OSError:  # it has ended
-                pass
+            with contextlib.suppress(OSError), open(f"/proc/{name}/smaps_rollup") as file:  # an OSError: it has ended
+                total += sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
     return total << 10
 
 
@@ -121,15 +115,11 @@ def kill_all(program: Program) -> tuple[int | None, bool]:
     """
     deadline = time.monotonic() + KILL_S
     if os.getpid() == 1:  # of a process namespace, where all others are the program's; all at once, so that none forks
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     for kill in (os.killpg, os.kill):  # the group does not exist yet when the time was over before setsid()
-        try:
+        with contextlib.suppress(ProcessLookupError):
             kill(program.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     poller = select.poll()
     poller.register(program.pidfd, select.POLLIN)
     poller.poll(KILL_S * 1000)

@@ -126,7 +126,7 @@ def enter(worker: Any, run_timeout: float, body: int, stdout: int, stderr: int, 
 
 def read_call(body: int, folder: str, script: str) -> dict[str, Any]:
     """Read what to run from the memory file `body`; writes its files and the code, which becomes `source` (bytes)."""
-    call = marshal.loads(os.pread(body, os.fstat(body).st_size, 0))
+    call = marshal.loads(os.pread(body, os.fstat(body).st_size, 0))  # what follows is the worker's
     call["source"] = call["code"].encode("utf-8", "surrogatepass")
     for path, content in call["files"].items():  # the server has checked the paths
         if content is not None:

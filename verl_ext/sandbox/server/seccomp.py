@@ -89,7 +89,7 @@ LOAD, AND, JUMP_EQUAL, JUMP_GREATER, RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
 ALLOW, ERRNO, KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
 AUDIT_ARCH_X86_64 = 0xC000003E
 OFFSET_NUMBER, OFFSET_ARCH, OFFSET_ARGUMENTS = 0, 4, 16  # in struct seccomp_data; an argument has 8 bytes
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
+PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 
 INSTRUCTION = struct.Struct("<HBBI")  # code, jump if true, jump if false (instructions to skip), operand
 libc = ctypes.CDLL(None, use_errno=True)
@@ -112,7 +112,6 @@ class FilterProgram(ctypes.Structure):
 
 def install(program: bytes) -> None:
     """Put the calling thread, and all it starts, under a filter for good; needs no_new_privs. Raises OSError."""
-
     filter_program = FilterProgram(len(program) // INSTRUCTION.size, program)
     if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(filter_program), 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")

@@ -1,7 +1,7 @@
 """Sessions: programs that stay for later calls, which see their variables and files. Off unless the server is told.
 
-State makes an answer depend on what ran before, so that a call can neither be repeated nor moved to another server;
-the sandbox of an RL run is better without. It is here for traces that were recorded with a notebook.
+State makes an answer depend on what ran before, so that a call can neither be repeated nor moved to another server:
+an RL run is better without. Sessions are here for traces that were recorded with a notebook.
 """
 
 import asyncio
@@ -42,14 +42,13 @@ class Sessions:
     async def run(
         self, session_id: str, request: dict[str, Any], *, queue_timeout_s: float
     ) -> tuple[dict[str, Any], float]:
-        """Run a call in its session, which begins with it if it is new.
+        """Run a call in its session, which begins with the call if it is new.
 
         Returns:
-            (what `Pool.execute` returns, with `call`: the number of this call in its session, from 1, and `alive`:
-            whether there can be a next; seconds waited).
+            (what `Pool.execute` returns, with `call`: the number of this call in its session, from 1; seconds waited).
         Raises:
-            SessionLimitError: no new session can be had.
-            QueueTimeoutError, SandboxError: see `Pool.run`; after a SandboxError the session has ended.
+            SessionLimitError, QueueTimeoutError: nothing ran.
+            SandboxError: see `Pool.execute`; the session has ended.
         """
         arrived = time.monotonic()
         try:

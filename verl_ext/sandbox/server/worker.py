@@ -3,6 +3,7 @@
 See zygote.py. What the fork itself does is in program.py.
 """
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -32,11 +33,17 @@ WATCH_S, STOPPED_CPU_S = 1, 0.05  # how often a stopped program is looked at, an
 LENGTH = struct.Struct("<I")  # goes before every message between server and worker
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
-prctl = ctypes.CDLL(None, use_errno=True).prctl
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of all below this process whose own parent ends."""
+    if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def start(connection: socket.socket, name: str, layers: Any, *for_worker: int) -> None:
-    """Be a worker until its socket closes; first send its process id and the layers it is under, or {"error": why}."""
+    """Be a worker until its socket closes; first send its process id and its layers, or {"error": why}."""
     try:
         pid = layers.enter_worker(name)
         worker = Worker(connection, layers, *for_worker)
@@ -44,7 +51,12 @@ def start(connection: socket.socket, name: str, layers: Any, *for_worker: int) -
         send(connection, {"error": f"a worker could not be set up: {exc}"})
         return
     send(connection, {"pid": pid, "layers": layers.names(), "off": layers.off})
-    worker.serve()
+    try:
+        worker.serve()
+    finally:
+        if worker.program:  # of a session
+            kill_all(worker.program)
+            layers.remove_folder()
 
 
 def send(connection: socket.socket, message: dict[str, Any]) -> None:
@@ -60,11 +72,11 @@ class SetUpError(Exception):
 class Worker:
     """Serves requests from one socket, one at a time, until it closes or something goes wrong.
 
-    Request: LENGTH, marshal of {run_timeout, memory_limit_MB, fetch_files, session}; with the first byte comes a memory
-    file that holds marshal of {code, stdin, files, echo_last_expression}, for the program. First answer, once there is
-    a program to blame: LENGTH, JSON of {"started": true}. Second: LENGTH, JSON of `run`'s result or of {"error": why,
-    "lost": whether a program that ran may be the cause}, then the bytes whose counts the JSON gives: stdout, stderr,
-    fetched files in order. After one with `spent` it ends.
+    Request: LENGTH, and with it a memory file that holds marshal of {code, stdin, files, echo_last_expression} in so
+    many bytes, for the program, and behind them marshal of {run_timeout, memory_limit_MB, fetch_files, session}. First
+    answer, once there is a program to blame: LENGTH, JSON of {"started": true}. Second: LENGTH, JSON of `run`'s result
+    or of {"error": why, "lost": whether a program that ran may be the cause}, then the bytes whose counts the JSON
+    gives: stdout, stderr, fetched files in order. After one with `spent` the worker ends.
     """
 
     def __init__(self, connection: socket.socket, layers: Any, max_output_bytes: int, address_space: int) -> None:
@@ -79,8 +91,7 @@ class Worker:
         # All that follows is for the programs, which inherit it.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # process 1 of a namespace ignores what it does not handle
-        if prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):  # a program's orphans become ours, so that we can kill them
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+        adopt_orphans()  # of programs, so that we can kill them
         limit(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
         limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
         limit(resource.RLIMIT_CORE, 0)  # no RLIMIT_NPROC: it counts the user's processes on the whole machine
@@ -90,44 +101,29 @@ class Worker:
         self.module = make_main_module(self.folder)  # after the freeze: its cycles are collected when the program ends
 
     def serve(self) -> None:
-        """Answer requests until the socket closes, then end the session that there may be."""
-        try:
-            self.answer_requests()
-        finally:
-            if self.program:
-                kill_all(self.program)
-                self.layers.remove_folder()
-
-    def answer_requests(self) -> None:
-        """Until the socket closes; an error is answered and ends the worker."""
+        """Answer requests until the socket closes; an error is answered, too, and ends the worker."""
         while True:
             if self.program:
                 self.watch(self.program)
-            message, fds, _, _ = socket.recv_fds(self.connection, CHUNK, 1)
-            if not message:
+            message, fds, _, _ = socket.recv_fds(self.connection, LENGTH.size, 1)
+            if not fds:  # the server has closed its end, or is dead
                 return
+            answer = {"spent": False}
             try:
-                while len(message) < LENGTH.size + LENGTH.unpack_from(message)[0]:
-                    more = self.connection.recv(CHUNK)
-                    if not more:  # the server was killed before it had sent all
-                        return
-                    message += more
-                request = marshal.loads(message[LENGTH.size :])
+                (start,) = LENGTH.unpack(message)
+                request = marshal.loads(os.pread(fds[0], os.fstat(fds[0]).st_size - start, start))
                 if self.program is None:
                     self.layers.make_folder()
                 try:
                     answer = self.run(request, fds[0])
                     wanted = [] if answer["spent"] else request["fetch_files"]
                     files, answer["not_fetched"] = folders.open_files(self.folder, wanted)
-                except Exception:
-                    if self.program is None:
-                        self.layers.remove_folder()
-                    raise
-                if self.program is None and not answer["spent"]:
-                    try:
-                        self.layers.remove_folder()
-                    except OSError:  # what the program left is no reason to lose its answer
-                        answer["spent"] = True
+                finally:
+                    if self.program is None and not answer["spent"]:
+                        try:
+                            self.layers.remove_folder()
+                        except OSError:  # what the program left is no reason to lose its answer
+                            answer["spent"] = True
             except Exception as exc:
                 lost = not isinstance(exc, SetUpError)  # perhaps by what the program did
                 send(self.connection, {"error": f"{type(exc).__name__}: {exc}", "lost": lost})
@@ -218,20 +214,17 @@ class Worker:
             wait_status, gone = kill_all(program)
             return_code = -signal.SIGKILL if wait_status is None or excess else os.waitstatus_to_exitcode(wait_status)
         for fd, buffer in streams.items():  # what the dead left in the pipes
-            try:
+            # BlockingIOError: a process that is not ours to kill holds the other end; in a session, its program
+            with contextlib.suppress(BlockingIOError):
                 while buffer.read_from(fd):
                     pass
-            except BlockingIOError:  # a process that is not ours to kill holds the other end; in a session, its program
-                pass
         if excess:
             self.buffers[1].append(f"\nKilled: {excess}\n".encode())
         if not alive:
             program.close()
             self.program = None
-        try:
+        with contextlib.suppress(BlockingIOError):  # no complaint
             raise SetUpError(f"the program could not be set up: {os.read(self.setup_r, CHUNK).decode()}")
-        except BlockingIOError:  # no complaint
-            pass
         if return_code == -signal.SIGXCPU:  # several threads used up the CPU time before the wall clock ran out
             status = "TimeLimitExceeded"
         return {

@@ -15,7 +15,7 @@ A program is bounded here (time, memory, file size, output) and cleaned up after
 processes and network is in isolation.py. The program of a session stays for the next request, stopped in between.
 """
 
-import ctypes
+import contextlib
 import gc
 import importlib
 import json
@@ -42,9 +42,6 @@ def _import_siblings(*names: str) -> list[types.ModuleType]:
 isolation, folders, preload, worker = _import_siblings("isolation", "folders", "preload", "worker")
 
 OOM_SCORE_ADJ = "1000"  # when the machine runs out of memory the kernel ends a program first, not the trainer
-PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
-
-prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 def main(control: socket.socket, options: dict[str, Any]) -> None:
@@ -53,7 +50,7 @@ def main(control: socket.socket, options: dict[str, Any]) -> None:
     Args:
         options: root (folder), max_output_bytes, isolation (auto, full, none), allow_subprocess, preload (names).
     """
-    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # a worker is what its parent, our child, forked in new namespaces
+    worker.adopt_orphans()  # a worker is what its parent, our child, forked in new namespaces
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write(OOM_SCORE_ADJ)
     # The first compile() builds the parser's types; done here, every fork inherits them.
@@ -96,10 +93,8 @@ def main(control: socket.socket, options: dict[str, Any]) -> None:
             finally:
                 os._exit(0)
         connection.close()
-    try:
+    with contextlib.suppress(ChildProcessError):
         os.waitpid(-1, 0)  # returns, with an error, once all workers have seen that the server is gone
-    except ChildProcessError:
-        pass
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if refusal or not layers.remove_root():
         folders.remove_tree(options["root"])

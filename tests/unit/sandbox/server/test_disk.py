@@ -46,6 +46,15 @@ def test_files_folders_and_links_count(watch, tmp_path):
     assert watch.excess([]) == "disk limit: it has more than 50 files and folders"
 
 
+@pytest.mark.parametrize("files", [1, 60])  # within the limit, and beyond it
+def test_a_count_leaves_nothing_for_the_next_program_to_find(watch, tmp_path, files):
+    """Programs are forks of the process that counts."""
+    for i in range(files):
+        (tmp_path / str(i)).touch()
+    watch.excess([])
+    assert (watch._seen, watch._num_bytes) == (set(), 0)
+
+
 @pytest.mark.parametrize("how", ["open", "mapped"])
 def test_file_without_a_name_counts(watch, tmp_path, how):
     fd = os.open(tmp_path / "a", os.O_RDWR | os.O_CREAT)

@@ -203,10 +203,11 @@ threading.Thread(target=spin, daemon=True).start()
 @pytest.mark.parametrize("period_ms", [1, 300])  # from before it has stopped, and after that
 def test_program_that_has_itself_continued_uses_no_cpu_for_long(server, session, period_ms):
     server.run(KEEPS_CONTINUING.replace("PERIOD_NS", str(period_ms * 1_000_000)), session_id=session)
-    # It is killed. Or it stays stopped: a SIGSTOP takes a pending SIGCONT away, and with it the timer that sent it.
-    wait_until(lambda: used_cpu_s(server, 0.5) < 0.1)
     if period_ms == 300:
+        wait_until(lambda: not any(map(has_threads, server.descendants())), timeout_s=20)
         assert server.run("print(1)", session_id=session)["run_result"]["return_code"] == -9
+    # It is killed, or it stays stopped: a SIGSTOP takes a pending SIGCONT away, and with it the timer that sent it.
+    wait_until(lambda: used_cpu_s(server, 0.5) < 0.1)
 
 
 def test_session_uses_no_cpu_between_calls(server, session):
@@ -226,6 +227,14 @@ threading.Thread(target=spin, daemon=True).start()
     code = "time.sleep(0.05); print(count)"
     counts = [int(server.run(code, session_id=session)["run_result"]["stdout"]) for _ in range(2)]
     assert counts[0] < counts[1]  # and goes on in the next call
+
+
+def has_threads(process: psutil.Process) -> bool:
+    """Of all of the server's, only a program that starts threads; a dead one has none."""
+    try:
+        return process.num_threads() > 1
+    except psutil.NoSuchProcess:
+        return False
 
 
 def used_cpu_s(server: Server, during_s: float) -> float:
