@@ -38,6 +38,6 @@ def test_server_that_drips_its_answer_is_out_of_time_at_each_attempt():
             await endpoint.aclose()
             await runner.cleanup()
 
-    started = time.monotonic()
     asyncio.run(run())
-    assert len(attempts) == 2 and time.monotonic() - started < 8  # s; a single dripped answer takes 10
+    first, second = attempts
+    assert second - first < 8  # s; a dripped answer takes 10
