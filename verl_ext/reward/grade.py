@@ -28,16 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from verl_ext.outcome import UNVERIFIED_VERDICT
-from verl_ext.records import jsonl
-from verl_ext.records.run_folder import (
-    SAMPLES,
-    NoRun,
-    evaluations_of,
-    find_run,
-    rollouts_of,
-    training_folder,
-    validations_of,
-)
+from verl_ext.records import jsonl, run_folder
 from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths.normalisation import normalise
 from verl_ext.reward.score import Score
@@ -104,14 +95,15 @@ def find_files(paths: list[Path]) -> list[Path]:
 def _files_of_run(path: Path) -> list[Path] | None:
     """None where the folder is none, or an evaluation, whose files lie in it: see the top of this file."""
     try:
-        kind = find_run(path).kind
-    except NoRun:
+        kind = run_folder.find_run(path).kind
+    except run_folder.NoRun:
         return None
     if kind == "evaluation":
         return None
-    run = training_folder(path, "rl", "sft")
-    own = [path / "eval" / side / SAMPLES for side in ("before", "after")] if kind == "quickstart" else []
-    return validations_of(run) or evaluations_of(run) or [file for file in own if file.is_file()] or rollouts_of(run)
+    run = run_folder.training_folder(path, "rl", "sft")
+    own = [path / "eval" / side / run_folder.SAMPLES for side in ("before", "after")] if kind == "quickstart" else []
+    candidates = run_folder.validations_of(run) or run_folder.evaluations_of(run)
+    return candidates or [file for file in own if file.is_file()] or run_folder.rollouts_of(run)
 
 
 def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers: int, compare: bool) -> None:

@@ -6,6 +6,7 @@ or as expressions (symbolic.py).
 
 import re
 from functools import lru_cache
+from itertools import accumulate
 
 from verl_ext.reward.maths.unicode_signs import to_latex
 
@@ -188,12 +189,8 @@ def unwrap_group(text: str) -> str:
 
 def closing_index(text: str) -> int:
     """Index of the bracket that closes the one `text` starts with; -1 where it stays open. `(`, `[`, `{` all count."""
-    depth = 0
-    for index, char in enumerate(text):
-        depth += (char in "([{") - (char in ")]}")
-        if depth == 0:
-            return index
-    return -1
+    depths = accumulate((char in "([{") - (char in ")]}") for char in text)
+    return next((index for index, depth in enumerate(depths) if depth == 0), -1)
 
 
 def split_top_level(text: str, separator: str = ",") -> list[str]:

@@ -5,6 +5,7 @@ Text in, text out, nothing is judged. Called first by normalisation.py, which kn
 
 import re
 import unicodedata
+from itertools import accumulate
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
@@ -88,9 +89,5 @@ def _write_roots(text: str) -> str:
 
 def _bracket_length(text: str) -> int:
     """Characters up to the bracket that closes the first one; 0 where it stays open."""
-    depth = 0
-    for index, char in enumerate(text):
-        depth += (char == "(") - (char == ")")
-        if depth == 0:
-            return index + 1
-    return 0
+    depths = accumulate((char == "(") - (char == ")") for char in text)
+    return next((length for length, depth in enumerate(depths, 1) if depth == 0), 0)

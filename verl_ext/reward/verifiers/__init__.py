@@ -12,8 +12,9 @@ What is next to `path` goes to its constructor. Rows that nothing matches are ma
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from typing import Any, Protocol
 
 from verl_ext.reward.score import Score
@@ -83,28 +84,21 @@ class Verifiers:
         Raises:
             ValueError: an entry has no path, or the path leads nowhere.
         """
-        self._config = config
-        self._entries: list[tuple[str, str, dict[str, Any]]] = []
         own = dict(entries or {})
+        self._entries: list[tuple[str, Callable[[], Verifier]]] = []
         for pattern, entry in [*own.items(), *(item for item in BUILT_IN.items() if item[0] not in own)]:
             settings = {"path": entry} if isinstance(entry, str) else dict(entry)
-            path = settings.pop("path", None)
-            _import_class(path, pattern)
-            self._entries.append((pattern.lower(), path, settings))
-        self._built: dict[int, Verifier] = {}
+            kind = _import_class(settings.pop("path", None), pattern)
+            self._entries.append((pattern.lower(), cache(partial(kind, config, **settings))))
+        self._math = cache(partial(_import_class(MATH, "mathematics"), config))
 
     def find(self, data_source: str, ability: str) -> Verifier:
         """The verifier of the first pattern that fits the data source, else the ability, else the one for maths."""
         for name in (data_source, ability):
-            for number, (pattern, path, settings) in enumerate(self._entries):
+            for pattern, build in self._entries:
                 if fnmatchcase(name.lower(), pattern):
-                    return self._build(number, path, settings)
-        return self._build(-1, MATH, {})
-
-    def _build(self, number: int, path: str, settings: dict[str, Any]) -> Verifier:
-        if number not in self._built:
-            self._built[number] = _import_class(path, "mathematics")(self._config, **settings)
-        return self._built[number]
+                    return build()
+        return self._math()
 
 
 def _import_class(path: Any, pattern: str) -> type[Verifier]:

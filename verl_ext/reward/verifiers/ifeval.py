@@ -42,8 +42,7 @@ class IfevalVerifier:
         broken = [name for name, kwargs in constraints if not CHECKS[name](response, **kwargs)]
         share = 1.0 - len(broken) / len(constraints)
         acc = float(not broken) if self._all_or_nothing else share
-        verdict = "correct" if acc == 1.0 else "partial" if acc > 0.0 else "wrong"
-        return Score(acc, "", verdict, "broken: " + ", ".join(broken) if broken else "all met")
+        return Score.graded(acc, "", "broken: " + ", ".join(broken) if broken else "all met")
 
 
 def read_constraints(ground_truth: Any) -> list[tuple[str, dict[str, Any]]]:

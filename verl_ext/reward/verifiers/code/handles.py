@@ -19,15 +19,14 @@ OPERATORS = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rsh
 
 
 class Handle:
-    """An object of the solution, by its number there; `content` is that of a class derived from a built-in type.
+    """An object of the solution, by its number there; `_content` is that of a class derived from a built-in type.
 
     `level`: CLASS for a class under test, INSTANCE for what it makes, which may have operators of its own; below, an
     object has none: what a function returns would be shown the expected value and asked whether it is right.
     """
 
-    def __init__(self, run, wire, name, level, content=None):
-        vars(self).update(_run=run, _wire=wire, _name=name, _level=level, _content=content)
-        vars(self).update(_items=[], _ended=False)
+    def __init__(self, run, wire, name, level):
+        vars(self).update(_run=run, _wire=wire, _name=name, _level=level, _content=None, _items=[], _ended=False)
 
     @property
     def __class__(self):
