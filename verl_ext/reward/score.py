@@ -26,7 +26,7 @@ _BASED = re.compile(r"([0-9A-Z]+)\s*_\s*\{?(\d+)\}?")
 _CLOCK = re.compile(r"(\d+(?:\s*:\s*\d+)+)\s*([ap]\.?m\.?)?", re.IGNORECASE)
 _RATIO = re.compile(r"(\d+)\s*(?:/|\\text\s*\{\s*to\s*\}|to)\s*(\d+)|\\frac\{(\d+)\}\{(\d+)\}")
 _CONSTANT = re.compile(r"\+\s*[cCkK]$")  # of an integral
-# Units that normalise() drops, and others that they are not.
+# Units that differ, though normalise() drops some of them: dollars are no cents, degrees no radians.
 _CLASHES = [
     (re.compile(r"\\\$|[€£¥₹]|\bdollars?\b"), re.compile(r"¢|\bcents?\b")),
     (re.compile(r"°|\\circ|\bdegrees?\b"), re.compile(r"\brad(?:ians?)?\b")),

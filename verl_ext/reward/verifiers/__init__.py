@@ -43,21 +43,21 @@ class Verifier(Protocol):
             sample: the other fields of the row.
         Raises:
             ValueError: the row is broken (no test cases, an unknown constraint): an error of the data, not of the
-                model. What the infrastructure fails (a server, say) is the verdict "unknown" instead. What the
-                response itself causes is its own error, and neither: see `verify_response`.
+                model. An infrastructure failure (a server, say) is no exception but the verdict "unknown". What the
+                response itself causes is neither: see `verify_response`.
         """
 
 
-# A response that no verifier has trouble with: what fails with it, too, is not the fault of another response.
+# A response that no verifier has trouble with. A failure that it meets, too, is not the fault of another response.
 CONTROL_RESPONSE = "```python\npass\n```\nThe answer is \\boxed{0}."
-# What text can make code raise. Not OSError, nor RuntimeError as such: a worker or a server that cannot be had.
+# What text can make code raise. OSError and RuntimeError are left out: a worker or a server could not be reached.
 RAISED_BY_TEXT = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError, RecursionError)
 
 
 async def verify_response(
     verifier: Verifier, response_text: str, ground_truth: Any, sample: Mapping[str, Any]
 ) -> Score:
-    """`verifier.verify`, where an exception that only this response raises makes it wrong.
+    """As `verifier.verify`; an exception that only this response causes makes the response wrong.
 
     Raises:
         Exception: as the verifier, if it raises on a plain response to the same row as well.

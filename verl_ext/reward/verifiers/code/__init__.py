@@ -41,7 +41,7 @@ class CodeVerifier:
     The program is the last fenced block of Python after the last `</think>`. What it causes, by an error, a time-out, a
     wrong or unreadable result, or a sandbox that is lost with it twice but runs another program in between, is the
     model's failure. The verdict "unknown" is left for a sandbox that fails whatever it runs, and for a test that is no
-    test of any program: it passes or fails without one, or passes what is no data.
+    test of any program: it passes or fails without one, or gives a program an argument that is no data.
     """
 
     def __init__(

@@ -5,7 +5,6 @@ methods. A guess stands for an answer that is not known yet, so that a test can 
 """
 
 import operator
-import types
 
 CHUNK = 64  # items of an iterator that are asked for at once
 BUILTIN_NAMES = {name for kind in (str, bytes, int, float, list, dict, set, tuple) for name in dir(kind)}
@@ -90,8 +89,8 @@ class Handle:
         if not self._items:
             raise StopIteration
         item = self._items.pop()
-        if type(item) is types.SimpleNamespace:
-            raise item.error
+        if issubclass(type(item), BaseException):  # which ended the iterator: no data of the solution's is one
+            raise item
         return item
 
     def __getitem__(self, key):
