@@ -28,7 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from verl_ext.outcome import UNVERIFIED_VERDICT
-from verl_ext.records.run_folder import SAMPLES, NoRun, dumps_of, evaluations_of, find_run, training_folder
+from verl_ext.records import jsonl, run_folder
 from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths.normalisation import normalise
 from verl_ext.reward.score import Score
@@ -38,7 +38,8 @@ ADDED = ("acc", "pred", "verdict", "method", "error")
 CHUNK = 32  # rows handed to a process at a time
 PROGRESS_S = (10.0, 0.1)  # between two lines of progress: into a file, on a terminal
 AHEAD = 4  # chunks per process that are read before they are needed
-LISTED = 20  # disagreements printed; all are in the output
+LISTED = 20  # disagreements and errors printed; all are in the output
+WORDS = {True: "right", False: "wrong"}
 MATH_VERIFY_S = 5  # per parsing and per comparison
 
 
@@ -65,11 +66,11 @@ def main(argv: list[str] | None = None) -> int:
     except (OSError, ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(summarise(arguments.output))
-    errors = [row["error"] for _, row in read_rows([arguments.output]) if row["verdict"] == "error"]
+    summary, errors = summarise(arguments.output)
+    print(summary)
     if errors:
         print(f"error: {len(errors)} rows could not be graded; mend them and repeat the command:", file=sys.stderr)
-        print("".join(f"  {error}\n" for error in errors[:LISTED]), end="", file=sys.stderr)
+        print(*(f"  {error}" for error in errors[:LISTED]), sep="\n", file=sys.stderr)
     return 1 if errors else 0
 
 
@@ -94,20 +95,15 @@ def find_files(paths: list[Path]) -> list[Path]:
 def _files_of_run(path: Path) -> list[Path] | None:
     """None where the folder is none, or an evaluation, whose files lie in it: see the top of this file."""
     try:
-        kind = find_run(path).kind
-    except NoRun:
+        kind = run_folder.find_run(path).kind
+    except run_folder.NoRun:
         return None
     if kind == "evaluation":
         return None
-    run = training_folder(path, "rl", "sft")
-    own = [path / "eval" / side / SAMPLES for side in ("before", "after")] if kind == "quickstart" else []
-    candidates = (
-        dumps_of(run, "validation_data_dir", "validation"),
-        evaluations_of(run),
-        [file for file in own if file.is_file()],
-        dumps_of(run, "rollout_data_dir", "rollouts"),
-    )
-    return next(filter(None, candidates), [])
+    run = run_folder.training_folder(path, "rl", "sft")
+    own = [path / "eval" / side / run_folder.SAMPLES for side in ("before", "after")] if kind == "quickstart" else []
+    candidates = run_folder.validations_of(run) or run_folder.evaluations_of(run)
+    return candidates or [file for file in own if file.is_file()] or run_folder.rollouts_of(run)
 
 
 def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers: int, compare: bool) -> None:
@@ -138,7 +134,7 @@ def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers
                 _replace_lines(output, dict(zip(sorted(errors), graded, strict=True)))
             with open(output, "a", encoding="utf-8", buffering=1) as sink:  # by lines: a kill loses none
                 for row in _grade_in_order(pool, rows, workers, progress):
-                    sink.write(_to_line(row))
+                    sink.write(jsonl.dumps(row) + "\n")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -163,22 +159,12 @@ def _grade_in_order(
             raise RuntimeError(failure)
 
 
-def _to_line(row: dict[str, Any]) -> str:
-    line = json.dumps(row, ensure_ascii=False)
-    # Half a surrogate pair, which JSON can name, is no text: it stays written as \\ud800.
-    return (line if _is_text(line) else json.dumps(row)) + "\n"
-
-
-def _is_text(line: str) -> bool:
-    return not any("\ud800" <= char <= "\udfff" for char in line)
-
-
 def _replace_lines(file: Path, rows: dict[int, dict[str, Any]]) -> None:
     """Put rows in the place of lines, counted from 0; the file is replaced when all is written."""
     part = file.with_name(f"{file.name}.part")
     with open(file, encoding="utf-8") as lines, open(part, "w", encoding="utf-8") as sink:
         for index, line in enumerate(lines):
-            sink.write(_to_line(rows[index]) if index in rows else line)
+            sink.write(jsonl.dumps(rows[index]) + "\n" if index in rows else line)
     part.replace(file)
 
 
@@ -204,23 +190,18 @@ def _continue_at(files: list[Path], output: Path) -> tuple[int, set[int]]:
     """How many rows `output` has, and which of them are errors; drops a last line that was broken off."""
     if not output.exists():
         return 0, set()
-    with open(output, "rb+") as graded:
-        end, done, errors = 0, 0, set()
-        last = -1, {}
-        for line in graded:
-            if not line.endswith(b"\n"):
-                break
-            row = json.loads(line)
-            if row["verdict"] == "error":
-                errors.add(done)
-            else:
-                last = done, row
-            end, done = end + len(line), done + 1
-        graded.truncate(end)
+    jsonl.cut_half_line(output)
+    done, errors, last = 0, set(), (-1, {})
+    for _, row in read_rows([output]):
+        if row.get("verdict") == "error":
+            errors.add(done)
+        else:
+            last = done, row
+        done += 1
     index, row = last
     place, there = next(islice(read_rows(files), max(index, 0), None), ("the end of the input", {}))
-    total = sum(1 for _ in read_rows(files)) if done else 0
-    if index >= 0 and read_row(row, str(output)) != (read_row(there, place) if there else None) or done > total:
+    is_other = index >= 0 and (not there or read_row(row, str(output)) != read_row(there, place))
+    if is_other or done > sum(1 for _ in read_rows(files)):
         raise ValueError(
             f"{output} has {done} rows, and row {index + 1} is not that of {place}: it was graded from another input. "
             "Delete it, or name another --output."
@@ -261,29 +242,31 @@ def _start_worker(config: dict[str, Any], compare: bool) -> None:
 def _grade_chunk(chunk: list[tuple[str, dict[str, Any]]]) -> tuple[list[dict[str, Any]], str | None]:
     """The graded rows, and why the next one could not be: a failure of ours or of a service, not of the row."""
 
-    async def grade_all() -> list[Score | Exception]:
+    async def grade_all() -> list[dict[str, Any] | BaseException]:
         return await asyncio.gather(*(_grade(place, row) for place, row in chunk), return_exceptions=True)
 
     graded = []
-    for (place, row), score in zip(chunk, _RUNNER.run(grade_all()), strict=True):
-        if isinstance(score, Exception) and not isinstance(score, ValueError):
-            return graded, f"{place}: {score!r}. The rows before it are graded; the same command goes on there."
-        if isinstance(score, BaseException) and not isinstance(score, ValueError):
-            raise score
-        recorded = {key: row.pop(key) for key in (*ADDED, "score") if key in row}
-        if isinstance(score, ValueError):
-            row |= {"acc": None, "pred": "", "verdict": "error", "method": "", "error": str(score)}
-        else:
-            row |= {"acc": score.acc, "pred": score.pred, "verdict": score.verdict, "method": score.method}
-        if recorded and "line" not in row:
-            row["recorded"] = recorded
-        if _COMPARE and row["verdict"] != "error":
-            row["math_verify"] = judge_by_math_verify(*read_row(row, place), score.pred)
+    for (place, _), row in zip(chunk, _RUNNER.run(grade_all()), strict=True):
+        if isinstance(row, BaseException):
+            return graded, f"{place}: {row!r}. The rows before it are graded; the same command goes on there."
         graded.append(row)
     return graded, None
 
 
-async def _grade(place: str, row: dict[str, Any]) -> Score:
+async def _grade(place: str, row: dict[str, Any]) -> dict[str, Any]:
+    try:
+        score = await _score(place, row)
+        added = {"acc": score.acc, "pred": score.pred, "verdict": score.verdict, "method": score.method}
+    except ValueError as error:
+        added = {"acc": None, "pred": "", "verdict": "error", "method": "", "error": str(error)}
+    else:
+        if _COMPARE:
+            added["math_verify"] = judge_by_math_verify(*read_row(row, place), score.pred)
+    recorded = {key: row.pop(key) for key in (*ADDED, "score") if key in row}
+    return row | added | ({"recorded": recorded} if recorded and "line" not in row else {})
+
+
+async def _score(place: str, row: dict[str, Any]) -> Score:
     if "line" in row and row.get("error"):
         raise ValueError(row["error"])
     response, ground_truth = read_row(row, place)
@@ -309,51 +292,41 @@ def judge_by_math_verify(response: str, ground_truth: Any, pred: str) -> bool | 
     return bool(verify(gold, parse(response, parsing_timeout=MATH_VERIFY_S), timeout_seconds=MATH_VERIFY_S))
 
 
-def summarise(output: Path) -> str:
-    """Counts by verdict; agreement with recorded verdicts and with math-verify, where the rows have them."""
-    verdicts, recorded, compared, listed = Counter(), Counter(), Counter(), []
-    total_acc = 0.0
+def summarise(output: Path) -> tuple[str, list[str]]:
+    """Counts by verdict, and agreement with recorded verdicts and math-verify where rows have them; the errors."""
+    verdicts, recorded, compared = Counter(), Counter(), Counter()
+    listed, errors, total_acc = [], [], 0.0
     for place, row in read_rows([output]):
         verdicts[row["verdict"]] += 1
         total_acc += row["acc"] or 0.0
         right = row["acc"] == 1.0
-        before = _recorded_right(row)
-        if before is not None:
-            recorded[before, row["verdict"]] += 1
-        if "math_verify" in row:
-            compared[row["math_verify"], right] += 1
-            if row["math_verify"] not in (None, right):
-                _, ground_truth = read_row(row, place)
-                listed.append(
-                    f"  {place}: math-verify {_word(row['math_verify'])}, ours {row['verdict']} by {row['method']}: "
-                    f"{row['pred'][:60]!r} against {str(ground_truth)[:60]!r}"
-                )
-    count = verdicts.total()
-    graded = count - verdicts["error"]
-    lines = [f"{count} rows, mean acc {total_acc / max(graded, 1):.4f}: " + _counts(verdicts)]
-    for (before, verdict), number in sorted(recorded.items()):
-        lines.append(f"recorded {_word(before)}, now {verdict}: {number}")
+        if row["verdict"] == "error":
+            errors.append(row["error"])
+        before = row.get("recorded", {})
+        is_judged = before.get("verdict") != UNVERIFIED_VERDICT and before.get("acc") is not None
+        before_right = before["acc"] == 1.0 if is_judged else row.get("upstream_correct")
+        if before_right is not None:
+            recorded[before_right, row["verdict"]] += 1
+        if "math_verify" not in row:
+            continue
+        compared[row["math_verify"], right] += 1
+        if row["math_verify"] not in (None, right):
+            gold = str(read_row(row, place)[1])
+            listed.append(
+                f"  {place}: math-verify {WORDS[not right]}, ours {row['verdict']} by {row['method']}: "
+                f"{row['pred'][:60]!r} against {gold[:60]!r}"
+            )
+    counts = ", ".join(f"{count} {name}" for name, count in verdicts.most_common())
+    mean_acc = total_acc / max(verdicts.total() - len(errors), 1)
+    lines = [f"{verdicts.total()} rows, mean acc {mean_acc:.4f}: {counts}"]
+    lines += [f"recorded {WORDS[before]}, now {verdict}: {n}" for (before, verdict), n in sorted(recorded.items())]
     if compared:
         agreed = compared[True, True] + compared[False, False]
         skipped = compared[None, True] + compared[None, False]
         lines.append(
-            f"math-verify agrees on {agreed} of {count - skipped}; only math-verify right: {compared[True, False]}; "
-            f"only ours right: {compared[False, True]}; not shown to it: {skipped}"
+            f"math-verify agrees on {agreed} of {compared.total() - skipped}; "
+            f"only math-verify right: {compared[True, False]}; only ours right: {compared[False, True]}; "
+            f"not shown to it: {skipped}"
         )
         lines += listed[:LISTED] + ([f"  and {len(listed) - LISTED} more"] if len(listed) > LISTED else [])
-    return "\n".join(lines)
-
-
-def _recorded_right(row: dict[str, Any]) -> bool | None:
-    recorded = row.get("recorded", {})
-    if recorded.get("verdict", "") != UNVERIFIED_VERDICT and recorded.get("acc") is not None:
-        return recorded["acc"] == 1.0
-    return row.get("upstream_correct")
-
-
-def _word(right: bool) -> str:
-    return "right" if right else "wrong"
-
-
-def _counts(counter: Counter) -> str:
-    return ", ".join(f"{count} {name}" for name, count in counter.most_common())
+    return "\n".join(lines), errors

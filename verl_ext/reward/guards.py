@@ -5,6 +5,7 @@ here still runs under the limits of symbolic.py.
 """
 
 import re
+from itertools import accumulate
 
 MAX_CHARS = 600
 MAX_DEPTH = 10
@@ -59,8 +60,4 @@ def refusal(pred: str, gold: str) -> str | None:
 
 
 def _depth(text: str) -> int:
-    depth = deepest = 0
-    for char in text:
-        depth += (char in "([{") - (char in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
+    return max(accumulate(((char in "([{") - (char in ")]}") for char in text), initial=0))

@@ -12,8 +12,11 @@ It is registered as "retool" too, for processes that have imported this module. 
 import asyncio
 import hashlib
 import logging
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,8 +26,8 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from verl_ext.objectives.shaping import PIECEWISE, overlong_penalty, piecewise_length_penalty, tool_bonus
 from verl_ext.outcome import UNVERIFIED, RolloutEnd, infrastructure_failure
+from verl_ext.records import jsonl
 from verl_ext.reward.score import Score
-from verl_ext.reward.unverified import UnverifiedLog
 from verl_ext.reward.verifiers import Verifiers, verify_response
 
 logger = logging.getLogger(__name__)
@@ -78,12 +81,9 @@ class RewardOptions:
         settings = dict(config["reward"].get("reward_kwargs") or {})
         buffer_cfg = dict(settings.pop("overlong_buffer_cfg", None) or {})
         known = {field.name for field in fields(cls)} - {"overlong_buffer", "overlong_factor"}
-        unknown = [key for key in settings if key not in known]
         # `log` is verl's: here the penalty is always logged, as reward_overlong.
-        unknown += [
-            f"overlong_buffer_cfg.{k}" for k in buffer_cfg if k not in ("enable", "len", "penalty_factor", "log")
-        ]
-        if unknown:
+        unknown_cfg = buffer_cfg.keys() - {"enable", "len", "penalty_factor", "log"}
+        if unknown := settings.keys() - known | {f"overlong_buffer_cfg.{key}" for key in unknown_cfg}:
             raise ValueError(
                 f"Unknown under reward.reward_kwargs: {', '.join(sorted(unknown))}. Expected some of "
                 f"{', '.join(sorted(known))}, overlong_buffer_cfg.{{enable,len,penalty_factor,log}}."
@@ -91,8 +91,9 @@ class RewardOptions:
         if settings.get("max_resp_len") is None:
             settings["max_resp_len"] = config["data"]["max_response_length"]
         if buffer_cfg.get("enable", False):
-            settings["overlong_buffer"] = buffer_cfg.get("len")
-            settings["overlong_factor"] = buffer_cfg.get("penalty_factor", 1.0)
+            buffer, max_length = buffer_cfg.get("len") or 0, settings["max_resp_len"]
+            overlong_penalty(torch.tensor([0]), max_length=max_length, buffer=buffer)  # raises here, at start-up
+            settings |= {"overlong_buffer": buffer, "overlong_factor": buffer_cfg.get("penalty_factor", 1.0)}
         points = settings.get("length_penalty")
         if isinstance(points, str) and points != "piecewise":
             raise ValueError(
@@ -106,8 +107,6 @@ class RewardOptions:
             raise ValueError(f"overlong_counts is {options.overlong_counts!r}: expected 'response' or 'model'.")
         if options.random_reward_p is not None and not 0.0 <= options.random_reward_p <= 1.0:
             raise ValueError(f"random_reward_p is {options.random_reward_p}: expected a probability, or null.")
-        if buffer_cfg.get("enable", False):  # raises here, at start-up, if the lengths do not fit
-            overlong_penalty(torch.tensor([0]), max_length=options.max_resp_len, buffer=options.overlong_buffer or 0)
         return options
 
 
@@ -147,7 +146,6 @@ class RetoolRewardManager(RewardManagerBase):
             )
         self.options = RewardOptions.from_config(config)
         self.verifiers = Verifiers(config, self.options.verifiers)
-        self.unverified_log = UnverifiedLog(self.options.unverified_dir) if self.options.unverified_dir else None
         self.num_scored = 0
         self.num_unverified = 0
 
@@ -175,7 +173,7 @@ class RetoolRewardManager(RewardManagerBase):
             ValueError: the row is broken; the message names it.
             RuntimeError: the verifier has an error of its own.
         """
-        num_tokens = len(token_ids)
+        options, num_tokens = self.options, len(token_ids)
         extra_fields = sample.get("tool_extra_fields") or {}
         spans = extra_fields.get("model_spans", [(0, num_tokens)])
         finish_reason = str(extra_fields.get("finish_reason", ""))
@@ -191,24 +189,19 @@ class RetoolRewardManager(RewardManagerBase):
         num_model_tokens = sum(end - start for start, end in spans)
 
         train_acc = score.acc
-        if self.options.random_reward_p is not None:
-            train_acc = float(self._draw(sample, token_ids) < self.options.random_reward_p)
+        if options.random_reward_p is not None:
+            train_acc = float(self._draw(sample, token_ids) < options.random_reward_p)
         if infrastructure_failed:
             train_acc = 0.5
-        parts = {"reward_base": 2.0 * train_acc - 1.0, "reward_overlong": 0.0, "reward_length": 0.0}
-        parts["reward_tool_bonus"] = 0.0
+        parts = dict.fromkeys(("reward_base", "reward_overlong", "reward_length", "reward_tool_bonus"), 0.0)
+        parts["reward_base"] = 2.0 * train_acc - 1.0
         if not infrastructure_failed:
-            counted = num_model_tokens if self.options.overlong_counts == "model" else num_tokens
-            parts["reward_overlong"] = self._overlong(counted)
-            if self.options.length_penalty:
-                parts["reward_length"] = piecewise_length_penalty(
-                    torch.tensor([counted]), self.options.length_penalty
-                ).item()
-            if self.options.tool_bonus and train_acc == 0.0:
+            parts |= self._shape(num_model_tokens if options.overlong_counts == "model" else num_tokens)
+            if options.tool_bonus and train_acc == 0.0:
                 parts["reward_tool_bonus"] = tool_bonus(torch.tensor([extra_fields.get("tool_calls", 0)])).item()
         reward = sum(parts.values())
-        if self.options.reward_floor is not None:
-            reward = max(reward, self.options.reward_floor)
+        if options.reward_floor is not None:
+            reward = max(reward, options.reward_floor)
         return {
             "reward_score": reward,
             "reward_extra_info": {
@@ -266,18 +259,25 @@ class RetoolRewardManager(RewardManagerBase):
             self.num_unverified,
             self.num_scored,
         )
-        if self.unverified_log:
+        if self.options.unverified_dir:
             row = {"response": response, "ground_truth": sample["reward_model"]["ground_truth"]}
             row |= {name: sample.get(name, "") for name in ("data_source", "ability", "index", "uid", "global_steps")}
-            self.unverified_log.append(row | {"pred": score.pred, "method": score.method})
+            folder = Path(self.options.unverified_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            # A file per process, by one write per row: a process that is killed leaves whole lines behind.
+            with open(folder / f"unverified-{socket.gethostname()}-{os.getpid()}.jsonl", "ab", buffering=0) as file:
+                line = jsonl.dumps(row | {"pred": score.pred, "method": score.method}, default=str)
+                file.write(f"{line}\n".encode())
 
-    def _overlong(self, num_tokens: int) -> float:
-        if self.options.overlong_buffer is None:
-            return 0.0
-        penalty = overlong_penalty(
-            torch.tensor([num_tokens]), max_length=self.options.max_resp_len, buffer=self.options.overlong_buffer
-        )
-        return self.options.overlong_factor * penalty.item()
+    def _shape(self, num_tokens: int) -> dict[str, float]:
+        """The penalties on length that are configured."""
+        options, length, parts = self.options, torch.tensor([num_tokens]), {}
+        if options.overlong_buffer is not None:
+            penalty = overlong_penalty(length, max_length=options.max_resp_len, buffer=options.overlong_buffer)
+            parts["reward_overlong"] = options.overlong_factor * penalty.item()
+        if options.length_penalty:
+            parts["reward_length"] = piecewise_length_penalty(length, options.length_penalty).item()
+        return parts
 
     def _draw(self, sample: Mapping[str, Any], token_ids: list[int]) -> float:
         """Uniform in [0, 1): a hash of the seed, the sample's place in the run and its tokens, so repeatable.

@@ -3,6 +3,7 @@
 The judge (verifiers/judge.py) and the evaluation of a server (evaluation/servers.py) say what a failure means to them.
 """
 
+import asyncio
 from typing import Any
 
 
@@ -28,7 +29,7 @@ class OpenAiEndpoint:
     Args:
         url: such as "http://127.0.0.1:8000/v1".
         api_key: "" sends the word EMPTY, as vLLM's documentation does: the client cannot send none.
-        timeout_s: of one request, waiting in the server's queue included.
+        timeout_s: of one attempt from connecting to the answer's last byte, the server's queue included.
         max_attempts: requests in all.
     """
 
@@ -62,7 +63,19 @@ class OpenAiEndpoint:
             return getattr(error, "doc", str(error))
 
     def _connect(self) -> Any:
+        import httpx
         import openai
+
+        timeout_s = self._timeout_s
+
+        class Client(openai.DefaultAsyncHttpxClient):
+            async def send(self, request: httpx.Request, **options: Any) -> httpx.Response:
+                """One attempt; httpx's own limit is for each read, which a server that drips bytes never exceeds."""
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        return await super().send(request, **options)
+                except TimeoutError as error:
+                    raise httpx.ReadTimeout(f"no whole answer within {timeout_s:g} s") from error
 
         return openai.AsyncOpenAI(
             base_url=self.url,
@@ -70,7 +83,7 @@ class OpenAiEndpoint:
             default_headers={name: openai.Omit() for name in ("OpenAI-Organization", "OpenAI-Project")},
             timeout=self._timeout_s,
             max_retries=self._max_attempts - 1,
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
+            http_client=Client(trust_env=False),
         )
 
     async def aclose(self) -> None:

@@ -26,7 +26,7 @@ _BASED = re.compile(r"([0-9A-Z]+)\s*_\s*\{?(\d+)\}?")
 _CLOCK = re.compile(r"(\d+(?:\s*:\s*\d+)+)\s*([ap]\.?m\.?)?", re.IGNORECASE)
 _RATIO = re.compile(r"(\d+)\s*(?:/|\\text\s*\{\s*to\s*\}|to)\s*(\d+)|\\frac\{(\d+)\}\{(\d+)\}")
 _CONSTANT = re.compile(r"\+\s*[cCkK]$")  # of an integral
-# Units that normalise() drops, and others that they are not.
+# Units that differ, though normalise() drops some of them: dollars are no cents, degrees no radians.
 _CLASHES = [
     (re.compile(r"\\\$|[€£¥₹]|\bdollars?\b"), re.compile(r"¢|\bcents?\b")),
     (re.compile(r"°|\\circ|\bdegrees?\b"), re.compile(r"\brad(?:ians?)?\b")),
@@ -51,6 +51,11 @@ class Score:
     pred: str
     verdict: Literal["correct", "partial", "wrong", "no_answer", "unknown"]
     method: str
+
+    @classmethod
+    def graded(cls, acc: float, pred: str, method: str) -> "Score":
+        """With the verdict that belongs to `acc`."""
+        return cls(acc, pred, "correct" if acc == 1.0 else "partial" if acc > 0.0 else "wrong", method)
 
     @property
     def is_unverified(self) -> bool:
@@ -77,7 +82,7 @@ def score_answer(response_text: str, ground_truth: str) -> Score:
     comparison = compare(pred, ground_truth.strip())
     if comparison.equal is None:
         return Score(None, pred, UNVERIFIED_VERDICT, comparison.method)
-    return Score(float(comparison.equal), pred, "correct" if comparison.equal else "wrong", comparison.method)
+    return Score.graded(float(comparison.equal), pred, comparison.method)
 
 
 def compare(pred: str, gold: str) -> Comparison:
@@ -116,8 +121,7 @@ class _ValueComparison:
             return decided
         if re.fullmatch(r"[-+]?\s*\\infty", gold):
             return Comparison(False, "infinity")  # another spelling of it: \infty+1 is no number
-        reason = refusal(pred, gold)
-        if reason:
+        if reason := refusal(pred, gold):
             return Comparison(False, f"guard: {reason}")
         if self.symbolic_left == 0:
             return self.rest
@@ -126,7 +130,7 @@ class _ValueComparison:
             compared = Comparison(symbolic.is_equal(pred, gold), "symbolic")
         except symbolic.TooCostly:
             compared = Comparison(False, "guard: cost")
-        if compared.equal is None or compared.method != "symbolic":
+        if compared.equal is None or compared.method == "guard: cost":
             self.symbolic_left, self.rest = 0, compared
         return compared
 
@@ -153,10 +157,8 @@ def _compare_notations(pred: str, gold: str) -> Comparison | None:
     The ratio 3:2 may be written as 3/2, and 3/2 as 3:2; two fractions are for others to compare.
     """
     for read in (_read_based, _read_clock):
-        places = read(pred), read(gold)
-        if any(places):
-            written = [found or _read_ratio(text) for found, text in zip(places, (pred, gold), strict=True)]
-            return Comparison(written[0] == written[1], "notation")
+        if read(pred) or read(gold):
+            return Comparison((read(pred) or _read_ratio(pred)) == (read(gold) or _read_ratio(gold)), "notation")
     return None
 
 

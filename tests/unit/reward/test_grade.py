@@ -70,6 +70,13 @@ def test_output_of_another_input_is_left_alone(tmp_path, capsys):
     assert output.read_text() == before
 
 
+def test_output_that_is_no_graded_file_is_left_alone(tmp_path, capsys):
+    output = write(tmp_path / "notes.jsonl", [{"note": 1}])
+    assert grade(write(tmp_path / "rows.jsonl", ROWS[:1]), output) == 1
+    assert "notes.jsonl has the keys note: expected" in capsys.readouterr().err
+    assert read(output) == [{"note": 1}]
+
+
 BROKEN = [
     ('{"response": "x", "ground_truth": " "}', "cannot be graded: The ground truth is empty"),
     ('{"response": "x"}', "has the keys response: expected"),

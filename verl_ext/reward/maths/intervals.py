@@ -43,8 +43,9 @@ def intervals_of(text: str) -> tuple[str, str] | None:
         if None in conditions:
             return None
         variables |= {condition.variable for condition in conditions}
-        if len(parts) > 1 or _is_bounded(conditions):
-            conditions = [_both(conditions)]
+        both = _both(conditions)
+        if len(parts) > 1 or both and len(conditions) == 2 and _holds_numbers(both):
+            conditions = [both]
         if None in conditions:
             return None
         intervals += [f"{c.opening}{c.low},{c.high}{c.closing}" for c in conditions]
@@ -63,8 +64,7 @@ class _Bounds(NamedTuple):
 
 def _bounds_of(part: str) -> _Bounds | None:
     """`1 < x \\le 3`, `x > 1` or `x = 5` as bounds; None for anything else, such as `1 < x > 3`."""
-    sides = [side.strip() for side in RELATION.split(part)]
-    signs = RELATION.findall(part)
+    sides, signs = [side.strip() for side in RELATION.split(part)], RELATION.findall(part)
     if not signs:
         point = re.fullmatch(r"([a-zA-Z])\s*=([^=]+)", part)
         return _Bounds(point[1], "[", point[2].strip(), point[2].strip(), "]") if point else None
@@ -72,20 +72,20 @@ def _bounds_of(part: str) -> _Bounds | None:
         return None
     if signs[0] not in ("<", r"\le"):
         sides, signs = sides[::-1], [_TURNED[sign] for sign in signs[::-1]]
-    if len(sides) == 2:
-        first = bool(re.fullmatch("[a-zA-Z]", sides[0]))
-        sides, signs = ([r"-\infty", *sides], ["<", *signs]) if first else ([*sides, r"\infty"], [*signs, "<"])
+    if len(sides) == 2 and re.fullmatch("[a-zA-Z]", sides[0]):
+        sides, signs = [r"-\infty", *sides], ["<", *signs]
+    elif len(sides) == 2:
+        sides, signs = [*sides, r"\infty"], [*signs, "<"]
     if len(sides) != 3 or not re.fullmatch("[a-zA-Z]", sides[1]):
         return None
     low, variable, high = sides
     return _Bounds(variable, "(" if signs[0] == "<" else "[", low, high, ")" if signs[1] == "<" else "]")
 
 
-def _is_bounded(conditions: list[_Bounds]) -> bool:
-    """Whether they are a lower and an upper bound, rational, with numbers between them."""
-    lows = [_read_end(c.low) for c in conditions if r"\infty" in c.high]
-    highs = [_read_end(c.high) for c in conditions if r"\infty" in c.low]
-    return len(conditions) == 2 and len(lows) == len(highs) == 1 and None not in (*lows, *highs) and lows < highs
+def _holds_numbers(interval: _Bounds) -> bool:
+    """Whether its ends are rational, and numbers are between them."""
+    low, high = _read_end(interval.low), _read_end(interval.high)
+    return low is not None and high is not None and low < high
 
 
 def _both(conditions: list[_Bounds]) -> _Bounds | None:

@@ -6,15 +6,21 @@ or as expressions (symbolic.py).
 
 import re
 from functools import lru_cache
+from itertools import accumulate
 
 from verl_ext.reward.maths.unicode_signs import to_latex
 
 MAX_WRAPPERS = 8  # brackets around a whole answer that are dropped
 
-_BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10}
+_BASES = {word: number for number, word in enumerate("two three four five six seven eight nine ten".split(), 2)}
 
 _FUNCTIONS = "sin|cos|tan|cot|sec|csc"
 
+# Commands with another spelling.
+_MACROS = {"lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")", "langle": "(", "rangle": ")", "div": "/"}
+_MACROS |= {"lbrace": r"\{", "rbrace": r"\}", "backslash": r"\setminus ", "bigcup": r"\cup "}
+_MACROS |= {"vee": r"\lor ", "wedge": r"\land ", "times": r"\cdot ", "ast": r"\cdot "}
+_MACROS |= dict.fromkeys(("lvert", "rvert", "vert", "mid"), "|") | dict.fromkeys(("lVert", "rVert", "Vert"), r"\|")
 # What changes how an answer looks, not what it says. Each line works on what the lines above it left.
 _REWRITES = [
     (re.compile(pattern), replacement)
@@ -30,10 +36,8 @@ _REWRITES = [
         (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|underline|boxed|fbox)(?![a-zA-Z])", ""),
         (r"\\(?:mbox|text(?:rm|bf|it|normal|up)|emph|operatorname\*?|mathrm)(?![a-zA-Z])", r"\\text"),
         (rf"\\text\s*\{{\s*({_FUNCTIONS}|ln|log|exp)\s*\}}", r"\\\1 "),
-        (
-            r"\\text\s*\{([^a-zA-Z{}]*|\s*[a-zA-Z]\s*|\s*\([a-zA-Z]\)\s*)\}",
-            r" \1",
-        ),  # numbers, units of one letter, choices
+        # numbers, units of one letter, choices
+        (r"\\text\s*\{([^a-zA-Z{}]*|\s*[a-zA-Z]\s*|\s*\([a-zA-Z]\)\s*)\}", r" \1"),
         # one spelling per symbol
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
@@ -44,20 +48,9 @@ _REWRITES = [
         (r"\\frac\s*(\{(?:[^{}]|\{[^{}]*\})*\})\s*([\da-zA-Z])", r"\\frac\1{\2}"),
         (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
         (r"\^\s*\\frac(\{[^{}]*\}\{[^{}]*\})", r"^{\\frac\1}"),
-        (r"\\(?:[lr]?vert|mid)(?![a-zA-Z])", "|"),
-        (r"\\[lr]?Vert(?![a-zA-Z])", r"\\|"),
-        (r"\\lbrack(?![a-zA-Z])", "["),
-        (r"\\rbrack(?![a-zA-Z])", "]"),
-        (r"\\lparen(?![a-zA-Z])", "("),
-        (r"\\rparen(?![a-zA-Z])", ")"),
-        (r"\\([lr])brace(?![a-zA-Z])", lambda m: r"\{" if m[1] == "l" else r"\}"),
-        (r"\\([lr])angle(?![a-zA-Z])", lambda m: "(" if m[1] == "l" else ")"),
-        (r"\\backslash(?![a-zA-Z])", r"\\setminus "),
-        (r"\\bigcup(?![a-zA-Z])", r"\\cup "),
+        (rf"\\({'|'.join(_MACROS)})(?![a-zA-Z])", lambda m: _MACROS[m[1]]),
         (r"\\mathbb\s*([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}"),
         (r"(\\mathbb\{[A-Z]\})\s*-\s*(?=\\\{)", r"\1\\setminus "),
-        (r"\\vee(?![a-zA-Z])", r"\\lor "),
-        (r"\\wedge(?![a-zA-Z])", r"\\land "),
         (r"\\not\s*(?:=|\\eq(?![a-zA-Z]))", r"\\ne "),
         (r"\\leq(?:slant|q)?(?![a-zA-Z])|<=", r"\\le "),
         (r"\\geq(?:slant|q)?(?![a-zA-Z])|>=", r"\\ge "),
@@ -69,12 +62,8 @@ _REWRITES = [
         (r"\+?\s*\\inf(?:in|ty|inity)(?![a-zA-Z])", r"\\infty "),
         (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
         (r"\*\*", "^"),
-        (r"\\(?:times|ast)(?![a-zA-Z])|\*", r"\\cdot "),
-        (r"\\div(?![a-zA-Z])", "/"),
-        (
-            rf"_\s*\{{\s*\\text\s*\{{\s*({'|'.join(_BASES)})\s*\}}\s*\}}|_\s*\\text\s*\{{\s*({'|'.join(_BASES)})\s*\}}",
-            lambda m: f"_{_BASES[m[1] or m[2]]}",
-        ),
+        (r"\*", r"\\cdot "),
+        (rf"_\s*(\{{\s*)?\\text\s*\{{\s*({'|'.join(_BASES)})\s*\}}(?(1)\s*\}})", lambda m: f"_{_BASES[m[2]]}"),
         # ASCII notation
         (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan)(?![a-zA-Z])", r"\\\1"),
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
@@ -200,28 +189,20 @@ def unwrap_group(text: str) -> str:
 
 def closing_index(text: str) -> int:
     """Index of the bracket that closes the one `text` starts with; -1 where it stays open. `(`, `[`, `{` all count."""
-    depth = 0
-    for index, char in enumerate(text):
-        depth += (char in "([{") - (char in ")]}")
-        if depth == 0:
-            return index
-    return -1
+    depths = accumulate((char in "([{") - (char in ")]}") for char in text)
+    return next((index for index, depth in enumerate(depths) if depth == 0), -1)
 
 
 def split_top_level(text: str, separator: str = ",") -> list[str]:
     """Parts of `text` between separators that stand outside every bracket, stripped. `[0,1)` counts as a pair."""
     parts, depth, start = [], 0, 0
-    index = 0
-    while index < len(text):
-        char = text[index]
-        if depth == 0 and text.startswith(separator, index):
+    for index, char in enumerate(text):
+        if depth == 0 and index >= start and text.startswith(separator, index):
             parts.append(text[start:index].strip())
-            start = index = index + len(separator)
-            continue
-        depth = max(0, depth + (char in "([{") - (char in ")]}"))
-        index += 1
-    parts.append(text[start:].strip())
-    return parts
+            start = index + len(separator)
+        elif index >= start:
+            depth = max(0, depth + (char in "([{") - (char in ")]}"))
+    return [*parts, text[start:].strip()]
 
 
 def key(text: str) -> str:

@@ -42,14 +42,12 @@ _TAIL = re.compile(
 )
 _TOKEN = re.compile(
     r"""\s*(?:
-    (?P<whole>\d++)(?: \s*\\frac\s*\{\s*(?P<top>\d+)\s*\}\s*\{\s*(?P<bottom>\d+)\s*\}
-                    | \s+(?P<top2>\d+)\s*/\s*(?P<bottom2>\d+) )
-  | (?P<mantissa>\d++\.?\d*+|\.\d++)(?: \s*\\cdot\s*10\s*\^\s*(?:\{\s*(?P<power>[+-]?\d+)\s*\}|(?P<power2>\d+))
-                                   | [eE](?P<power3>[+-]?\d+)(?![a-zA-Z]) )
-  | (?P<before>\d*+)\.(?P<once>\d*+)(?:\\(?:overline|bar|dot)\s*(?:\{(?P<cycle>\d+)\}|(?P<cycle2>\d))
-                                    | \((?P<cycle3>\d+)\)$ )
-  | (?P<decimal>\d++\.?\d*+|\.\d++)
-  | (?P<operator>\\frac|\\cdot|[-+/^!(){}])
+    (?P<mixed> (\d++)(?: \s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\} | \s+(\d+)\s*/\s*(\d+) ))
+  | (?P<scientific> (\d++\.?\d*+|\.\d++)(?: \s*\\cdot\s*10\s*\^\s*(?:\{\s*([+-]?\d+)\s*\}|(\d+))
+                                          | [eE]([+-]?\d+)(?![a-zA-Z]) ))
+  | (?P<periodic> (\d*+)\.(\d*+)(?: \\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d)) | \((\d+)\)$ ))
+  | (?P<decimal> \d++\.?\d*+|\.\d++)
+  | (?P<operator> \\frac|\\cdot|[-+/^!(){}])
     )""",
     re.VERBOSE,
 )
@@ -245,23 +243,19 @@ class _Parser:
 
 
 def _read_token(match: re.Match[str]) -> Fraction | str:
-    if match["whole"]:  # a mixed number: 2\frac{3}{5} is 13/5
-        return int(match["whole"]) + Fraction(
-            int(match["top"] or match["top2"]), int(match["bottom"] or match["bottom2"])
-        )
-    if match["mantissa"]:
-        power = int(match["power"] or match["power2"] or match["power3"])
+    kind, parts = match.lastgroup, [part for part in match.groups() if part is not None]
+    if kind == "mixed":  # 2\frac{3}{5} is 13/5
+        whole, top, bottom = map(int, parts[1:])
+        return whole + Fraction(top, bottom)
+    if kind == "scientific":
+        mantissa, power = Fraction(parts[1]), int(parts[2])
         if abs(power) > MAX_CHARS:
             raise ValueError(f"an exponent of ten beyond {MAX_CHARS}")
-        return Fraction(match["mantissa"]) * Fraction(10) ** power
-    if cycle := match["cycle"] or match["cycle2"] or match["cycle3"]:  # 0.1\overline{6} is 1/10 + 6/90
-        once = match["once"]
-        return Fraction(f"{match['before'] or 0}.{once or 0}") + Fraction(
-            int(cycle), (10 ** len(cycle) - 1) * 10 ** len(once)
-        )
-    if match["decimal"]:
-        return Fraction(match["decimal"])
-    return match["operator"]
+        return mantissa * Fraction(10) ** power
+    if kind == "periodic":  # 0.1\overline{6} is 1/10 + 6/90
+        before, once, cycle = parts[1:]
+        return Fraction(f"{before or 0}.{once or 0}") + Fraction(int(cycle), (10 ** len(cycle) - 1) * 10 ** len(once))
+    return Fraction(parts[0]) if kind == "decimal" else parts[0]
 
 
 def _small(value: Fraction) -> Fraction:

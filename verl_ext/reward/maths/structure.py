@@ -48,6 +48,8 @@ class Comparison(NamedTuple):
 # What is a set as it stands: the answer \{\emptyset\} is not \emptyset, while \{5\} may be 5.
 _NO_VALUE = re.compile(r"\[|.*\\(?:emptyset|cup|mathbb|infty)(?![a-zA-Z])", re.DOTALL)
 
+# A union may be written as a difference of sets, which is not comparable part by part.
+_DIFFERENCE = re.compile(r"\\(?:setminus|backslash|cap)(?![a-zA-Z])|\\mathbb")
 _CONNECTIVE = re.compile(r"\\l(?:or|and)(?![a-zA-Z])")
 
 CompareValues = Callable[[str, str], Comparison]
@@ -82,23 +84,21 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, elem
     (pred_label, pred_value), (gold_label, gold_value) = split_label(pred), split_label(gold)
     if pred_label and not _is_consistent(pred, pred_value, compare_values):
         return Comparison(False, "chain")
-    if pred_label and gold_label and key(pred_label) == key(gold_label):
+    same = pred_label and gold_label and key(pred_label) == key(gold_label)
+    # Without a label, a side has its text for a value; `2x = 6` is one side's equation, and no value.
+    bare = bool(pred_label) != bool(gold_label) and not split_top_level(gold if pred_label else pred, "=")[1:]
+    if same or bare:
         return compare_answers(pred_value, gold_value, compare_values, element=element)
-    if pred_label and not gold_label and not split_top_level(gold, "=")[1:]:
-        return compare_answers(pred_value, gold, compare_values, element=element)
-    if gold_label and not pred_label and not split_top_level(pred, "=")[1:]:
-        return compare_answers(pred, gold_value, compare_values, element=element)
-
-    if pred_label and not gold_label and pred_label[0] == "(":
+    if not gold_label and pred_label[:1] == "(":
         pred = _label_each(pred_label, pred_value) or pred
-    elif gold_label and not pred_label and gold_label[0] == "(":
+    elif not pred_label and gold_label[:1] == "(":
         gold = _label_each(gold_label, gold_value) or gold
     pred, gold = same_notation(pred, gold)
     if bool(RELATION.search(pred)) != bool(RELATION.search(gold)):
         # -3 < x < 4 is no list -3, 4, which math-verify takes it for.
         sets = is_set(gold if RELATION.search(pred) else pred)
         return compare_values(pred, gold) if sets else Comparison(False, "structure")
-    if _mixes_notations(pred, gold):
+    if bool(_DIFFERENCE.search(pred)) != bool(_DIFFERENCE.search(gold)):
         return compare_values(pred, gold)
     if any(len(split_top_level(side, r"\cup")) > 1 for side in (pred, gold)):
         return _compare_unions(pred, gold, compare_values)
@@ -122,7 +122,13 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, elem
     if pred_parts.ordered or gold_parts.ordered:
         if r"\{" in (pred[:2], gold[:2]):  # a set has no order, a tuple does
             return Comparison(False, "structure")
-        return _all_equal(pred_parts.items, gold_parts.items, compare_values)
+        undecided = None
+        for one, other in zip(pred_parts.items, gold_parts.items, strict=True):
+            compared = compare_answers(unwrap_group(one), unwrap_group(other), compare_values, element=True)
+            if compared.equal is False:
+                return compared
+            undecided = undecided if compared.equal else compared
+        return undecided or Comparison(True, "structure")
     return _equal_in_any_order(pred_parts.items, gold_parts.items, compare_values)
 
 
@@ -198,7 +204,7 @@ def _write_out(values: list[str]) -> list[str]:
         if not re.search(r"\\(?:pm|mp)(?![a-zA-Z])", value):
             written.append(value)
             continue
-        for plus, minus in (("+", "-"), ("-", "+")):
+        for plus, minus in ("+-", "-+"):
             one = re.sub(r"\\pm(?![a-zA-Z])\s*", plus, re.sub(r"\\mp(?![a-zA-Z])\s*", minus, value))
             written.append(re.sub(r"(^|=\s*)\+", r"\1", one))
     return written
@@ -217,12 +223,6 @@ def _times(factor: str, cell: str) -> str:
     return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def _mixes_notations(pred: str, gold: str) -> bool:
-    """A union may be written as a difference of sets: not comparable part by part."""
-    pattern = re.compile(r"\\(?:setminus|backslash|cap)(?![a-zA-Z])|\\mathbb")
-    return bool(pattern.search(pred)) != bool(pattern.search(gold))
-
-
 def _compare_unions(pred: str, gold: str, compare_values: CompareValues) -> Comparison:
     r"""As sets of reals where all ends are rational, else piece by piece: `\{5\}` is not (5), nor 5."""
     reals = read_reals(pred), read_reals(gold)
@@ -232,17 +232,6 @@ def _compare_unions(pred: str, gold: str, compare_values: CompareValues) -> Comp
     if len(pred_pieces) != len(gold_pieces) or len(gold_pieces) > MAX_PARTS:
         return Comparison(False, "count")
     return _equal_in_any_order(pred_pieces, gold_pieces, compare_values)
-
-
-def _all_equal(preds: list[str], golds: list[str], compare_values: CompareValues) -> Comparison:
-    undecided = None
-    for pred, gold in zip(preds, golds, strict=True):
-        comparison = compare_answers(unwrap_group(pred), unwrap_group(gold), compare_values, element=True)
-        if comparison.equal is False:
-            return comparison
-        if comparison.equal is None:
-            undecided = comparison
-    return undecided or Comparison(True, "structure")
 
 
 def _equal_in_any_order(preds: list[str], golds: list[str], compare_values: CompareValues) -> Comparison:

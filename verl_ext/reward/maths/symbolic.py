@@ -84,36 +84,31 @@ class SymbolicPool:
         if is_new:
             try:
                 outcome.set_result(work(*key))
-            except BaseException as exc:
-                outcome.set_exception(exc)
+            except BaseException as error:
+                outcome.set_exception(error)
                 with self._lock:
                     self._known.pop(key, None)
         return outcome.result()
 
     def _compare(self, pred: str, gold: str) -> tuple[bool | None, bool]:
         """Whether they are equal, None without an answer; whether the gold has none by itself either."""
-        request = {"pred": pred, "gold": gold}
-        answer = None
+        request, equal = {"pred": pred, "gold": gold}, None
         if not any(form in side for form in SLOW for side in (pred, gold)):
-            answer = self._quick.ask(request)
-        if answer is None or answer["equal"] is None:
-            answer = self._ask_slow(request)
-        if answer["equal"] is None:
-            return None, self._once((gold,), self._is_slow)
-        return answer["equal"], False
+            equal = (self._quick.ask(request) or {}).get("equal")
+        if equal is None:
+            equal = self._ask_slow(request)
+        return equal, equal is None and self._once((gold,), self._is_slow)
 
     def _is_slow(self, gold: str) -> bool:
         """Whether a gold by itself, parsed and evaluated, exhausts the limits of a comparison."""
-        return self._ask_slow({"gold": gold})["equal"] is None
+        return self._ask_slow({"gold": gold}) is None
 
-    def _ask_slow(self, request: dict[str, str]) -> dict[str, Any]:
-        """The slow lane's answer; workers that are lost by this request alone are an answer of None, too."""
+    def _ask_slow(self, request: dict[str, str]) -> bool | None:
+        """The slow lane's verdict; None also where workers are lost by this request alone."""
         answer = self._slow.ask(request)
-        if answer is None:
-            control = self._slow.ask(dict(zip(("pred", "gold"), CONTROL, strict=True)))
-            if control != {"equal": True}:
-                raise _WorkersLost
-        return answer or {"equal": None}
+        if answer is None and self._slow.ask(dict(zip(("pred", "gold"), CONTROL, strict=True))) != {"equal": True}:
+            raise _WorkersLost
+        return answer and answer["equal"]
 
     def forget(self) -> None:
         """Start without workers, and without touching them: for a forked child, which must not share its parent's."""
@@ -156,21 +151,20 @@ class _Lane:
         """
         with self._turns:
             for _ in range(2):
-                worker = self._take()
+                with self._lock:
+                    worker = self._idle.pop() if self._idle else None
+                worker = worker or _Worker(self._limits)
+                answer = None
                 try:
                     answer = worker.ask(request, WALL_S)
-                except BaseException:
-                    worker.kill()
-                    raise
-                if answer is None or worker.comparisons >= MAX_COMPARISONS:
-                    worker.kill()
-                else:
-                    with self._lock:
-                        self._idle.append(worker)
-                if answer is not None:
+                finally:
+                    if answer is None or worker.comparisons >= MAX_COMPARISONS:
+                        worker.kill()
+                    else:
+                        with self._lock:
+                            self._idle.append(worker)
+                if answer is not None or worker.out_of_time:
                     return answer
-                if worker.out_of_time:
-                    break
                 # Something else ended it, such as the system's out-of-memory killer: once more.
         return None
 
@@ -183,12 +177,6 @@ class _Lane:
     def worker_pids(self) -> list[int]:
         with self._lock:
             return [worker.process.pid for worker in self._idle]
-
-    def _take(self) -> "_Worker":
-        with self._lock:
-            if self._idle:
-                return self._idle.pop()
-        return _Worker(self._limits)
 
 
 class _Worker:

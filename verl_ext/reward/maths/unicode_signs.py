@@ -5,6 +5,7 @@ Text in, text out, nothing is judged. Called first by normalisation.py, which kn
 
 import re
 import unicodedata
+from itertools import accumulate
 
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 _SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
@@ -19,9 +20,7 @@ _FRACTION = re.compile(
     r"(?:(?<![\d.,^_])(?P<whole>\d{1,18})[ \u00a0\u2009\u202f\u2064]?)?"
     rf"(?:(?P<sign>[{''.join(_VULGAR)}])|(?P<top>[⁰¹²³⁴⁵⁶⁷⁸⁹]{{1,18}})[⁄∕/](?P<bottom>[₀₁₂₃₄₅₆₇₈₉]{{1,18}}))"
 )
-_PLAIN_SET = re.compile(
-    r"(?:(?<=[∪⋃])|(?<=[∪⋃] ))\{([^{}\\]*)\}"
-)  # [1,2]∪{5} is no TeX, where these braces would not show
+_PLAIN_SET = re.compile(r"(?:(?<=[∪⋃])|(?<=[∪⋃] ))\{([^{}\\]*)\}")  # [1,2]∪{5}: in TeX these braces would not show
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _ROOT = re.compile("[√∛∜]")
 _RADICAND = re.compile(
@@ -35,60 +34,19 @@ _LETTERS = {  # as LaTeX has them; the other capitals are Latin letters there
     if (name := unicodedata.name(chr(code), "").split(" ")[-1].replace("LAMDA", "LAMBDA")) not in ("OMICRON", "")
     and (code >= 0x3B1 or name in "GAMMA DELTA THETA LAMBDA XI PI SIGMA UPSILON PHI PSI OMEGA".split())
 }
-_SIGNS = {
-    "-": "‐‑‒–—―−﹘﹣－➖",
-    " ": "\u2028\u2029\u2061\u2064",
-    ",": "\u2063、",
-    ".": "。",
-    ":": "∶",
-    "'": "′’",
-    "/": "÷∕⁄",
-    "(": "⟨〈❨",
-    ")": "⟩〉❩",
-    "[": "【〔❲",
-    "]": "】〕❳",
-    "|": "∣❘",
-    r"\times ": "×✕✖",
-    r"\cdot ": "·⋅∙•∗⁎\u2062",
-    r"\pm ": "±",
-    r"\mp ": "∓",
-    r"\ge ": "≥⩾≧⪖≮",
-    r"\le ": "≤⩽≦⪕≯",
-    r"\ne ": "≠",
-    r"\approx ": "≈",
-    r"\equiv ": "≡",
-    r"\sim ": "∼",
-    r"\infty ": "∞",
-    r"\cup ": "∪⋃",
-    r"\cap ": "∩⋂",
-    r"\setminus ": "∖⧵",
-    r"\emptyset ": "∅⌀",
-    r"\in ": "∈",
-    r"\notin ": "∉",
-    r"\subset ": "⊂",
-    r"\subseteq ": "⊆",
-    r"^\circ ": "°˚º",
-    r"\angle ": "∠",
-    r"\triangle ": "△",
-    r"\perp ": "⊥",
-    r"\parallel ": "∥",
-    r"\to ": "→⟶",
-    r"\neg ": "¬",
-    r"\lor ": "∨",
-    r"\land ": "∧",
-    r"\sum ": "∑",
-    r"\prod ": "∏",
-    r"\int ": "∫",
-    r"\partial ": "∂",
-    r"\lfloor ": "⌊",
-    r"\rfloor ": "⌋",
-    r"\lceil ": "⌈",
-    r"\rceil ": "⌉",
-    r"\$": "€£¥₹",
-    r"\text{ cents}": "¢",
-    "^n": "ⁿ",
-} | {rf"\mathbb{{{unicodedata.normalize('NFKC', letter)}}} ": letter for letter in "ℝℤℕℚℂ"}
-_TRANSLATION = str.maketrans({sign: latex for latex, signs in _SIGNS.items() for sign in signs} | _LETTERS)
+# What is written, and after it the signs that it is written for; with a letter first, it is a command of LaTeX.
+_SIGNS = """
+- ‐‑‒–—―−﹘﹣－➖ , \u2063、 . 。 : ∶ ' ′’ / ÷∕⁄ ( ⟨〈❨ ) ⟩〉❩ [ 【〔❲ ] 】〕❳ | ∣❘ ^n ⁿ \\$ €£¥₹
+times ×✕✖ cdot ·⋅∙•∗⁎\u2062 pm ± mp ∓ ge ≥⩾≧⪖≮ le ≤⩽≦⪕≯ ne ≠ approx ≈ equiv ≡ sim ∼ infty ∞ cup ∪⋃ cap ∩⋂ setminus ∖⧵
+emptyset ∅⌀ in ∈ notin ∉ subset ⊂ subseteq ⊆ angle ∠ triangle △ perp ⊥ parallel ∥ to →⟶ neg ¬ lor ∨ land ∧ sum ∑ prod ∏
+int ∫ partial ∂ lfloor ⌊ rfloor ⌋ lceil ⌈ rceil ⌉
+""".split()
+_LATEX = {
+    (rf"\{name} " if name[0].isalpha() else name): signs for name, signs in zip(_SIGNS[::2], _SIGNS[1::2], strict=True)
+}
+_LATEX |= {" ": "\u2028\u2029\u2061\u2064", r"^\circ ": "°˚º", r"\text{ cents}": "¢"}
+_LATEX |= {rf"\mathbb{{{unicodedata.normalize('NFKC', letter)}}} ": letter for letter in "ℝℤℕℚℂ"}
+_TRANSLATION = str.maketrans({sign: latex for latex, signs in _LATEX.items() for sign in signs} | _LETTERS)
 
 
 def to_latex(text: str) -> str:
@@ -131,9 +89,5 @@ def _write_roots(text: str) -> str:
 
 def _bracket_length(text: str) -> int:
     """Characters up to the bracket that closes the first one; 0 where it stays open."""
-    depth = 0
-    for index, char in enumerate(text):
-        depth += (char == "(") - (char == ")")
-        if depth == 0:
-            return index + 1
-    return 0
+    depths = accumulate((char == "(") - (char == ")") for char in text)
+    return next((length for length, depth in enumerate(depths, 1) if depth == 0), 0)

@@ -12,8 +12,9 @@ What is next to `path` goes to its constructor. Rows that nothing matches are ma
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
+from functools import cache, partial
 from typing import Any, Protocol
 
 from verl_ext.reward.score import Score
@@ -42,21 +43,21 @@ class Verifier(Protocol):
             sample: the other fields of the row.
         Raises:
             ValueError: the row is broken (no test cases, an unknown constraint): an error of the data, not of the
-                model. What the infrastructure fails (a server, say) is the verdict "unknown" instead. What the
-                response itself causes is its own error, and neither: see `verify_response`.
+                model. An infrastructure failure (a server, say) is no exception but the verdict "unknown". What the
+                response itself causes is neither: see `verify_response`.
         """
 
 
-# A response that no verifier has trouble with: what fails with it, too, is not the fault of another response.
+# A response that no verifier has trouble with. A failure that it meets, too, is not the fault of another response.
 CONTROL_RESPONSE = "```python\npass\n```\nThe answer is \\boxed{0}."
-# What text can make code raise. Not OSError, nor RuntimeError as such: a worker or a server that cannot be had.
+# What text can make code raise. OSError and RuntimeError are left out: a worker or a server could not be reached.
 RAISED_BY_TEXT = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, AssertionError, RecursionError)
 
 
 async def verify_response(
     verifier: Verifier, response_text: str, ground_truth: Any, sample: Mapping[str, Any]
 ) -> Score:
-    """`verifier.verify`, where an exception that only this response raises makes it wrong.
+    """As `verifier.verify`; an exception that only this response causes makes the response wrong.
 
     Raises:
         Exception: as the verifier, if it raises on a plain response to the same row as well.
@@ -83,28 +84,21 @@ class Verifiers:
         Raises:
             ValueError: an entry has no path, or the path leads nowhere.
         """
-        self._config = config
-        self._entries: list[tuple[str, str, dict[str, Any]]] = []
         own = dict(entries or {})
+        self._entries: list[tuple[str, Callable[[], Verifier]]] = []
         for pattern, entry in [*own.items(), *(item for item in BUILT_IN.items() if item[0] not in own)]:
             settings = {"path": entry} if isinstance(entry, str) else dict(entry)
-            path = settings.pop("path", None)
-            _import_class(path, pattern)
-            self._entries.append((pattern.lower(), path, settings))
-        self._built: dict[int, Verifier] = {}
+            kind = _import_class(settings.pop("path", None), pattern)
+            self._entries.append((pattern.lower(), cache(partial(kind, config, **settings))))
+        self._math = cache(partial(_import_class(MATH, "mathematics"), config))
 
     def find(self, data_source: str, ability: str) -> Verifier:
         """The verifier of the first pattern that fits the data source, else the ability, else the one for maths."""
         for name in (data_source, ability):
-            for number, (pattern, path, settings) in enumerate(self._entries):
+            for pattern, build in self._entries:
                 if fnmatchcase(name.lower(), pattern):
-                    return self._build(number, path, settings)
-        return self._build(-1, MATH, {})
-
-    def _build(self, number: int, path: str, settings: dict[str, Any]) -> Verifier:
-        if number not in self._built:
-            self._built[number] = _import_class(path, "mathematics")(self._config, **settings)
-        return self._built[number]
+                    return build()
+        return self._math()
 
 
 def _import_class(path: Any, pattern: str) -> type[Verifier]:

@@ -25,7 +25,7 @@ class ExactVerifier:
         if pred is None or not pred.strip():
             return Score(0.0, "", "no_answer", "no_box" if pred is None else "empty")
         right = self._fold(pred) == self._fold(str(ground_truth))
-        return Score(float(right), pred.strip(), "correct" if right else "wrong", "exact")
+        return Score.graded(float(right), pred.strip(), "exact")
 
     def _fold(self, text: str) -> str:
         text = " ".join(_TEXT.sub(r"\1", text).split())
@@ -54,7 +54,7 @@ class ChoiceVerifier:
                 return Score(0.0, "", "no_answer", "no_choice")
             pred = stated[-1].upper()
         right = _letter(pred) == gold
-        return Score(float(right), pred.strip(), "correct" if right else "wrong", "choice")
+        return Score.graded(float(right), pred.strip(), "choice")
 
 
 def _letter(text: str) -> str | None:

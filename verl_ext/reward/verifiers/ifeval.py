@@ -21,6 +21,7 @@ LANGUAGES = (
     "af ar bg bn ca cs cy da de el en es et fa fi fr gu he hi hr hu id it ja kn ko lt lv mk ml mr ne nl no pa pl pt ro "
     "ru sk sl so sq sv sw ta te th tl tr uk ur vi zh"
 ).split()
+POSTSCRIPTS = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}  # markers that stand for several spellings
 MIN_CONFIDENCE = 0.8  # of a language; mixed texts and single words stay below
 _ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|Sr|Jr|St|vs|e\.g|i\.e|Inc|Ltd|Ph\.D|[A-HJ-Z])\.")
 # Begins where a run of marks begins, and gives nothing of it back: linear also in a response of nothing but dots.
@@ -41,8 +42,7 @@ class IfevalVerifier:
         broken = [name for name, kwargs in constraints if not CHECKS[name](response, **kwargs)]
         share = 1.0 - len(broken) / len(constraints)
         acc = float(not broken) if self._all_or_nothing else share
-        verdict = "correct" if acc == 1.0 else "partial" if acc > 0.0 else "wrong"
-        return Score(acc, "", verdict, "broken: " + ", ".join(broken) if broken else "all met")
+        return Score.graded(acc, "", "broken: " + ", ".join(broken) if broken else "all met")
 
 
 def read_constraints(ground_truth: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -77,21 +77,8 @@ def _compare(count: int, relation: str, threshold: int) -> bool:
     return count >= threshold if relation == "at least" else count < threshold
 
 
-def existence(response: str, keywords: list[str]) -> bool:
-    return all(re.search(re.escape(keyword), response, re.IGNORECASE) for keyword in keywords)
-
-
-def frequency(response: str, keyword: str, frequency: int, relation: str) -> bool:
-    return _compare(len(re.findall(re.escape(keyword), response, re.IGNORECASE)), relation, frequency)
-
-
-def forbidden_words(response: str, forbidden_words: list[str]) -> bool:
-    return not any(re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words)
-
-
-def letter_frequency(response: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    """Case ignored. Also for what is no letter, such as "#", for which the original draws some letter at random."""
-    return _compare(response.lower().count(letter.lower()), let_relation, let_frequency)
+def _count(pattern: str, response: str, flags: int = 0) -> int:
+    return len(re.findall(pattern, response, flags))
 
 
 def detect_language(text: str) -> str | None:
@@ -110,18 +97,15 @@ def _language_identifier() -> Any:
     return identifier
 
 
-def response_language(response: str, language: str) -> bool:
-    return detect_language(response) == language
+def is_english(response: str) -> bool:
+    """Or in no language for sure: words in capitals are too few to tell English by at times."""
+    return detect_language(response) in ("en", None)
 
 
 def count_sentences(text: str) -> int:
     """Stretches that end in `.`, `!` or `?` before white space, or at an empty line. The original: NLTK's Punkt."""
     text = _ABBREVIATION.sub(lambda match: match[0].replace(".", ""), text)
     return sum(bool(re.search(r"\w", part)) for part in _SENTENCE_END.split(text))
-
-
-def number_sentences(response: str, num_sentences: int, relation: str) -> bool:
-    return _compare(count_sentences(response), relation, num_sentences)
 
 
 def number_paragraphs(response: str, num_paragraphs: int) -> bool:
@@ -131,10 +115,6 @@ def number_paragraphs(response: str, num_paragraphs: int) -> bool:
     return all(paragraphs) and len(paragraphs) == num_paragraphs
 
 
-def number_words(response: str, num_words: int, relation: str) -> bool:
-    return _compare(len(re.findall(r"\w+", response)), relation, num_words)
-
-
 def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     """Exactly so many paragraphs, divided by empty lines, the nth of which begins with the word."""
     paragraphs = [part.strip() for part in response.split("\n\n") if part.strip()]
@@ -142,40 +122,6 @@ def nth_paragraph_first_word(response: str, num_paragraphs: int, nth_paragraph: 
         return False
     word = paragraphs[nth_paragraph - 1].split()[0].lstrip("'\"")
     return re.split(r"[.,?!'\"]", word)[0].lower() == first_word.lower()
-
-
-def number_placeholders(response: str, num_placeholders: int) -> bool:
-    # What follows the last bracket that closes a line's cannot be one, and is not searched.
-    return (
-        sum(len(re.findall(r"\[.*?\]", line[: line.rfind("]") + 1])) for line in response.split("\n"))
-        >= num_placeholders
-    )
-
-
-def postscript(response: str, postscript_marker: str) -> bool:
-    pattern = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(
-        postscript_marker, re.escape(postscript_marker.lower())
-    )
-    return bool(re.search(pattern, response.lower()))
-
-
-def number_bullet_lists(response: str, num_bullets: int) -> bool:
-    """Exactly so many lines that begin with `*` (but not `**`) or `-`."""
-    return len(re.findall(r"^[^\S\n]*+(?:\*[^*]|-).*$", response, re.MULTILINE)) == num_bullets
-
-
-def constrained_response(response: str) -> bool:
-    return any(option in response for option in CONSTRAINED_RESPONSES)
-
-
-def number_highlighted_sections(response: str, num_highlights: int) -> bool:
-    """At least so many `*highlighted*` or `**highlighted**` stretches of a line."""
-    highlight = r"\*\*[^\S\n]*+[^\n*]++\*\*|\*[^\S\n]*+[^\n*]++\*"
-    return len(re.findall(highlight, response)) >= num_highlights
-
-
-def multiple_sections(response: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"{re.escape(section_spliter.strip())}\s?\d+", response)) >= num_sections
 
 
 def json_format(response: str) -> bool:
@@ -200,61 +146,64 @@ def two_responses(response: str) -> bool:
     return len(responses) == 2 and responses[0] != responses[1] and all(parts[1:-1])
 
 
-def repeat_prompt(response: str, prompt_to_repeat: str) -> bool:
-    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def end_checker(response: str, end_phrase: str) -> bool:
-    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-def capital_word_frequency(response: str, capital_frequency: int, capital_relation: str) -> bool:
-    words = re.findall(r"[\w'-]+", response)
-    return _compare(sum(word.isupper() for word in words), capital_relation, capital_frequency)
-
-
-def english_capital(response: str) -> bool:
-    """All in capitals, and in no other language: words in capitals are too few to tell English by at times."""
-    return response.isupper() and detect_language(response) in ("en", None)
-
-
-def english_lowercase(response: str) -> bool:
-    return response.islower() and detect_language(response) in ("en", None)
-
-
-def no_comma(response: str) -> bool:
-    return "," not in response
-
-
-def quotation(response: str) -> bool:
-    text = response.strip()
-    return len(text) > 1 and text[0] == text[-1] == '"'
-
-
+# How a response is checked for each id, with the arguments that IFEval gives it. Counts are "at least" so many unless a
+# relation or a comment says otherwise.
 CHECKS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": existence,
-    "keywords:frequency": frequency,
-    "keywords:forbidden_words": forbidden_words,
-    "keywords:letter_frequency": letter_frequency,
-    "language:response_language": response_language,
-    "length_constraints:number_sentences": number_sentences,
+    "keywords:existence": lambda response, keywords: all(
+        re.search(re.escape(keyword), response, re.IGNORECASE) for keyword in keywords
+    ),
+    "keywords:frequency": lambda response, keyword, frequency, relation: _compare(
+        _count(re.escape(keyword), response, re.IGNORECASE), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda response, forbidden_words: (
+        not any(re.search(rf"\b{re.escape(word)}\b", response, re.IGNORECASE) for word in forbidden_words)
+    ),
+    # Case ignored. Also for what is no letter, such as "#", for which the original draws some letter at random.
+    "keywords:letter_frequency": lambda response, letter, let_frequency, let_relation: _compare(
+        response.lower().count(letter.lower()), let_relation, let_frequency
+    ),
+    "language:response_language": lambda response, language: detect_language(response) == language,
+    "length_constraints:number_sentences": lambda response, num_sentences, relation: _compare(
+        count_sentences(response), relation, num_sentences
+    ),
     "length_constraints:number_paragraphs": number_paragraphs,
-    "length_constraints:number_words": number_words,
+    "length_constraints:number_words": lambda response, num_words, relation: _compare(
+        _count(r"\w+", response), relation, num_words
+    ),
     "length_constraints:nth_paragraph_first_word": nth_paragraph_first_word,
-    "detectable_content:number_placeholders": number_placeholders,
-    "detectable_content:postscript": postscript,
-    "detectable_format:number_bullet_lists": number_bullet_lists,
-    "detectable_format:constrained_response": constrained_response,
-    "detectable_format:number_highlighted_sections": number_highlighted_sections,
-    "detectable_format:multiple_sections": multiple_sections,
+    # What follows the last bracket that closes a line's cannot be a placeholder, and is not searched.
+    "detectable_content:number_placeholders": lambda response, num_placeholders: (
+        num_placeholders <= sum(_count(r"\[.*?\]", line[: line.rfind("]") + 1]) for line in response.split("\n"))
+    ),
+    "detectable_content:postscript": lambda response, postscript_marker: bool(
+        re.search(POSTSCRIPTS.get(postscript_marker, re.escape(postscript_marker.lower())), response.lower())
+    ),
+    # Exactly so many lines that begin with `*` (but not `**`) or `-`.
+    "detectable_format:number_bullet_lists": lambda response, num_bullets: (
+        num_bullets == _count(r"^[^\S\n]*+(?:\*[^*]|-).*$", response, re.MULTILINE)
+    ),
+    "detectable_format:constrained_response": lambda response: any(each in response for each in CONSTRAINED_RESPONSES),
+    # `*highlighted*` or `**highlighted**` stretches of a line.
+    "detectable_format:number_highlighted_sections": lambda response, num_highlights: (
+        num_highlights <= _count(r"\*\*[^\S\n]*+[^\n*]++\*\*|\*[^\S\n]*+[^\n*]++\*", response)
+    ),
+    "detectable_format:multiple_sections": lambda response, section_spliter, num_sections: (
+        num_sections <= _count(rf"{re.escape(section_spliter.strip())}\s?\d+", response)
+    ),
     "detectable_format:json_format": json_format,
     "detectable_format:title": title,
     "combination:two_responses": two_responses,
-    "combination:repeat_prompt": repeat_prompt,
-    "startend:end_checker": end_checker,
-    "startend:quotation": quotation,
-    "change_case:capital_word_frequency": capital_word_frequency,
-    "change_case:english_capital": english_capital,
-    "change_case:english_lowercase": english_lowercase,
-    "punctuation:no_comma": no_comma,
+    "combination:repeat_prompt": lambda response, prompt_to_repeat: (
+        response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda response, end_phrase: (
+        response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda response: bool(re.fullmatch(r'\s*".*"\s*', response, re.DOTALL)),
+    "change_case:capital_word_frequency": lambda response, capital_frequency, capital_relation: _compare(
+        sum(word.isupper() for word in re.findall(r"[\w'-]+", response)), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": lambda response: response.isupper() and is_english(response),
+    "change_case:english_lowercase": lambda response: response.islower() and is_english(response),
+    "punctuation:no_comma": lambda response: "," not in response,
 }

@@ -9,6 +9,8 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from verl_ext.outcome import UNVERIFIED_VERDICT
@@ -63,7 +65,7 @@ class JudgeVerifier:
             rubric: what the score shall measure, in a few words.
             use_reference: shows the ground truth to the judge; otherwise rows need none.
             max_tokens: of the judge's answer.
-            timeout_s, max_attempts: of one response; see `OpenAiEndpoint`.
+            timeout_s, max_attempts: of a request, and how many; see `OpenAiEndpoint`.
             backoff_s: has no effect any more: the client has its own pauses.
             max_concurrency: requests in flight from this process.
             api_key_env: environment variable that holds a key; "" sends the word EMPTY.
@@ -98,6 +100,7 @@ class JudgeVerifier:
         task = _task(sample)
 
         async def ask(response: str) -> float | str:
+            """The score, or why there is none."""
             prompt = PROMPT.format(rubric=self._rubric, task=task, reference=reference, response=response)
             try:
                 verdict = await self._ask(prompt)
@@ -109,7 +112,7 @@ class JudgeVerifier:
         for _ in range(2):  # a judge that was only busy scores the response the second time
             score = await ask(response)
             if isinstance(score, float):
-                return Score(score, "", "correct" if score == 1.0 else "partial" if score > 0.0 else "wrong", "judge")
+                return Score.graded(score, "", "judge")
             if isinstance(await ask(CONTROL_RESPONSE), str):
                 return Score(None, "", UNVERIFIED_VERDICT, f"judge: {score}")
         return Score(0.0, "", "wrong", f"judge: {score}")
@@ -121,27 +124,30 @@ class JudgeVerifier:
     async def _ask(self, prompt: str) -> str:
         async with self._slots:
             if not self._model:
-                self._model = _member(await self._request("/models"), "data", 0, "id")
+                self._model = await self._request("/models", None, "data", 0, "id")
             body = {
                 "model": self._model,
                 "messages": [{"role": "user", "content": prompt}],
                 "temperature": 0.0,
                 "max_tokens": self._max_tokens,
             }
-            answer = await self._request("/chat/completions", body)
-        return _member(answer, "choices", 0, "message", "content")
+            return await self._request("/chat/completions", body, "choices", 0, "message", "content")
 
-    async def _request(self, path: str, body: dict | None = None) -> Any:
-        """The server's JSON; raises _InfrastructureFailure once all attempts have failed."""
+    async def _request(self, path: str, body: dict | None, *member: str | int) -> str:
+        """A member of the server's JSON; raises _InfrastructureFailure once all attempts have failed."""
         url = self._endpoint.url + path
         try:
-            return await self._endpoint.request(path, body)
+            answer = await self._endpoint.request(path, body)
         except RequestFailed as error:
             if error.is_refusal and error.status not in REFUSED:
                 raise ValueError(f"{url} rejected the request with {error}") from error
-            raise _InfrastructureFailure(
-                f"{url} refused the request: {error}" if error.is_refusal else f"{url} {error}"
-            ) from error
+            seen = f"refused the request: {error}" if error.is_refusal else error
+            raise _InfrastructureFailure(f"{url} {seen}") from error
+        try:
+            return reduce(getitem, member, answer) or ""
+        except (KeyError, IndexError, TypeError) as error:
+            expected = ".".join(map(str, member))
+            raise _InfrastructureFailure(f"expected {expected} in the answer, got {str(answer)[:200]!r}") from error
 
 
 class _InfrastructureFailure(Exception):
@@ -155,17 +161,6 @@ def read_score(verdict: str) -> float | None:
         return None
     score = float(found[-1][0]) / (float(found[-1][1] or 1) or math.nan)
     return score if 0.0 <= score <= 1.0 else None
-
-
-def _member(answer: Any, *path: str | int) -> str:
-    for key in path:
-        try:
-            answer = answer[key]
-        except (KeyError, IndexError, TypeError) as error:
-            raise _InfrastructureFailure(
-                f"expected {'.'.join(map(str, path))} in the answer, got {str(answer)[:200]!r}"
-            ) from error
-    return answer or ""
 
 
 def _task(sample: Mapping[str, Any]) -> str:

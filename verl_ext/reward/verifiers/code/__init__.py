@@ -41,7 +41,7 @@ class CodeVerifier:
     The program is the last fenced block of Python after the last `</think>`. What it causes, by an error, a time-out, a
     wrong or unreadable result, or a sandbox that is lost with it twice but runs another program in between, is the
     model's failure. The verdict "unknown" is left for a sandbox that fails whatever it runs, and for a test that is no
-    test of any program: it passes or fails without one, or passes what is no data.
+    test of any program: it passes or fails without one, or gives a program an argument that is no data.
     """
 
     def __init__(
@@ -85,8 +85,7 @@ class CodeVerifier:
         count = sum(bool(right) for right, _ in passed)
         share = count / len(cases)
         acc = float(share == 1.0) if self._all_or_nothing else share
-        verdict = "correct" if acc == 1.0 else "partial" if acc > 0.0 else "wrong"
-        return Score(acc, program, verdict, f"tests: {count}/{len(cases)}")
+        return Score.graded(acc, program, f"tests: {count}/{len(cases)}")
 
     async def aclose(self) -> None:
         await self._client.aclose()
@@ -129,10 +128,9 @@ def read_cases(ground_truth: Any) -> list[Case]:
         except ValueError:
             data = {"tests": [data]}
     if isinstance(data, Mapping):
-        # Lists, which come out of a parquet file as arrays.
-        tests, inputs, outputs = (
-            list(data[key]) if data.get(key) is not None else [] for key in ("tests", "inputs", "outputs")
-        )
+        # Lists, which come out of a parquet file as arrays, or as None.
+        columns = (data.get(key) for key in ("tests", "inputs", "outputs"))
+        tests, inputs, outputs = ([] if column is None else list(column) for column in columns)
         if tests and all(isinstance(test, str) and test.strip() for test in tests):
             return [Case(test=test) for test in tests]
         if inputs and outputs and len(inputs) == len(outputs):

@@ -13,6 +13,7 @@ import secrets
 import sys
 import zlib
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -98,13 +99,11 @@ class Dialogue:
         result = await self._run(test_program(prepared, mark, played))
         if result is None:
             return None
-        reports = [line for line in result.stdout.split("\n") if line.startswith(mark)]
-        # Of several, the last is whole unless the test was stopped while it wrote it.
-        for line in reversed(reports):
-            try:
-                return json.loads(line.removeprefix(mark))
-            except (ValueError, RecursionError):
-                continue
+        # Of several reports, the last is whole unless the test was stopped while it wrote it.
+        for line in reversed(result.stdout.split("\n")):
+            with suppress(ValueError, RecursionError):
+                if line.startswith(mark):
+                    return json.loads(line.removeprefix(mark))
         return {"passed": False, "why": f"the test ended without a report: {result.status}"}
 
 

@@ -5,35 +5,27 @@ methods. A guess stands for an answer that is not known yet, so that a test can 
 """
 
 import operator
-import types
 
 CHUNK = 64  # items of an iterator that are asked for at once
 BUILTIN_NAMES = {name for kind in (str, bytes, int, float, list, dict, set, tuple) for name in dir(kind)}
 # What an object could say of an expected value that it is shown: asked only of objects of a class under test.
 VERDICTS = {"startswith", "endswith", "issubset", "issuperset", "isdisjoint", "equals", "count", "index", "find"}
 VERDICTS |= {name for name in BUILTIN_NAMES if name.startswith("is")}
-DESCRIPTIONS = {
-    "__name__",
-    "__qualname__",
-    "__doc__",
-    "__dict__",
-    "__wrapped__",
-}  # these special names may be asked for
+DESCRIPTIONS = "__name__ __qualname__ __doc__ __dict__ __wrapped__".split()  # special names that may be asked for
 # A name with a capital letter is like a class; it is one under test if the test uses what it makes as an object.
 CLASS, INSTANCE, LIKE_CLASS, LIKE_INSTANCE, OTHER = 4, 3, 2, 1, 0
 OPERATORS = "add sub mul truediv floordiv mod pow matmul and_ or_ xor lshift rshift".split()
 
 
 class Handle:
-    """An object of the solution, by its number there; `content` is that of a class derived from a built-in type.
+    """An object of the solution, by its number there; `_content` is that of a class derived from a built-in type.
 
     `level`: CLASS for a class under test, INSTANCE for what it makes, which may have operators of its own; below, an
     object has none: what a function returns would be shown the expected value and asked whether it is right.
     """
 
-    def __init__(self, run, wire, name, level, content=None):
-        vars(self).update(_run=run, _wire=wire, _name=name, _level=level, _content=content)
-        vars(self).update(_items=[], _ended=False)
+    def __init__(self, run, wire, name, level):
+        vars(self).update(_run=run, _wire=wire, _name=name, _level=level, _content=None, _items=[], _ended=False)
 
     @property
     def __class__(self):
@@ -57,12 +49,6 @@ class Handle:
         if special or (name in VERDICTS and self._level < INSTANCE):
             raise AttributeError(f"{self._name!r} object has no attribute {name!r} that a test may use")
         return self._ask("getattr", name)
-
-    def __setattr__(self, name, value):
-        self._ask("setattr", name, value)
-
-    def __delattr__(self, name):
-        self._ask("delattr", name)
 
     def __call__(self, *args, **kwargs):
         return self._ask("call", *args, **kwargs)
@@ -88,9 +74,7 @@ class Handle:
         return len(self._content) if self._content is not None else int(self._ask("len"))
 
     def __iter__(self):
-        if self._content is not None:
-            return iter(self._content)
-        return self._ask("iter")
+        return iter(self._content) if self._content is not None else self._ask("iter")
 
     def __next__(self):
         if not self._items and not self._ended:
@@ -105,18 +89,12 @@ class Handle:
         if not self._items:
             raise StopIteration
         item = self._items.pop()
-        if type(item) is types.SimpleNamespace:
-            raise item.error
+        if issubclass(type(item), BaseException):  # which ended the iterator: no data of the solution's is one
+            raise item
         return item
 
     def __getitem__(self, key):
         return self._content[key] if self._content is not None else self._ask("getitem", key)
-
-    def __setitem__(self, key, value):
-        self._ask("setitem", key, value)
-
-    def __delitem__(self, key):
-        self._ask("delitem", key)
 
     def __contains__(self, item):
         if self._level >= INSTANCE:
@@ -135,12 +113,6 @@ class Handle:
     def __await__(self):
         return self._ask("await")
         yield
-
-    def __copy__(self):
-        return self._ask("copy")
-
-    def __deepcopy__(self, memo):
-        return self._ask("deepcopy")
 
     def __round__(self, *digits):
         return round(self._content, *digits) if self._content is not None else self._ask("round", *digits)
@@ -198,6 +170,10 @@ def _define():
         setattr(Handle, f"__r{name.strip('_')}__", reflected(name))
     for name in ("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert"):
         setattr(Handle, f"__{name}__", own(name, name))
+    for name in ("setattr", "delattr", "setitem", "delitem"):
+        setattr(Handle, f"__{name}__", lambda self, *args, name=name: self._ask(name, *args))
+    for name in ("copy", "deepcopy"):
+        setattr(Handle, f"__{name}__", lambda self, *memo, name=name: self._ask(name))
     for kind in (int, float, complex, str, repr):
         setattr(Handle, f"__{kind.__name__}__", convert(kind))
     Handle.__index__ = convert(int)

@@ -65,23 +65,15 @@ def prepare(test: str) -> Prepared:
 def _call_collected(tree: ast.Module) -> ast.Module:
     """The module with a call of each such function and a run of each such class at its end, instead of unittest's."""
     used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    calls = [
-        f"{node.name}()"
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef)
-        and node.name.startswith("test")
-        and node.name not in used
-        and not _required_arguments(node)
-    ]
-    classes = [
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("TestCase") for base in node.bases)
-    ]
-    if classes:
+    calls, runs = [], []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and node.name not in used:
+            calls += [] if _required_arguments(node) else [f"{node.name}()"]
+        elif isinstance(node, ast.ClassDef) and any(ast.unparse(base).endswith("TestCase") for base in node.bases):
+            runs.append(_RUN.format(name=node.name))
+    if runs:
         tree = _WithoutMain().visit(tree)
-    source = "\n".join([*calls, *(_RUN.format(name=name) for name in classes)])
-    tree.body += ast.parse(source).body
+    tree.body += ast.parse("\n".join(calls + runs)).body
     return tree
 
 

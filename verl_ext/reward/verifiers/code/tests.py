@@ -1,8 +1,8 @@
 """The program that holds the tests: the solution's names are proxies, which ask for calls. Sent as source.
 
-It follows values.py and handles.py in one file, and ends with `run_test(...)`. A call whose answer is known
-gives it; the first that is not is asked for, and the test goes on with guesses, only to ask for further calls in the
-same round.
+It follows values.py and handles.py in one file, and ends with `run_test(...)`. A call whose answer is known returns
+the answer. The first call without an answer is asked for; then the test goes on with guesses, only to ask for further
+calls in the same round.
 """
 
 import __future__
@@ -70,7 +70,7 @@ class Replay:
             for name, old in kwargs.items():
                 update(old, self.decode(changed[1][name], level))
         if "error" in answer:
-            raise self.exception(*answer["error"]).error
+            raise self.exception(*answer["error"])
         return self.decode(answer["value"], level)
 
     def exception(self, names, args):
@@ -79,10 +79,9 @@ class Replay:
         if issubclass(kind, (StopIteration, StopAsyncIteration, GeneratorExit)):
             kind = RuntimeError  # else it would end a loop of the test, and with it what the loop checks
         try:
-            error = kind(*args)
+            return kind(*args)
         except Exception:
-            error = kind()
-        return types.SimpleNamespace(error=error)
+            return kind()
 
     def exception_class(self, names):
         if names[-1] not in vars(builtins) or not issubclass(vars(builtins)[names[-1]], BaseException):

@@ -5,6 +5,7 @@ types of the standard library and arrays as ["made", kind, data]; anything else 
 handle. An instance of a class derived from a built-in type is a handle that also tells its content.
 """
 
+import importlib
 import json
 import sys
 
@@ -22,6 +23,21 @@ CONTENT = {
     dict: lambda value: dict(dict.items(value)),
 }
 TYPES = {name.__name__: name for name in (*CONTENT, bool, bytearray, type(None), range, object, type)}
+MADE = {  # name of a type -> its data, and how the type makes a value of the data
+    "builtins.range": (lambda value: (value.start, value.stop, value.step), lambda kind, data: kind(*data)),
+    "collections.deque": (lambda value: (list(value), value.maxlen), lambda kind, data: kind(*data)),
+    "collections.defaultdict": (dict, lambda kind, data: kind(None, data)),
+    "datetime.timedelta": (
+        lambda value: (value.days, value.seconds, value.microseconds),
+        lambda kind, data: kind(*data),
+    ),
+}
+MADE |= dict.fromkeys(["collections.Counter", "collections.OrderedDict"], (dict, lambda kind, data: kind(data)))
+MADE |= dict.fromkeys(["fractions.Fraction", "decimal.Decimal"], (str, lambda kind, data: kind(data)))
+MADE |= dict.fromkeys(
+    [f"datetime.{name}" for name in ("date", "time", "datetime")],
+    (lambda value: value.isoformat(), lambda kind, data: kind.fromisoformat(data)),
+)
 ARRAY_KINDS = "biufcU"  # of numpy: booleans, numbers and strings
 
 
@@ -53,21 +69,10 @@ def encode(value, to_handle):
 
 def take_apart(kind, value):
     """(data, name) of a type that is put together again on the other side; (data, None): the data will do."""
-    name, module = kind.__name__, kind.__module__
-    if kind is range:
-        return (value.start, value.stop, value.step), "range"
-    if module == "collections" and kind is getattr(sys.modules["collections"], name, None):
-        if name == "deque":
-            return (list(value), value.maxlen), name
-        if name in ("Counter", "OrderedDict", "defaultdict"):
-            return dict(value), name
-    if name in ("Fraction", "Decimal") and kind is getattr(sys.modules.get(module.lstrip("_")), name, None):
-        return str(value), name
-    if module == "datetime" and kind is getattr(sys.modules["datetime"], name, None):
-        if name == "timedelta":
-            return (value.days, value.seconds, value.microseconds), name
-        if name in ("date", "time", "datetime") and getattr(value, "tzinfo", None) is None:
-            return value.isoformat(), name
+    module, name = kind.__module__, f"{kind.__module__}.{kind.__name__}"
+    if name in MADE and kind is getattr(sys.modules.get(module), kind.__name__, None):
+        if getattr(value, "tzinfo", None) is None:
+            return MADE[name][0](value), name
     numpy = sys.modules.get("numpy")
     if module == "numpy" and numpy is not None and isinstance(value, (numpy.generic, numpy.ndarray)):
         if value.dtype.kind in ARRAY_KINDS:
@@ -78,32 +83,14 @@ def take_apart(kind, value):
 
 
 def put_together(name, data):
-    if name == "range":
-        return range(*data)
     if name == "ndarray":
         import numpy
 
         return numpy.array(data[2], dtype=data[0]).reshape(data[1])
-    if name in ("deque", "Counter", "OrderedDict", "defaultdict"):
-        import collections
-
-        if name == "deque":
-            return collections.deque(*data)
-        return collections.defaultdict(None, data) if name == "defaultdict" else getattr(collections, name)(data)
-    if name == "Fraction":
-        import fractions
-
-        return fractions.Fraction(data)
-    if name == "Decimal":
-        import decimal
-
-        return decimal.Decimal(data)
-    if name in ("date", "time", "datetime", "timedelta"):
-        import datetime
-
-        kind = getattr(datetime, name)
-        return kind(*data) if name == "timedelta" else kind.fromisoformat(data)
-    raise ValueError(f"no such kind: {name!r}")
+    if name not in MADE:
+        raise ValueError(f"no such kind: {name!r}")
+    module, _, kind = name.partition(".")
+    return MADE[name][1](getattr(importlib.import_module(module), kind), data)
 
 
 def decode(data, from_handle):
