@@ -24,7 +24,7 @@ SHELL_FRONTS = {  # scripts that hand their arguments on -> the module that pars
     "scripts/merge_and_eval.sh": ("verl_ext.evaluate", ["--checkpoint"]),
     "scripts/quickstart.sh": ("verl_ext.quickstart", []),
 }
-OF_THE_READER = {"+task=mine": "+task=shop"}  # a file that the page tells its reader to write
+OF_THE_READER = {"+task=NAME": "+task=shop"}  # a file that the page tells its reader to write
 CODE = re.compile(
     r"```\w*\n(?P<fenced>.*?)```|(?P<indented>(?:^    \S.*\n)+)|`(?P<inline>[^`]+)`", re.DOTALL | re.MULTILINE
 )
