@@ -1,7 +1,7 @@
 """How many small faults in the science's code the unit tests notice: mutation testing. By hand, not in CI.
 
     python scripts/mutate.py                             # 300 mutants over all modules below
-    python scripts/mutate.py checkpoints estimators      # those of them that are in these modules
+    python scripts/mutate.py folder estimators           # those of them that are in these modules
     python scripts/mutate.py --list --show survived      # what is known so far; nothing is run
 
 Each mutant is one change (`<` for `<=`, a condition for True, a statement left out) in a copy of the repository, never
@@ -287,7 +287,7 @@ def report(cases: list[tuple[Mutant, str, str]], journal: Journal, show: str) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("modules", nargs="*", help="names of files, such as checkpoints; all of them if none is given")
+    parser.add_argument("modules", nargs="*", help="names of files, such as folder; all of them if none is given")
     parser.add_argument("--number", type=int, default=300, help="mutants drawn over all modules (default 300)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default 0)")
     parser.add_argument("--jobs", type=int, default=1, choices=(1, 2), help="mutants tested at a time (default 1)")

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # DAPO RL of Qwen2.5-32B-Instruct with a code interpreter. Every hyper-parameter: configs/qwen2-32b_dapo.yaml and the YAMLs in its head.
-# Machines: 2 nodes of 8 GPUs, or 1 (NNODES=1). Time: a public log of the published run, on 8 GPUs, shows 81 minutes a step
+# Machines: 2 nodes of 8 GPUs of 80 GB and 247 GiB of host memory, or 1 of 141 GB and 430 GiB (NNODES=1), by the doctor's estimate;
+# disk: 390 GB a checkpoint, up to five at once. Time: a public log of the published run, on 8 GPUs, shows 81 minutes a step
 # (42 rollouts, 9 old log-probs, 30 update). Not run by us at this size.
 #
 # Usage: [NAME=value ...] bash recipe/retool/run_qwen2-32b_dapo.sh [--cfg job] [Hydra overrides, e.g. trainer.save_freq=10]

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SFT of Qwen2.5-32B-Instruct on ReTool traces. Every hyper-parameter: configs/qwen2-32b_sft.yaml and the YAMLs in its head.
-# Machines: 2 nodes of 8 GPUs; start it on each of them. Time: 372 steps; a public log of the published run shows 7 s a step.
-# Not run by us at this size.
+# Machines: 2 nodes of 8 GPUs of 80 GB (start it on each of them), or 1 of 141 GB (NNODES=1), with 186 GiB of host memory each, by
+# the doctor's estimate; disk: 390 GB a checkpoint, up to four at once. Time: 372 steps; a public log of the published run shows
+# 7 s a step. Not run by us at this size.
 #
 # Usage: [NAME=value ...] bash recipe/retool/run_qwen2-32b_sft.sh [--cfg job] [Hydra overrides, e.g. trainer.total_epochs=1]
 #   MODEL_PATH      Hugging Face folder or hub name   Qwen/Qwen2.5-32B-Instruct

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # DAPO RL of Qwen2.5-7B-Instruct with a code interpreter. Every hyper-parameter: configs/qwen2-7b_dapo.yaml and the YAMLs in its head.
-# Machines: 1 node of 8 GPUs. Not run by us at this size.
+# Machine: 8 GPUs of 80 GB and 149 GiB of host memory, by the doctor's estimate; disk: 91 GB a checkpoint, up to five at once.
+# Not run by us at this size.
 #
 # Usage: [NAME=value ...] bash recipe/retool/run_qwen2-7b_dapo.sh [--cfg job] [Hydra overrides, e.g. trainer.save_freq=10]
 #   MODEL_PATH   merged SFT checkpoint             outputs/qwen2-7b_sft/merged

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # SFT of Qwen2.5-7B-Instruct on ReTool traces. Every hyper-parameter: configs/qwen2-7b_sft.yaml and the YAMLs in its head.
-# Machines: 1 node of 8 GPUs. 372 steps. Not run by us at this size.
+# Machine: 8 GPUs of 80 GB and 92 GiB of host memory, by the doctor's estimate; disk: 91 GB a checkpoint, up to four at once.
+# 372 steps. Not run by us at this size.
 #
 # Usage: [NAME=value ...] bash recipe/retool/run_qwen2-7b_sft.sh [--cfg job] [Hydra overrides, e.g. trainer.total_epochs=1]
 #   MODEL_PATH      Hugging Face folder or hub name   Qwen/Qwen2.5-7B-Instruct
