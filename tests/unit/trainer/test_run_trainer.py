@@ -627,7 +627,7 @@ def test_a_step_submits_as_many_prompts_less_as_groups_wait_for_it(make, monkeyp
     monkeypatch.setattr(PPOTrainer, "_add_prompts_to_generate", lambda self, count: submitted.append(count))
     monkeypatch.setattr(PPOTrainer, "_add_batch_to_generate", lambda self: submitted.append("a batch"))
     for waiting in (0, 3, 16, 20):
-        trainer.replay_buffer.num_kept = waiting
+        monkeypatch.setattr(type(trainer.replay_buffer), "num_kept", waiting)
         trainer.prepare_step()
     assert submitted == ["a batch", 13]
 
