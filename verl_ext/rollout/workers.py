@@ -16,7 +16,7 @@ from typing import Any
 import ray
 import torch
 import transfer_queue as tq
-from hydra.utils import get_class
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import (
@@ -68,18 +68,16 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 "or distillation is on. Take verl's own workers: rollout.agent.agent_loop_manager_class=null and "
                 "retool.trajectory_log.enable=false."
             )
-        self._loop_classes: dict[str, tuple[type, dict]] = {}
         self._shared_loops: dict[str, AgentLoopBase] = {}
         self._groups: dict[str, _RunningGroup] = {}
         self._stored_columns = ["uid", "data_source", "reward_model"]  # what verl's trainer selects (trainer_base.py)
         if self.config.reward.reward_model.enable:
             self._stored_columns.append("raw_prompt")
+            self._score_rollout = None  # verl's reward workers score
+        else:
+            self._score_rollout = getattr(load_reward_manager(self.config, self.tokenizer), "score_rollout", None)
         if self.config.trainer.v1.trainer_mode == "sync" and number_of_replicas(self.config) == 1:
             skip_load_balancer(self.llm_client)
-        reward_manager = (
-            None if self.config.reward.reward_model.enable else load_reward_manager(self.config, self.tokenizer)
-        )
-        self._score_rollout = getattr(reward_manager, "score_rollout", None)
         settings = self.config.retool.trajectory_log
         self._trajectory_log = (
             TrajectoryLog(settings.folder, max_mb=settings.max_mb, max_files=settings.max_files)
@@ -168,16 +166,10 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             await asyncio.sleep(RETRY_PAUSE_S * number)
 
     def _make_loop(self, agent_name: str) -> AgentLoopBase:
-        if agent_name not in self._loop_classes:
-            if agent_name not in _agent_loop_registry:
-                raise KeyError(
-                    f"Agent loop {agent_name!r} is not registered; there are {sorted(_agent_loop_registry)}."
-                )
-            settings = dict(_agent_loop_registry[agent_name])
-            settings.pop("name", None)
-            self._loop_classes[agent_name] = (get_class(settings.pop("_target_")), settings)
-        loop_class, settings = self._loop_classes[agent_name]
-        agent_loop = loop_class(
+        if agent_name not in _agent_loop_registry:
+            raise KeyError(f"Agent loop {agent_name!r} is not registered; there are {sorted(_agent_loop_registry)}.")
+        agent_loop = instantiate(
+            _agent_loop_registry[agent_name],
             trainer_config=DictConfigWrap(config=self.config),
             server_manager=self.llm_client,
             tokenizer=self.tokenizer,
@@ -186,9 +178,8 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             dataset_cls=self.dataset_cls,
             data_config=DictConfigWrap(self.config.data),
             tools=ToolListWrap(self.tools),
-            **settings,
         )
-        if getattr(loop_class, "shared", False):
+        if getattr(agent_loop, "shared", False):
             self._shared_loops[agent_name] = agent_loop
         return agent_loop
 

@@ -254,7 +254,7 @@ def test_the_protocol_is_that_of_the_sample_or_else_of_the_run(agent_name, confi
     retool = OmegaConf.merge(config.retool, {"protocol": configured, "trajectory_log": {"folder": ""}})
     worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
     worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool, "data": {}})
-    worker._loop_classes, worker._shared_loops, worker.tools = {}, {}, []
+    worker._shared_loops, worker.tools = {}, []
     worker.llm_client = worker.processor = worker.hf_model_type = worker.dataset_cls = None
     worker.tokenizer = tokenizer
     path = ROOT / config.actor_rollout_ref.rollout.agent.agent_loop_config_path
@@ -273,7 +273,6 @@ def test_an_unknown_agent_loop_is_named() -> None:
     from verl_ext.rollout.workers import LeanAgentLoopWorker
 
     worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
-    worker._loop_classes = {}
     with pytest.raises(KeyError, match="'no_such' is not registered"):
         worker._make_loop("no_such")
 
