@@ -68,9 +68,8 @@ def find_failed(
     """
     causes = [infrastructure_failure({name: values[i] for name, values in infos.items()}) for i in range(len(uids))]
     stored = Counter((str(source), str(uid)) for source, uid in zip(data_sources, uids, strict=True))
-    asked = {key: max(number, (expected or {}).get(key, 0)) for key, number in stored.items()} | {
-        key: number for key, number in (expected or {}).items() if key not in stored
-    }
+    expected = expected or {}
+    asked = {key: max(stored[key], expected.get(key, 0)) for key in (*stored, *expected)}
     by_source: dict[str, Counter] = {source: Counter() for source, _ in asked}
     for source, cause in zip(data_sources, causes, strict=True):
         by_source[str(source)].update([cause] * (cause is not None))
