@@ -24,7 +24,7 @@ class HermesProtocol:
 
     Args:
         max_parallel_calls: calls of one turn that are run; further ones are answered as `two_blocks`.
-        repair_json: accept raw line breaks and invalid escapes in JSON strings, what most broken calls break at.
+        repair_json: accept raw line breaks and invalid escapes in JSON strings.
     """
 
     stop = None

@@ -184,9 +184,8 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         return agent_loop
 
     async def _agent_loop_postprocess(self, outputs: list[AgentLoopOutput], validate: bool, **kwargs: Any) -> None:
-        """As verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), but the outputs are scored already, and the rows wait
-        for the rest of their group. The rows leave out columns of the data set that nothing reads after the rollout:
-        the actor would fetch and handle each column.
+        """As verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), but the outputs are scored already, the rows wait for
+        their group, and columns of the data set that nothing reads later are left out: the actor would fetch each.
         """
         for output in outputs:
             trajectory = output.extra_fields.pop("trajectory", None)

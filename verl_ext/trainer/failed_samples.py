@@ -60,7 +60,8 @@ def find_failed(
     infos: Mapping[str, Sequence[Any]],
     expected: Mapping[tuple[str, str], int] | None,
 ) -> Failed:
-    """
+    """Which samples of a validation failed, and how many were asked for.
+
     Args:
         data_sources, uids: of each stored sample.
         infos: name -> values, one per stored sample, of `reward_extra_info`.

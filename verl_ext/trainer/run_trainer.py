@@ -1,8 +1,7 @@
 """Where verl's v1 trainers meet the options of `retool.*`: adaptive n, validation, early stop, a repeatable run.
 
-It also sees to it that infrastructure failures neither count in a validation nor rise unseen. With all options off and
-no failure, every method here does what verl's own does. Line numbers are of verl 0.9.1,
-trainer/ppo/v1/trainer_base.py.
+Infrastructure failures do not count in a validation, and a rise of them is logged. With all options off and no failure,
+every method here does what verl's own does. Line numbers are of verl 0.9.1, trainer/ppo/v1/trainer_base.py.
 """
 
 import logging
@@ -69,8 +68,8 @@ class RunTrainer(PPOTrainer):
         self._watch: EarlyStopWatch | None = None
         self._exclusions: ExclusionWatch | None = None
         self._failed_samples = FailedSamples.from_config(config)
-        self._is_light = False  # whether the validation that runs is
-        self._is_void = False  # whether the newest validation is
+        self._is_light = False  # whether the validation that runs is a light one
+        self._is_void = False  # whether the newest validation is void
         self._last_saved = 0  # step of the newest checkpoint
         if config.trainer.get("val_only", False):  # of any checkpoint of the run: what the run learned stays as it is
             return
@@ -135,9 +134,7 @@ class RunTrainer(PPOTrainer):
             self._add_prompts_to_generate(missing)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """Fillers get advantage 0, whatever the estimator. Their answers are all right or all wrong; the rest of their
-        rewards, such as length penalties, must not train (`DapoReplayBuffer`).
-        """
+        """Fillers get advantage 0, whatever the estimator and their rewards (`DapoReplayBuffer`)."""
         batch = super()._compute_advantage(batch, metrics)
         fillers = getattr(self.replay_buffer, "fillers", ())
         keys = [key for key in batch.keys if key.split("_")[0] in fillers]

@@ -121,7 +121,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._judged: list[dict[str, Any]] = []  # `extra_fields` of the rollouts that infrastructure did not fail
         self._ends: Counter = Counter()  # PromptEnd -> groups; OPEN: of those that ended, the useful ones
         self._limit = math.inf  # groups that may be evicted for each reason before a batch is taken
-        self._is_spent = False  # that many were
+        self._is_spent = False  # whether so many groups were evicted as EQUAL or VOID
         self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
         self._ended = Ended()  # since `take_ended`
         self._filled = 0  # groups in the newest batch that had failed rollouts
@@ -135,7 +135,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             The trajectories of the groups, and metrics (`train/`, `tool/`, `turn/`, `finish/`, `failure/`,
             `filter_groups/`; none in validation).
         Raises:
-            RuntimeError: more than `max_num_gen_batches` x `batch_size` groups failed: the sandbox is down.
+            RuntimeError: more than `max_num_gen_batches` x `batch_size` groups failed, as when the sandbox is down.
             NothingStored: all rollouts of a validation raised.
         """
         if partition_id == "val":  # all groups, failed ones too: the reward manager marked their samples
@@ -151,7 +151,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             batch, metrics = super().sample(global_steps, partition_id, batch_size)
             metrics["filter_groups/filled_with_equal"] = self._count(len(self.fillers))
         metrics = {**self._metrics(), "failure/groups_filled": self._count(self._filled), **metrics}
-        del self._ends[PromptEnd.OPEN]  # nothing has become of these yet, or it is counted beside
+        del self._ends[PromptEnd.OPEN]  # not decided yet, or counted by the later end
         logger.info("step %d: what became of the prompt groups: %s", global_steps, describe(self._ends))
         self._seen, self._judged, self._ends, self._is_spent = Ended(), [], Counter(), False
         return batch, metrics
@@ -217,7 +217,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         return self._materialize_batch(partition_id, selected, snapshot), metrics
 
     # The asynchronous trainers call `wait_for_sampleable` and `get_sampleable_count` of the base class as well as
-    # `sample`; all three evict, and refill one by one, what this names.
+    # `sample`. All three evict what `_terminal_eviction_reasons` names, and refill one by one.
 
     def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> tuple[set[str], dict]:
         self._limit = self.max_gen_batches * target_count if partition_id != "val" else math.inf

@@ -238,7 +238,7 @@ def test_at_max_num_gen_batches_equal_groups_fill_up_and_the_log_says_so(make, c
         (RAISED, "Correct what the log has as 'Error in _run_prompt'"),
     ],
 )
-def test_a_world_that_fails_everything_stops_the_run_and_says_what_to_do(make, mode, failed, remedy):
+def test_a_run_in_which_everything_fails_outside_the_model_stops_and_says_what_to_do(make, mode, failed, remedy):
     queue, buffer = make([failed] * 100, batch_size=2, max_num_gen_batches=3, mode=mode)
     said = rf"\d+ of \d+ prompt groups of step 4 failed for reasons outside the model \(.*\)\. {remedy}.*then resume"
     with pytest.raises(RuntimeError, match=said):
