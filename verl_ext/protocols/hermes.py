@@ -80,13 +80,8 @@ class HermesProtocol:
         return self._tool_turns.render(outputs)
 
     def write(self, content: str, calls: Sequence[Call]) -> str:
-        blocks = [
-            f"{CALL_START}\n"
-            + json.dumps({"name": call.tool, "arguments": call.arguments}, ensure_ascii=False)
-            + f"\n{CALL_STOP}"
-            for call in calls
-        ]
-        return "\n".join([content] * bool(content) + blocks)
+        bodies = [json.dumps({"name": call.tool, "arguments": call.arguments}, ensure_ascii=False) for call in calls]
+        return "\n".join([content] * bool(content) + [f"{CALL_START}\n{body}\n{CALL_STOP}" for body in bodies])
 
     def _without_call(self, text: str) -> list[Call | MalformedCall]:
         if "\\boxed{" in text:

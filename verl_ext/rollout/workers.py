@@ -6,6 +6,7 @@ short rollout this is more work than the rollout itself.
 """
 
 import asyncio
+import itertools
 import logging
 import os
 from collections.abc import Coroutine
@@ -133,9 +134,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         retries = FailedSamples.from_config(self.config).retries if validate else 0
         extra = {"call_retries": retries} if validate else {}
         outputs: list[AgentLoopOutput] = []
-        number = 0
-        while True:
-            number += 1
+        for number in itertools.count(1):
             try:
                 if not outputs:
                     output = await agent_loop.run(sampling_params, **sample, **extra)
