@@ -296,8 +296,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
             end = PromptEnd.EQUAL
         self._groups[uid] = _EndedGroup(end, valid, [key for key, _, reason in rows if reason is not None])
         self._ends[end] += 1
-        excluded = Counter({RolloutEnd.RAISED: int(raised)})
-        excluded.update(reason for *_, reason in rows if reason is not None)
+        excluded = Counter(reason for *_, reason in rows if reason is not None)
+        excluded[RolloutEnd.RAISED] = int(raised)
         self._seen += Ended(len(rows), 1, excluded)
         self._ended += Ended(len(rows), 1, excluded)
         self._judged += judged
