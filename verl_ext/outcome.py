@@ -21,32 +21,24 @@ class Fault(StrEnum):
 
 
 class RolloutEnd(StrEnum):
-    """Why a rollout ended: `finish_reason` of the agent loop and of the trajectories, `finish/*` of the metrics."""
+    """Why a rollout ended, and whose fault it is: `finish_reason` of the agent loop and of the trajectories, `finish/*`
+    of the metrics."""
 
-    ANSWER = "answer"  # the model ended a turn without a call
-    MAX_TURNS = "max_turns"  # one call more than `retool.max_tool_calls`
-    MAX_TOKENS = "max_tokens"  # the response is full
-    MALFORMED_LIMIT = "malformed_limit"  # more than `retool.max_malformed_calls` calls that could not be run
-    SANDBOX_FAILURE = "sandbox_failure"  # the sandbox, or the backend of a tool, did not answer a call
-    UNVERIFIED = "verifier_unknown"  # no verifier could judge the answer, whatever the response said
-    ABORTED = "aborted"  # the rollout server failed or gave the request up
-    RAISED = "raised"  # an exception; nothing of the rollout is stored, and nothing of its group is trained on
+    ANSWER = "answer", Fault.NONE  # the model ended a turn without a call
+    MAX_TURNS = "max_turns", Fault.MODEL  # one call more than `retool.max_tool_calls`
+    MAX_TOKENS = "max_tokens", Fault.MODEL  # the response is full
+    MALFORMED_LIMIT = "malformed_limit", Fault.MODEL  # calls that could not be run: more than `max_malformed_calls`
+    SANDBOX_FAILURE = "sandbox_failure", Fault.INFRASTRUCTURE  # sandbox or tool did not answer a call
+    UNVERIFIED = "verifier_unknown", Fault.INFRASTRUCTURE  # no verifier could judge the answer, whatever it was
+    ABORTED = "aborted", Fault.INFRASTRUCTURE  # the rollout server failed or gave the request up
+    RAISED = "raised", Fault.OURS  # an exception: nothing of the rollout is stored, nothing of its group is trained on
 
-    @property
-    def fault(self) -> Fault:
-        return _FAULTS[self]
+    fault: Fault
 
-
-_FAULTS = {
-    RolloutEnd.ANSWER: Fault.NONE,
-    RolloutEnd.MAX_TURNS: Fault.MODEL,
-    RolloutEnd.MAX_TOKENS: Fault.MODEL,
-    RolloutEnd.MALFORMED_LIMIT: Fault.MODEL,
-    RolloutEnd.SANDBOX_FAILURE: Fault.INFRASTRUCTURE,
-    RolloutEnd.UNVERIFIED: Fault.INFRASTRUCTURE,
-    RolloutEnd.ABORTED: Fault.INFRASTRUCTURE,
-    RolloutEnd.RAISED: Fault.OURS,
-}
+    def __new__(cls, name: str, fault: Fault) -> "RolloutEnd":
+        end = str.__new__(cls, name)
+        end._value_, end.fault = name, fault
+        return end
 
 
 class PromptEnd(StrEnum):

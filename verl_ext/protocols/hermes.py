@@ -24,7 +24,7 @@ class HermesProtocol:
 
     Args:
         max_parallel_calls: calls of one turn that are run; further ones are answered as `two_blocks`.
-        repair_json: accept raw line breaks and invalid escapes in JSON strings, what most broken calls break at.
+        repair_json: accept raw line breaks and invalid escapes in JSON strings.
     """
 
     stop = None
@@ -80,13 +80,8 @@ class HermesProtocol:
         return self._tool_turns.render(outputs)
 
     def write(self, content: str, calls: Sequence[Call]) -> str:
-        blocks = [
-            f"{CALL_START}\n"
-            + json.dumps({"name": call.tool, "arguments": call.arguments}, ensure_ascii=False)
-            + f"\n{CALL_STOP}"
-            for call in calls
-        ]
-        return "\n".join([content] * bool(content) + blocks)
+        bodies = [json.dumps({"name": call.tool, "arguments": call.arguments}, ensure_ascii=False) for call in calls]
+        return "\n".join([content] * bool(content) + [f"{CALL_START}\n{body}\n{CALL_STOP}" for body in bodies])
 
     def _without_call(self, text: str) -> list[Call | MalformedCall]:
         if "\\boxed{" in text:

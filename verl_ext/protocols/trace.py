@@ -101,10 +101,11 @@ def _own(text: str, eos: str) -> Segment:
 def _turns(messages: list[dict]) -> Iterator[_Turn]:
     """The turns of the model; raises ValueError where roles do not alternate."""
     roles = [message.get("role") for message in messages]
+    wrong = ValueError(f"expected roles assistant, {' or '.join(TOOL_ROLES)}, ..., assistant, but found {roles}")
     i = 0
-    while i < len(messages):
-        if roles[i] != "assistant":
-            raise ValueError(f"expected roles assistant, {' or '.join(TOOL_ROLES)}, ..., assistant, but found {roles}")
+    while i < max(len(messages), 1):
+        if roles[i : i + 1] != ["assistant"]:
+            raise wrong
         calls = [_call(call) for call in messages[i].get("tool_calls") or []]
         turns = [_Turn(_text(messages[i], optional=bool(calls)), calls)] if calls else list(_inline_turns(messages[i]))
         i += 1
@@ -117,9 +118,7 @@ def _turns(messages: list[dict]) -> Iterator[_Turn]:
             raise ValueError(f"{len(turns[-1].calls)} calls with {len(turns[-1].outputs)} answers; roles are {roles}")
         yield from turns
         if i < len(messages) and not turns[-1].calls:
-            raise ValueError(f"expected roles assistant, {' or '.join(TOOL_ROLES)}, ..., assistant, but found {roles}")
-    if not messages:
-        raise ValueError(f"expected roles assistant, {' or '.join(TOOL_ROLES)}, ..., assistant, but found {roles}")
+            raise wrong
 
 
 def _inline_turns(message: dict) -> Iterator[_Turn]:
@@ -143,10 +142,7 @@ def _call(call: Mapping[str, Any]) -> Call:
     function = call.get("function") or call
     name, arguments = function.get("name"), function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the arguments of {name!r} are no JSON: {error}") from None
+        arguments = _json(arguments, f"arguments of {name!r}")
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError(f"expected a tool call with name and arguments, but found {function}")
     # A parquet column has every key in every row.
@@ -154,12 +150,7 @@ def _call(call: Mapping[str, Any]) -> Call:
 
 
 def _schemas(tools: Any) -> dict[str, dict]:
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the tools are no JSON: {error}") from None
-    tools = _plain(tools)
+    tools = _plain(_json(tools, "tools") if isinstance(tools, str) else tools)
     if not tools:
         return {CODE_TOOL: CODE_SCHEMA}
     try:  # as verl's tools give their schemas to a rollout's prompt: what else they say is left out
@@ -168,6 +159,13 @@ def _schemas(tools: Any) -> dict[str, dict]:
     except (ValueError, TypeError) as error:
         raise ValueError(f"expected tools in OpenAI's form, but found {str(tools)[:200]} ({error})") from None
     return {schema.function.name: schema.model_dump(exclude_unset=True, exclude_none=True) for schema in schemas}
+
+
+def _json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the {what} are no JSON: {error}") from None
 
 
 def _text(message: Mapping[str, Any], *, optional: bool = False) -> str:

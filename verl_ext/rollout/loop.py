@@ -10,6 +10,7 @@ import asyncio
 import logging
 import math
 import os
+import pkgutil
 import sys
 import time
 from collections.abc import Mapping
@@ -35,6 +36,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 # Why the engine ended a request, where that was neither the model's end nor its budget (vllm/v1/engine/__init__.py:43).
 _FAILED_STOPS = ("aborted", "abort", "error")
+_FINAL_ONLY = "vllm.sampling_params:RequestOutputKind.FINAL_ONLY"
 RETRY_PAUSE_S = 2.0  # before a failed part of a validation sample is tried again, longer by as much each time
 _CUT_STEP = 8  # tokens; where a reply does not fit, so many more than what is too much are cut from each output
 
@@ -46,13 +48,7 @@ class _FinalOutputOnly:
     """
 
     def __reduce__(self) -> tuple:
-        return _final_output_only, ()
-
-
-def _final_output_only() -> Any:
-    from vllm.sampling_params import RequestOutputKind
-
-    return RequestOutputKind.FINAL_ONLY
+        return pkgutil.resolve_name, (_FINAL_ONLY,)
 
 
 @dataclass
@@ -65,7 +61,7 @@ class Rollout:
     log_probs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of each turn of the model
     use: ToolUse = field(default_factory=ToolUse)
-    turns: list[dict[str, Any]] = field(default_factory=list)  # for the trajectory log, where it is on
+    turns: list[dict[str, Any]] = field(default_factory=list)  # for the trajectory log
     tool_rewards: list[float] = field(default_factory=list)
     versions: dict[str, Any] = field(default_factory=dict)  # of the weights, and what else the server sends
 
@@ -126,18 +122,19 @@ class RetoolAgentLoop(AgentLoopBase):
         added = self.tokenizer.added_tokens_decoder.items()
         self.special_ids = {i for i, token in added if token.special and token.content != self.protocol.stop}
         self._prompts: LRUCache = LRUCache(maxsize=1024)  # uid -> task; the samples of a group share their prompt
-        self._stop_params = self._make_stop_params()
+        self._request_params = self._make_request_params()
         self._seeds = {"data": self.data_config.get("seed"), "rollout": self.rollout_config.get("seed")}
         self._is_repeatable = settings.get("repeatable", False)
 
-    def _make_stop_params(self) -> dict[str, Any]:
+    def _make_request_params(self) -> dict[str, Any]:
+        params = {"output_kind": pkgutil.resolve_name(_FINAL_ONLY) if "vllm" in sys.modules else _FinalOutputOnly()}
         if self.protocol.stop is None:
-            return {}
+            return params
         # If the tag is one token, the engine itself stops there. At a string, vLLM's front end stops the engine, a few
         # tokens later. The string is given as well: the model may also sample the tag in pieces.
         ids = self.tokenizer.encode(self.protocol.stop, add_special_tokens=False)
-        stop_token_ids = ids if len(ids) == 1 else []
-        return {"stop": [self.protocol.stop], "stop_token_ids": stop_token_ids, "include_stop_str_in_output": True}
+        params["stop_token_ids"] = ids if len(ids) == 1 else []
+        return params | {"stop": [self.protocol.stop], "include_stop_str_in_output": True}
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
         """Roll out one sample; see `AgentLoopBase.run`.
@@ -158,7 +155,7 @@ class RetoolAgentLoop(AgentLoopBase):
             kwargs["uid"], list(kwargs["raw_prompt"]), self.protocol.schemas(schemas)
         )
         rollout = Rollout(limit=self.response_length)
-        params = dict(sampling_params, **self._stop_params)
+        params = dict(sampling_params, **self._request_params)
         request_id = uuid4().hex
         reason = None
         while reason is None:
@@ -175,26 +172,17 @@ class RetoolAgentLoop(AgentLoopBase):
                 reason = RolloutEnd.ANSWER if ended else RolloutEnd.MAX_TOKENS
             is_void = not any(isinstance(call, Call) for call in calls) and "\\boxed{" not in text
             rollout.use.void_turns += is_void and not aborted
-        return self._output(prompt_ids, rollout, reason, sampling_params, kwargs)
+        return self._output(prompt_ids, rollout, reason, sampling_params)
 
     async def _model_turn(
-        self,
-        rollout: Rollout,
-        prompt_ids: list[int],
-        params: dict[str, Any],
-        request_id: str,
-        priority: int,
+        self, rollout: Rollout, prompt_ids: list[int], params: dict[str, Any], request_id: str, priority: int
     ) -> tuple[str, bool, bool]:
         """Let the model write; returns its text, whether it ended by an end token, and whether it was aborted."""
         started = time.perf_counter()
         output = await self.server_manager.generate(
             request_id=request_id,
             prompt_ids=prompt_ids + rollout.ids,
-            sampling_params=dict(
-                params,
-                max_tokens=rollout.room,
-                output_kind=_final_output_only() if "vllm" in sys.modules else _FinalOutputOnly(),
-            ),
+            sampling_params=dict(params, max_tokens=rollout.room),
             priority=priority,
         )
         seconds = time.perf_counter() - started
@@ -211,11 +199,8 @@ class RetoolAgentLoop(AgentLoopBase):
             ids, log_probs = ids[:kept], log_probs[:kept]
             text = self.tokenizer.decode(ids)
         rollout.add_turn(ids, log_probs)
-        if self.log_trajectories:
-            versions = [output.extra_fields.get(name) for name in ("min_global_steps", "max_global_steps")]
-            rollout.turns.append(
-                {"text": text, "tokens": len(ids), "decode_s": seconds, "versions": versions, "calls": []}
-            )
+        versions = [output.extra_fields.get(name) for name in ("min_global_steps", "max_global_steps")]
+        rollout.turns.append({"text": text, "tokens": len(ids), "decode_s": seconds, "versions": versions, "calls": []})
         end_ids = self.end_ids | self.special_ids if rollout.room else self.end_ids
         return text, bool(ids) and ids[-1] in end_ids, aborted
 
@@ -238,20 +223,17 @@ class RetoolAgentLoop(AgentLoopBase):
         return low
 
     async def _tool_turn(
-        self,
-        rollout: Rollout,
-        text: str,
-        calls: list[Call | MalformedCall],
-        ended: bool,
-        sample: Mapping[str, Any],
+        self, rollout: Rollout, text: str, calls: list[Call | MalformedCall], ended: bool, sample: Mapping[str, Any]
     ) -> RolloutEnd | None:
         """Run the calls of a turn and append what the tools say; returns why the rollout ends here, or None."""
-        use = rollout.use
+        use, entries = rollout.use, rollout.turns[-1]["calls"]
         to_run = [call for call in calls if isinstance(call, Call)]
         for call in calls:
             if isinstance(call, MalformedCall):
                 use.add_malformed(call.kind)
-        records = self._record(rollout, calls)
+                entries.append({"malformed": call.kind, "output": str(call)})
+            else:
+                entries.append({"tool": call.tool, "arguments": call.arguments})
         if use.malformed.total() > self.max_malformed_calls:
             return RolloutEnd.MALFORMED_LIMIT
         is_last = use.calls + len(to_run) > self.max_tool_calls
@@ -264,8 +246,8 @@ class RetoolAgentLoop(AgentLoopBase):
         started = time.perf_counter()
         results = await self._run_calls(to_run, sample.get("tools_kwargs") or {}, sample.get("call_retries", 0))
         use.tool_s += time.perf_counter() - started
-        for record, result in zip(records, results, strict=False):
-            record |= vars(result)
+        for entry, result in zip([entry for entry in entries if "tool" in entry], results, strict=True):
+            entry |= vars(result)
         failure = next((result.failure for result in results if result.failure), None)
         if failure is not None:
             logger.warning("a tool failed: %s", failure)
@@ -321,31 +303,13 @@ class RetoolAgentLoop(AgentLoopBase):
                 return None, 0
             limit = max(0, limit - math.ceil(excess / len(texts)) - _CUT_STEP)
 
-    def _record(self, rollout: Rollout, calls: list[Call | MalformedCall]) -> list[dict[str, Any]]:
-        """Note the calls of a turn for the trajectory log; returns the entries of those that can be run."""
-        if not self.log_trajectories:
-            return []
-        entries = [
-            {"malformed": call.kind, "output": str(call)}
-            if isinstance(call, MalformedCall)
-            else {"tool": call.tool, "arguments": call.arguments}
-            for call in calls
-        ]
-        rollout.turns[-1]["calls"] = entries
-        return [entry for entry in entries if "tool" in entry]
-
     async def _encode_prompt(self, uid: str, messages: list[dict], schemas: list[dict] | None) -> list[int]:
         if uid not in self._prompts:
             self._prompts[uid] = asyncio.ensure_future(self.ct_build_initial_tokens(messages, tools=schemas))
         return list(await asyncio.shield(self._prompts[uid]))
 
     def _output(
-        self,
-        prompt_ids: list[int],
-        rollout: Rollout,
-        reason: RolloutEnd,
-        sampling_params: Mapping[str, Any],
-        sample: Mapping[str, Any],
+        self, prompt_ids: list[int], rollout: Rollout, reason: RolloutEnd, sampling_params: Mapping[str, Any]
     ) -> AgentLoopOutput:
         use, length = rollout.use, len(rollout.ids)
         if not rollout.ids:  # aborted before its first token: verl's tensors need one, which nothing trains on

@@ -78,11 +78,7 @@ def tool_metrics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     calls = np.array([use["ok"] + sum(use["errors"].values()) for use in uses])
     right = np.array([info["acc"] > 0 for info in infos])
     ok = np.array([use["ok"] for use in uses])
-    malformed = Counter()
-    errors = Counter()
-    for use in uses:
-        errors.update(use["errors"])
-        malformed.update(use["malformed"])
+    errors, malformed = (sum((Counter(use[name]) for use in uses), Counter()) for name in ("errors", "malformed"))
     num_calls, num_failed = int(calls.sum()), errors.total() + malformed.total()
     generate_s, tool_s = _sum(uses, "generate_s"), _sum(uses, "tool_s")
     positions = [
@@ -100,7 +96,6 @@ def tool_metrics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     metrics = {
         "tool/code_ratio": float(np.mean(calls > 0)),
         "tool/calls": float(calls.mean()),
-        "tool/code_lines": _ratio(_sum(uses, "code_lines"), num_calls),  # a call
         "tool/ok_rate": _ratio(ok.sum(), num_calls),
         "tool/ok_rate/right": _ratio(ok[right].sum(), calls[right].sum()),  # in rollouts with the right answer
         "tool/ok_rate/wrong": _ratio(ok[~right].sum(), calls[~right].sum()),
@@ -109,16 +104,14 @@ def tool_metrics(rollouts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "tool/malformed_rate": _ratio(malformed.total(), num_calls + malformed.total()),
         "tool/fixed_rate": _ratio(_sum(uses, "fixed"), num_failed),  # self-correction: the next call ended well
         "tool/first_call_position": float(np.mean(positions)) if positions else 0.0,  # share of the response before it
-        "tool/json_repairs": _ratio(_sum(uses, "json_repairs"), num_calls),
-        "tool/outputs_cut": _ratio(_sum(uses, "outputs_cut"), num_calls),
         "tool/time_share": _ratio(tool_s, tool_s + generate_s),  # of a rollout's time
         "tool/seconds": _ratio(tool_s, num_calls),  # a call: waiting, running, the way there and back
-        "tool/queue_s": _ratio(_sum(uses, "queue_s"), num_calls),
-        "tool/run_s": _ratio(_sum(uses, "run_s"), num_calls),
         "turn/model_tokens": float(np.mean(turns)),
         "turn/tool_tokens": float(np.mean(blocks)) if blocks else 0.0,
         "turn/void_rate": float(np.mean([use["void_turns"] > 0 for use in uses])),  # rollouts with a void turn
     }
+    per_call = ("code_lines", "json_repairs", "outputs_cut", "queue_s", "run_s")
+    metrics |= {f"tool/{name}": _ratio(_sum(uses, name), num_calls) for name in per_call}
     metrics |= {f"tool/error/{kind}": count / num_calls for kind, count in errors.items()}
     metrics |= {f"tool/malformed/{kind}": count / len(rollouts) for kind, count in malformed.items()}
     stored = [end for end in RolloutEnd if end != RolloutEnd.RAISED]

@@ -6,6 +6,7 @@ short rollout this is more work than the rollout itself.
 """
 
 import asyncio
+import itertools
 import logging
 import os
 from collections.abc import Coroutine
@@ -16,7 +17,7 @@ from typing import Any
 import ray
 import torch
 import transfer_queue as tq
-from hydra.utils import get_class
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import (
@@ -68,18 +69,15 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 "or distillation is on. Take verl's own workers: rollout.agent.agent_loop_manager_class=null and "
                 "retool.trajectory_log.enable=false."
             )
-        self._loop_classes: dict[str, tuple[type, dict]] = {}
         self._shared_loops: dict[str, AgentLoopBase] = {}
-        self._groups: dict[str, _RunningGroup] = {}
         self._stored_columns = ["uid", "data_source", "reward_model"]  # what verl's trainer selects (trainer_base.py)
         if self.config.reward.reward_model.enable:
             self._stored_columns.append("raw_prompt")
+            self._score_rollout = None  # verl's reward workers score
+        else:
+            self._score_rollout = getattr(load_reward_manager(self.config, self.tokenizer), "score_rollout", None)
         if self.config.trainer.v1.trainer_mode == "sync" and number_of_replicas(self.config) == 1:
             skip_load_balancer(self.llm_client)
-        reward_manager = (
-            None if self.config.reward.reward_model.enable else load_reward_manager(self.config, self.tokenizer)
-        )
-        self._score_rollout = getattr(reward_manager, "score_rollout", None)
         settings = self.config.retool.trajectory_log
         self._trajectory_log = (
             TrajectoryLog(settings.folder, max_mb=settings.max_mb, max_files=settings.max_files)
@@ -93,11 +91,8 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         """As verl/trainer/ppo/v1/agent_loop_tq.py:104 (0.9.1), which sets the prompt's status when this returns."""
         rollout = self.config.actor_rollout_ref.rollout
         n = (rollout.val_kwargs if trajectory["validate"] else rollout).n
-        self._groups[prompt["uid"]] = _RunningGroup(running=prompt.get("__rollout_n__", n))
-        try:
-            await super()._run_prompt(prompt, sampling_params, trajectory, trace)
-        finally:
-            del self._groups[prompt["uid"]]
+        group = _RunningGroup(running=prompt.get("__rollout_n__", n))
+        await super()._run_prompt(prompt | {"running_group": group}, sampling_params, trajectory, trace)
 
     async def _run_agent_loop(
         self,
@@ -105,8 +100,9 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         trajectory: dict[str, Any],
         *,
         agent_name: str,
+        running_group: _RunningGroup,
         trace: bool = False,
-        **kwargs: Any,
+        **sample: Any,
     ) -> None:
         """As verl/experimental/agent_loop/agent_loop.py:660 (0.9.1), which v1 always calls with `trace=False`.
 
@@ -114,19 +110,16 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             KeyError: no loop of that name is registered.
         """
         agent_loop = self._shared_loops.get(agent_name) or self._make_loop(agent_name)
-        group = self._groups[kwargs["uid"]]
+        group, validate = running_group, trajectory["validate"]
         try:
-            outputs = await self._roll_out(agent_loop, sampling_params, trajectory["validate"], kwargs)
-            await self._agent_loop_postprocess(outputs, trajectory["validate"], **kwargs)
+            outputs = await self._roll_out(agent_loop, sampling_params, validate, sample)
+            self._add_rows(group, outputs, validate, sample)
         finally:
             group.running -= 1
             if group.running == 0 and group.keys:  # also where this one raised: validation counts the others
-                await tq.async_kv_batch_put(
-                    keys=group.keys,
-                    fields=list_of_dict_to_tensordict(group.rows),
-                    tags=group.tags,
-                    partition_id="val" if trajectory["validate"] else "train",
-                )
+                rows = list_of_dict_to_tensordict(group.rows)
+                partition = "val" if validate else "train"
+                await tq.async_kv_batch_put(keys=group.keys, fields=rows, tags=group.tags, partition_id=partition)
 
     async def _roll_out(
         self, agent_loop: AgentLoopBase, sampling_params: dict[str, Any], validate: bool, sample: dict[str, Any]
@@ -141,9 +134,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         retries = FailedSamples.from_config(self.config).retries if validate else 0
         extra = {"call_retries": retries} if validate else {}
         outputs: list[AgentLoopOutput] = []
-        number = 0
-        while True:
-            number += 1
+        for number in itertools.count(1):
             try:
                 if not outputs:
                     output = await agent_loop.run(sampling_params, **sample, **extra)
@@ -168,16 +159,10 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             await asyncio.sleep(RETRY_PAUSE_S * number)
 
     def _make_loop(self, agent_name: str) -> AgentLoopBase:
-        if agent_name not in self._loop_classes:
-            if agent_name not in _agent_loop_registry:
-                raise KeyError(
-                    f"Agent loop {agent_name!r} is not registered; there are {sorted(_agent_loop_registry)}."
-                )
-            settings = dict(_agent_loop_registry[agent_name])
-            settings.pop("name", None)
-            self._loop_classes[agent_name] = (get_class(settings.pop("_target_")), settings)
-        loop_class, settings = self._loop_classes[agent_name]
-        agent_loop = loop_class(
+        if agent_name not in _agent_loop_registry:
+            raise KeyError(f"Agent loop {agent_name!r} is not registered; there are {sorted(_agent_loop_registry)}.")
+        agent_loop = instantiate(
+            _agent_loop_registry[agent_name],
             trainer_config=DictConfigWrap(config=self.config),
             server_manager=self.llm_client,
             tokenizer=self.tokenizer,
@@ -186,34 +171,32 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             dataset_cls=self.dataset_cls,
             data_config=DictConfigWrap(self.config.data),
             tools=ToolListWrap(self.tools),
-            **settings,
         )
-        if getattr(loop_class, "shared", False):
+        if getattr(agent_loop, "shared", False):
             self._shared_loops[agent_name] = agent_loop
         return agent_loop
 
-    async def _agent_loop_postprocess(self, outputs: list[AgentLoopOutput], validate: bool, **kwargs: Any) -> None:
-        """As verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), but the outputs are scored already, and the rows wait
-        for the rest of their group. The rows leave out columns of the data set that nothing reads after the rollout:
-        the actor would fetch and handle each column.
+    def _add_rows(
+        self, group: _RunningGroup, outputs: list[AgentLoopOutput], validate: bool, sample: dict[str, Any]
+    ) -> None:
+        """As verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), but the outputs are scored already, the rows wait for
+        their group, and columns of the data set that nothing reads later are left out: the actor would fetch each.
         """
         for output in outputs:
             trajectory = output.extra_fields.pop("trajectory", None)
             if trajectory is not None and self._trajectory_log is not None:
-                self._trajectory_log.write(
-                    trajectory_record(trajectory, output.extra_fields, kwargs, validate=validate)
-                )
-        group = self._groups[kwargs["uid"]]
+                record = trajectory_record(trajectory, output.extra_fields, sample, validate=validate)
+                self._trajectory_log.write(record)
         for i, output in enumerate(outputs):
             if outputs[-1].reward_score is not None:
                 output.reward_score = outputs[-1].reward_score
                 output.extra_fields["reward_extra_info"] = outputs[-1].extra_fields["reward_extra_info"]
-            row = output.as_dict() | {name: kwargs[name] for name in self._stored_columns if name in kwargs}
+            row = output.as_dict() | {name: sample[name] for name in self._stored_columns if name in sample}
             row.pop("multi_modal_data", None)
             row["loss_mask"] = row["response_mask"]
             row["input_ids"] = torch.cat([row["prompts"], row["responses"]])
             row["position_ids"] = torch.arange(len(row["input_ids"]))
-            group.keys.append(f"{kwargs['uid']}_{kwargs['session_id']}_{i}")
+            group.keys.append(f"{sample['uid']}_{sample['session_id']}_{i}")
             group.rows.append(row)
             group.tags.append(
                 {
@@ -221,7 +204,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     "prompt_len": len(row["prompts"]),
                     "response_len": len(row["responses"]),
                     "seq_len": len(row["input_ids"]),
-                    "global_steps": kwargs["global_steps"],
+                    "global_steps": sample["global_steps"],
                     "min_global_steps": output.extra_fields.get("min_global_steps"),
                     "max_global_steps": output.extra_fields.get("max_global_steps"),
                 }

@@ -1,8 +1,9 @@
-"""Options of an RL run that verl 0.9.1 has no key for, as subclasses of its v1 trainers, and a learning-rate schedule.
+"""One RL run: what it trains on, when it validates and ends. Subclasses of verl 0.9.1's sampler and v1 trainers.
 
-`adaptive_n.py`, `validation.py`, `early_stop.py` hold what each option decides, `run_trainer.py` where verl does it,
-`lr_schedule.py` and `wsd_engine.py` the schedule, `repeatable.py` what a repeatable run takes out of chance. Keys:
-`retool.*` in configs/shared/retool.yaml, `optim.*` in configs/shared/rl.yaml.
+`sampler.py` takes batches, and `exclusions.py` watches what they leave out. `run_trainer.py` calls the options, each in
+a file of its own: `adaptive_n.py`, `validation.py`, `failed_samples.py`, `early_stop.py`, `repeatable.py`.
+`lr_schedule.py` and `wsd_engine.py` have a learning-rate schedule.
+In: rollouts in verl's queue, `retool.*`, `trainer.v1.sampler.*`, `optim.*`. Out: batches, metrics, a run's journals.
 """
 
 from types import ModuleType

@@ -36,17 +36,13 @@ def watched_value(metrics: Mapping[str, float], settings: EarlyStop, *, light: b
     Raises:
         ValueError: the metric is not there, or not a finite number.
     """
-    if settings.metric is None:
-        if light:
-            return None
-        found = [value for name, value in metrics.items() if _MEAN_ACC.fullmatch(name)]
-    else:
-        if light != settings.metric.startswith("val-light"):
-            return None
-        found = [metrics[settings.metric]] if settings.metric in metrics else []
+    wanted = settings.metric or "val-core/*/acc/mean@*"
+    if light != wanted.startswith("val-light"):
+        return None
+    is_wanted = _MEAN_ACC.fullmatch if settings.metric is None else wanted.__eq__
+    found = [value for name, value in metrics.items() if is_wanted(name)]
     value = sum(found) / len(found) if found else math.nan
     if not math.isfinite(value):
-        wanted = settings.metric or "val-core/*/acc/mean@*"
         names = sorted(name for name in metrics if "/mean@" in name)
         raise ValueError(
             f"retool.early_stop.metric: {wanted} is {'not finite' if found else 'not'} among the validation metrics. "

@@ -60,7 +60,8 @@ def find_failed(
     infos: Mapping[str, Sequence[Any]],
     expected: Mapping[tuple[str, str], int] | None,
 ) -> Failed:
-    """
+    """Which samples of a validation failed, and how many were asked for.
+
     Args:
         data_sources, uids: of each stored sample.
         infos: name -> values, one per stored sample, of `reward_extra_info`.
@@ -68,9 +69,8 @@ def find_failed(
     """
     causes = [infrastructure_failure({name: values[i] for name, values in infos.items()}) for i in range(len(uids))]
     stored = Counter((str(source), str(uid)) for source, uid in zip(data_sources, uids, strict=True))
-    asked = {key: max(number, (expected or {}).get(key, 0)) for key, number in stored.items()} | {
-        key: number for key, number in (expected or {}).items() if key not in stored
-    }
+    expected = expected or {}
+    asked = {key: max(stored[key], expected.get(key, 0)) for key in (*stored, *expected)}
     by_source: dict[str, Counter] = {source: Counter() for source, _ in asked}
     for source, cause in zip(data_sources, causes, strict=True):
         by_source[str(source)].update([cause] * (cause is not None))

@@ -93,7 +93,7 @@ class CompletedRounds:
 
 
 def _place(key: str) -> tuple[str, int, int]:
-    """Of a rollout's key, `{uid}_{session}_{index}`."""
+    """The sorting key of a rollout's key, `{uid}_{session}_{index}`: its numbers sort as numbers."""
     uid, session, index = key.rsplit("_", 2)
     return uid, int(session), int(index)
 

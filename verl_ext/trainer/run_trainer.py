@@ -1,8 +1,7 @@
 """Where verl's v1 trainers meet the options of `retool.*`: adaptive n, validation, early stop, a repeatable run.
 
-It also sees to it that infrastructure failures neither count in a validation nor rise unseen. With all options off and
-no failure, every method here does what verl's own does. Line numbers are of verl 0.9.1,
-trainer/ppo/v1/trainer_base.py.
+Infrastructure failures do not count in a validation, and a rise of them is logged. With all options off and no failure,
+every method here does what verl's own does. Line numbers are of verl 0.9.1, trainer/ppo/v1/trainer_base.py.
 """
 
 import logging
@@ -41,7 +40,7 @@ from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import ExclusionWatch, NothingStored, describe
 from verl_ext.trainer.failed_samples import ALL_RAISED, find_failed, judged_figures
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
-from verl_ext.trainer.validation import LightValidationLoader, ValidationPlan, as_light
+from verl_ext.trainer.validation import ValidationPlan, as_light, light_batches
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -69,8 +68,8 @@ class RunTrainer(PPOTrainer):
         self._watch: EarlyStopWatch | None = None
         self._exclusions: ExclusionWatch | None = None
         self._failed_samples = FailedSamples.from_config(config)
-        self._is_light = False  # whether the validation that runs is
-        self._is_void = False  # whether the newest validation is
+        self._is_light = False  # whether the validation that runs is a light one
+        self._is_void = False  # whether the newest validation is void
         self._last_saved = 0  # step of the newest checkpoint
         if config.trainer.get("val_only", False):  # of any checkpoint of the run: what the run learned stays as it is
             return
@@ -104,20 +103,16 @@ class RunTrainer(PPOTrainer):
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:
         """As verl's, which is called when the checkpoint is loaded; a run that was stopped early stays stopped."""
         self._last_saved = self.global_steps
-        if self._exclusions:
-            self._exclusions.resume(self.global_steps)
-        if self._sampling:
-            self._sampling.resume(self.global_steps)
-        if self._watch:
-            self._watch.resume(self.global_steps)
-            if reason := self._watch.reason():
-                logger.warning(
-                    "early stop: this run ended at step %d, because %s. To train on: retool.early_stop.enable=false, "
-                    "or other settings of it.",
-                    *(self.global_steps, reason),
-                )
-                self._shutdown_dump_executor()
-                return
+        for option in filter(None, (self._exclusions, self._sampling, self._watch)):
+            option.resume(self.global_steps)
+        if self._watch and (reason := self._watch.reason()):
+            logger.warning(
+                "early stop: this run ended at step %d, because %s. To train on: retool.early_stop.enable=false, or "
+                "other settings of it.",
+                *(self.global_steps, reason),
+            )
+            self._shutdown_dump_executor()
+            return
         super().fit(agent_loop_manager)
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
@@ -139,9 +134,7 @@ class RunTrainer(PPOTrainer):
             self._add_prompts_to_generate(missing)
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """Fillers get advantage 0, whatever the estimator. Their answers are all right or all wrong; the rest of their
-        rewards, such as length penalties, must not train (`DapoReplayBuffer`).
-        """
+        """Fillers get advantage 0, whatever the estimator and their rewards (`DapoReplayBuffer`)."""
         batch = super()._compute_advantage(batch, metrics)
         fillers = getattr(self.replay_buffer, "fillers", ())
         keys = [key for key in batch.keys if key.split("_")[0] in fillers]
@@ -214,7 +207,7 @@ class RunTrainer(PPOTrainer):
 
     def _validate_lightly(self, light: LightValidation) -> dict[str, float]:
         full_loader, self._is_light = self.val_dataloader, True
-        self.val_dataloader = LightValidationLoader(self.val_dataset, light, collate_fn)
+        self.val_dataloader = light_batches(self.val_dataset, light, collate_fn)
         try:
             return as_light(super()._validate())
         finally:
@@ -232,25 +225,21 @@ class RunTrainer(PPOTrainer):
         figure by which a checkpoint could be the best (`Rolling.record`) or the run could stop.
         """
         failed = find_failed(data_sources, sample_uids, reward_extra_infos_dict, expected_acc_counts)
-        if not failed.total:
-            figures = super()._val_metrics_update(
-                data_sources, sample_uids, reward_extra_infos_dict, sample_turns, expected_acc_counts
-            )
-            return figures | failed.metrics(is_void=False)
         share, limit = failed.share(failed.worst), self._failed_samples.max_failed_share
         self._is_void = share > limit
-        consequence = "They are in no figure"
-        if self._is_void:
-            consequence = (
-                f"That is more than retool.validation.max_failed_share={limit}: this validation is void, gives no "
-                "figure, and moves neither the best checkpoint nor early stop"
+        if failed.total:
+            consequence = "They are in no figure"
+            if self._is_void:
+                consequence = (
+                    f"That is more than retool.validation.max_failed_share={limit}: this validation is void, gives no "
+                    "figure, and moves neither the best checkpoint nor early stop"
+                )
+            logger.warning(
+                "step %d: validation: %d of %d samples failed for reasons outside the model (%s), %.1f%% of those of "
+                "%s. %s. %s.",
+                *(self.global_steps, failed.total.total(), sum(failed.asked.values()), describe(failed.total)),
+                *(100 * share, failed.worst, consequence, REMEDIES[failed.total.most_common(1)[0][0]]),
             )
-        logger.warning(
-            "step %d: validation: %d of %d samples failed for reasons outside the model (%s), %.1f%% of those of %s. "
-            "%s. %s.",
-            *(self.global_steps, failed.total.total(), sum(failed.asked.values()), describe(failed.total)),
-            *(100 * share, failed.worst, consequence, REMEDIES[failed.total.most_common(1)[0][0]]),
-        )
         if self._is_void:
             return failed.metrics(is_void=True)
         figures = judged_figures(data_sources, sample_uids, reward_extra_infos_dict, failed)

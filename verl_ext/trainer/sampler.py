@@ -10,11 +10,11 @@ infrastructure failures.
   normal sample;
 - groups that are all right or all wrong are replaced only until `max_num_gen_batches` are spent. Then some of them fill
   the batch, as fillers, and the run goes on and says so, where verl's would generate for ever;
-- in the mode `sync` useful groups beyond the batch can wait for the next step (`keep_surplus`);
-- it looks every `poll_interval_s` instead of every 2 s, which is most of a step when a step is short;
 - in the mode `sync` it submits at once as many prompts as are likely to be needed, judged by the share of useful groups
-  so far, instead of twice the missing ones in every round;
-- it logs accuracy, tool use and failures over all that was generated, before any group is left out.
+  so far; verl submits twice the missing ones in every round. Useful groups beyond the batch can wait for the next step;
+- it looks every `poll_interval_s` instead of every 2 s, which is most of a step when a step is short;
+- it logs what became of each prompt (`outcome.PromptEnd`), and accuracy, tool use and failures over all that was
+  generated, before any group is left out.
 """
 
 import logging
@@ -24,7 +24,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -48,39 +48,20 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 _MIN_KEEP_RATE = 0.1  # never expect less than one useful group in ten, or one bad step would flood the next
-# In which a batch takes groups; failed: never.
-_ORDER = (PromptEnd.OPEN, PromptEnd.EQUAL, PromptEnd.VOID, PromptEnd.FAILED)
 _KEEP_RATE_DECAY = 0.5  # weight of the newest step in the expected share of useful groups
+# A batch takes groups in this order. Surplus of an earlier step is older than any other useful group.
+_USEFUL = (PromptEnd.SURPLUS, PromptEnd.OPEN)
+_REPLACEABLE = (PromptEnd.EQUAL, PromptEnd.VOID)  # useless by what the policy did
+_ORDER = _USEFUL + _REPLACEABLE
 
 
 @dataclass
 class _EndedGroup:
-    """The rollouts of one prompt, which have ended. `end`: OPEN (useful, and no batch has taken it), EQUAL, VOID or
-    FAILED."""
+    """The rollouts of one prompt, all ended. `end` is OPEN where the group is useful and waits for a batch."""
 
     end: PromptEnd
-    valid: list[str] = field(default_factory=list)  # keys
-    excluded: list[str] = field(default_factory=list)
-
-
-@dataclass
-class _Seen:
-    """What ended since the last batch was taken."""
-
-    rollouts: list[dict[str, Any]] = field(default_factory=list)  # `extra_fields`, of what infrastructure did not fail
-    excluded: Counter = field(default_factory=Counter)  # rollouts by reason
-    groups: Counter = field(default_factory=Counter)  # by `_EndedGroup.end`
-
-    @property
-    def num_replaceable(self) -> int:
-        """Groups that the policy made useless."""
-        return self.groups[PromptEnd.EQUAL] + self.groups[PromptEnd.VOID]
-
-    @property
-    def keep_rate(self) -> float:
-        """Share of the useful groups among those that did not fail."""
-        useful = self.groups[PromptEnd.OPEN]
-        return useful / max(useful + self.num_replaceable, 1)
+    valid: list[str]  # keys
+    excluded: list[str]
 
 
 class DapoReplayBuffer(ReplayBufferAsync):
@@ -135,11 +116,13 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._batches_per_step = self.trainer_config.get("parameter_sync_step", 1)
         self.keep_rate = 1.0
         self._groups: dict[str, _EndedGroup] = {}  # uid -> training groups that ended and are still in the queue
-        self._seen = _Seen()
+        # Since the last batch was taken:
+        self._seen = Ended()
+        self._judged: list[dict[str, Any]] = []  # `extra_fields` of the rollouts that infrastructure did not fail
+        self._ends: Counter = Counter()  # PromptEnd -> groups; OPEN: of those that ended, the useful ones
         self._limit = math.inf  # groups that may be evicted for each reason before a batch is taken
-        self._is_spent = False  # that many were
+        self._is_spent = False  # whether so many groups were evicted as EQUAL or VOID
         self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
-        self.num_kept = 0  # useful groups of earlier steps that wait for the next batch
         self._ended = Ended()  # since `take_ended`
         self._filled = 0  # groups in the newest batch that had failed rollouts
         self.on_group_end: Callable[[str, list[float]], None] | None = None
@@ -152,7 +135,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             The trajectories of the groups, and metrics (`train/`, `tool/`, `turn/`, `finish/`, `failure/`,
             `filter_groups/`; none in validation).
         Raises:
-            RuntimeError: more than `max_num_gen_batches` x `batch_size` groups failed: the sandbox is down.
+            RuntimeError: more than `max_num_gen_batches` x `batch_size` groups failed, as when the sandbox is down.
             NothingStored: all rollouts of a validation raised.
         """
         if partition_id == "val":  # all groups, failed ones too: the reward manager marked their samples
@@ -168,13 +151,20 @@ class DapoReplayBuffer(ReplayBufferAsync):
             batch, metrics = super().sample(global_steps, partition_id, batch_size)
             metrics["filter_groups/filled_with_equal"] = self._count(len(self.fillers))
         metrics = {**self._metrics(), "failure/groups_filled": self._count(self._filled), **metrics}
-        self._seen, self._is_spent = _Seen(), False
+        del self._ends[PromptEnd.OPEN]  # not decided yet, or counted by the later end
+        logger.info("step %d: what became of the prompt groups: %s", global_steps, describe(self._ends))
+        self._seen, self._judged, self._ends, self._is_spent = Ended(), [], Counter(), False
         return batch, metrics
 
     def take_ended(self) -> Ended:
         """What ended since the last call, for the trainer's `ExclusionWatch`."""
         ended, self._ended = self._ended, Ended()
         return ended
+
+    @property
+    def num_kept(self) -> int:
+        """Useful groups of earlier steps that wait for the next batch."""
+        return len(self._uids(PromptEnd.SURPLUS))
 
     def num_to_submit(self, batch_size: int) -> int:
         """Prompts with which a step of the mode `sync` begins: those of a batch, less the groups that wait for it."""
@@ -188,7 +178,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             self._sync_metadata_from_transfer_queue()
             self._classify(partition_id)
             self._clear_groups(partition_id, self._uids(PromptEnd.FAILED))
-            useful, failed = self._uids(PromptEnd.OPEN), self._seen.groups[PromptEnd.FAILED]
+            useful, failed = self._uids(*_USEFUL), self._ends[PromptEnd.FAILED]
             self._stop_if_most_failed(failed, limit, global_steps)
             in_flight = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
             # Submit what fills the batch with a margin of one standard deviation: another wave costs a whole rollout.
@@ -211,11 +201,12 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 "filled with %d others, whose advantages are set to 0",
                 *(global_steps, len(selected), batch_size, submitted, self.max_gen_batches, shortfall),
             )
-            spare = self._uids(PromptEnd.EQUAL, PromptEnd.VOID)
+            spare = self._uids(*_REPLACEABLE)
             selected += self._select_prompt_uids(partition_id, spare, shortfall)[0]
         surplus = useful - set(selected)
+        self._end(surplus, PromptEnd.SURPLUS)
         kept = surplus - self._stale_terminal_keys(global_steps + 1, partition_id) if self.keep_surplus else set()
-        self.keep_rate += _KEEP_RATE_DECAY * (max(self._seen.keep_rate, _MIN_KEEP_RATE) - self.keep_rate)
+        self.keep_rate += _KEEP_RATE_DECAY * (max(self._seen_keep_rate(), _MIN_KEEP_RATE) - self.keep_rate)
         self._clear_groups(partition_id, set(self._groups) - set(selected) - kept)
         metrics = {
             "filter_groups/generated": float(submitted),
@@ -223,11 +214,10 @@ class DapoReplayBuffer(ReplayBufferAsync):
             "filter_groups/surplus": float(len(surplus)),
             "filter_groups/kept": float(len(kept)),
         }
-        self.num_kept = len(kept)
         return self._materialize_batch(partition_id, selected, snapshot), metrics
 
     # The asynchronous trainers call `wait_for_sampleable` and `get_sampleable_count` of the base class as well as
-    # `sample`; all three evict, and refill one by one, what this names.
+    # `sample`. All three evict what `_terminal_eviction_reasons` names, and refill one by one.
 
     def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> tuple[set[str], dict]:
         self._limit = self.max_gen_batches * target_count if partition_id != "val" else math.inf
@@ -239,30 +229,45 @@ class DapoReplayBuffer(ReplayBufferAsync):
         if partition_id == "val":
             return super()._terminal_eviction_reasons(global_steps, partition_id)
         self._classify(partition_id)
-        failed, spare = self._uids(PromptEnd.FAILED), self._uids(PromptEnd.EQUAL, PromptEnd.VOID)
-        self._stop_if_most_failed(self._seen.groups[PromptEnd.FAILED], self._limit, global_steps)
-        if self._seen.num_replaceable > self._limit:
+        failed, spare = self._uids(PromptEnd.FAILED), self._uids(*_REPLACEABLE)
+        self._stop_if_most_failed(self._ends[PromptEnd.FAILED], self._limit, global_steps)
+        if self._num_replaceable() > self._limit:
             if not self._is_spent:
                 logger.warning(
                     "step %d: %d prompt groups ended, but only %d had unequal rewards (max_num_gen_batches=%d); "
                     "where useful groups are missing, others are taken now, and their advantages are set to 0",
-                    *(global_steps, self._seen.groups.total(), self._seen.groups[PromptEnd.OPEN], self.max_gen_batches),
+                    *(global_steps, self._seen.groups, self._ends[PromptEnd.OPEN], self.max_gen_batches),
                 )
             self._is_spent = True
             spare = set()
-        return self._stale_terminal_keys(global_steps, partition_id), spare, failed, Counter()
+        stale = self._stale_terminal_keys(global_steps, partition_id)
+        self._end(stale & self._uids(*_USEFUL), PromptEnd.STALE)
+        return stale, spare, failed, Counter()
 
     def _stop_if_most_failed(self, failed: int, limit: float, global_steps: int) -> None:
         if failed > limit:
             excluded = self._seen.excluded
             remedy = REMEDIES[excluded.most_common(1)[0][0]]
             raise RuntimeError(
-                f"{failed} of {self._seen.groups.total()} prompt groups of step {global_steps} failed for reasons "
+                f"{failed} of {self._seen.groups} prompt groups of step {global_steps} failed for reasons "
                 f"outside the model ({describe(excluded)}). {remedy}, then resume the run."
             )
 
     def _uids(self, *ends: PromptEnd) -> set[str]:
         return {uid for uid, group in self._groups.items() if group.end in ends}
+
+    def _end(self, uids: set[str], end: PromptEnd) -> None:
+        for uid in uids:
+            self._groups[uid].end = end
+        self._ends[end] += len(uids)
+
+    def _num_replaceable(self) -> int:
+        return sum(self._ends[end] for end in _REPLACEABLE)
+
+    def _seen_keep_rate(self) -> float:
+        """Share of the useful groups among those that ended since the last batch and did not fail."""
+        useful = self._ends[PromptEnd.OPEN]
+        return useful / max(useful + self._num_replaceable(), 1)
 
     def _classify(self, partition_id: str) -> None:
         """Look at the groups that ended since the last look."""
@@ -275,39 +280,29 @@ class DapoReplayBuffer(ReplayBufferAsync):
             for key, value in zip(keys, data["extra_fields"], strict=True):
                 rows[key.split("_")[0]].append((key, getattr(value, "data", value)))
         for uid, group in rows.items():
-            self._groups[uid] = self._classify_group(group)
-            self._seen.groups[self._groups[uid].end] += 1
-            self._exclude(RolloutEnd.RAISED, uid in raised)
-            self._ended += Ended(rollouts=len(group), groups=1)
-            if self.on_group_end:
-                judged = [extra for _, extra in group if self._exclusion(extra) not in INFRASTRUCTURE_FAILURES]
-                self.on_group_end(uid, [extra["reward_extra_info"]["acc"] for extra in judged])
+            self._add_group(uid, [(key, extra, self._exclusion(extra)) for key, extra in group], uid in raised)
 
-    def _classify_group(self, rows: list[tuple[str, dict]]) -> _EndedGroup:
-        group, values = _EndedGroup(PromptEnd.OPEN), set()
-        num_failed = 0
-        for key, extra in rows:
-            reason = self._exclusion(extra)
-            if reason not in INFRASTRUCTURE_FAILURES:
-                self._seen.rollouts.append(extra)
-            if reason is None:
-                group.valid.append(key)
-                if self.filter_metric is not None:
-                    values.add(self._metric(extra["reward_extra_info"]))
-            else:
-                group.excluded.append(key)
-                num_failed += reason in INFRASTRUCTURE_FAILURES
-                self._exclude(reason, 1)
-        if 2 * len(group.valid) <= len(rows):
+    def _add_group(self, uid: str, rows: list[tuple[str, dict, str | None]], raised: bool) -> None:
+        """`rows`: key, `extra_fields` and reason of exclusion of each rollout; none where one raised."""
+        valid = [key for key, _, reason in rows if reason is None]
+        judged = [extra for _, extra, reason in rows if reason not in INFRASTRUCTURE_FAILURES]
+        scored = [] if self.filter_metric is None else [extra for _, extra, reason in rows if reason is None]
+        values = {self._metric(extra["reward_extra_info"]) for extra in scored}
+        end = PromptEnd.OPEN
+        if 2 * len(valid) <= len(rows):
             # Void turns alone are the policy's own: such a group is used where nothing else is left.
-            group.end = PromptEnd.VOID if rows and not num_failed else PromptEnd.FAILED
+            end = PromptEnd.VOID if rows and len(judged) == len(rows) else PromptEnd.FAILED
         elif len(values) == 1:
-            group.end = PromptEnd.EQUAL
-        return group
-
-    def _exclude(self, reason: str, number: int) -> None:
-        self._seen.excluded[reason] += number
-        self._ended.excluded[reason] += number
+            end = PromptEnd.EQUAL
+        self._groups[uid] = _EndedGroup(end, valid, [key for key, _, reason in rows if reason is not None])
+        self._ends[end] += 1
+        excluded = Counter(reason for *_, reason in rows if reason is not None)
+        excluded[RolloutEnd.RAISED] = int(raised)
+        self._seen += Ended(len(rows), 1, excluded)
+        self._ended += Ended(len(rows), 1, excluded)
+        self._judged += judged
+        if self.on_group_end:
+            self.on_group_end(uid, [extra["reward_extra_info"]["acc"] for extra in judged])
 
     def _metric(self, info: Mapping[str, Any]) -> Any:
         if self.filter_metric not in info:
@@ -345,7 +340,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self, partition_id: str, selected_prompt_uids: list[str], partition_snapshot: dict[str, dict]
     ) -> KVBatchMeta:
         if partition_id != "val":
-            self.fillers = {uid for uid in selected_prompt_uids if self._groups[uid].end != PromptEnd.OPEN}
+            useful = self._uids(*_USEFUL) & set(selected_prompt_uids)
+            self.fillers = set(selected_prompt_uids) - useful
+            self._end(useful, PromptEnd.TRAINED)
             for uid in selected_prompt_uids:
                 group = self._groups.pop(uid)
                 if group.excluded and group.end != PromptEnd.VOID:
@@ -372,14 +369,13 @@ class DapoReplayBuffer(ReplayBufferAsync):
         return float(number * self._batches_per_step)
 
     def _metrics(self) -> dict[str, float]:
-        seen = self._seen
-        infos = [rollout["reward_extra_info"] for rollout in seen.rollouts]
+        infos = [rollout["reward_extra_info"] for rollout in self._judged]
         metrics = {
-            "filter_groups/keep_rate": seen.keep_rate,
-            "filter_groups/failed": self._count(seen.groups[PromptEnd.FAILED]),
-            "failure/groups_dropped": self._count(seen.groups[PromptEnd.FAILED]),
-            **{f"failure/{reason}": self._count(seen.excluded[reason]) for reason in EXCLUSIONS},
-            **tool_metrics([rollout for rollout in seen.rollouts if "tool_use" in rollout]),  # not of others' loops
+            "filter_groups/keep_rate": self._seen_keep_rate(),
+            "filter_groups/failed": self._count(self._ends[PromptEnd.FAILED]),
+            "failure/groups_dropped": self._count(self._ends[PromptEnd.FAILED]),
+            **{f"failure/{reason}": self._count(self._seen.excluded[reason]) for reason in EXCLUSIONS},
+            **tool_metrics([rollout for rollout in self._judged if "tool_use" in rollout]),  # not of others' loops
         }
         if infos:
             metrics |= {

@@ -5,12 +5,12 @@ recommendations of the write-up of the published run ("Dynamic Adjustment of Val
 bojieli/ai-agent-book@99cee91, chapter7/retool/README.md).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import Dataset
 
 from verl_ext.settings import LightValidation, ValidationSchedule, in_phase
 
@@ -40,22 +40,11 @@ class ValidationPlan:
         return self.light is not None and 0 < step < last_step and step % self.light.full_every != 0
 
 
-class LightValidationLoader:
-    """Stands for verl's validation data loader: a fixed part of the problems, each with its own number of responses."""
-
-    def __init__(self, dataset: Dataset, light: LightValidation, collate_fn: Callable[[list[dict]], dict[str, Any]]):
-        count = min(light.problems, len(dataset))
-        self._subset = Subset(dataset, [i * len(dataset) // count for i in range(count)])
-        self._n = light.n
-        self._collate_fn = collate_fn
-
-    def __len__(self) -> int:
-        return 1  # batch
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for batch in DataLoader(self._subset, batch_size=len(self._subset), collate_fn=self._collate_fn):
-            batch["__rollout_n__"] = np.array([self._n] * len(self._subset), dtype=object)
-            yield batch
+def light_batches(dataset: Dataset, light: LightValidation, collate_fn: Callable[[list], dict]) -> list[dict[str, Any]]:
+    """In the place of verl's loader: one batch, a fixed part of the problems, each with its number of responses."""
+    count = min(light.problems, len(dataset))
+    batch = collate_fn([dataset[i * len(dataset) // count] for i in range(count)])
+    return [batch | {"__rollout_n__": np.array([light.n] * count, dtype=object)}]
 
 
 def as_light(metrics: dict[str, float]) -> dict[str, float]:

@@ -64,7 +64,7 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
         if validate:
             rollout["val_kwargs"]["n"] = len(samples)
         worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool or {}})
-        worker._groups, worker._stored_columns, worker._score_rollout = {}, ["uid", "reward_model"], score
+        worker._stored_columns, worker._score_rollout = ["uid", "reward_model"], score
         worker._trajectory_log = log
         worker.reward_loop_worker_handles = None
         worker._shared_loops = {"retool_code": Loop(samples)}
@@ -72,7 +72,6 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
         asyncio.run(worker._run_prompt(prompt, {}, {"validate": validate}))
         retries = ((retool or {}).get("validation") or {"retries": 2})["retries"]
         assert set(asked) == {retries if validate else None}
-        assert not worker._groups
         return stored
 
     return run
@@ -254,7 +253,7 @@ def test_the_protocol_is_that_of_the_sample_or_else_of_the_run(agent_name, confi
     retool = OmegaConf.merge(config.retool, {"protocol": configured, "trajectory_log": {"folder": ""}})
     worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
     worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool, "data": {}})
-    worker._loop_classes, worker._shared_loops, worker.tools = {}, {}, []
+    worker._shared_loops, worker.tools = {}, []
     worker.llm_client = worker.processor = worker.hf_model_type = worker.dataset_cls = None
     worker.tokenizer = tokenizer
     path = ROOT / config.actor_rollout_ref.rollout.agent.agent_loop_config_path
@@ -273,7 +272,6 @@ def test_an_unknown_agent_loop_is_named() -> None:
     from verl_ext.rollout.workers import LeanAgentLoopWorker
 
     worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
-    worker._loop_classes = {}
     with pytest.raises(KeyError, match="'no_such' is not registered"):
         worker._make_loop("no_such")
 

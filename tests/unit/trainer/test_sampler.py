@@ -238,7 +238,7 @@ def test_at_max_num_gen_batches_equal_groups_fill_up_and_the_log_says_so(make, c
         (RAISED, "Correct what the log has as 'Error in _run_prompt'"),
     ],
 )
-def test_a_world_that_fails_everything_stops_the_run_and_says_what_to_do(make, mode, failed, remedy):
+def test_a_run_in_which_everything_fails_outside_the_model_stops_and_says_what_to_do(make, mode, failed, remedy):
     queue, buffer = make([failed] * 100, batch_size=2, max_num_gen_batches=3, mode=mode)
     said = rf"\d+ of \d+ prompt groups of step 4 failed for reasons outside the model \(.*\)\. {remedy}.*then resume"
     with pytest.raises(RuntimeError, match=said):
@@ -306,7 +306,7 @@ def test_metrics_are_over_all_that_was_generated_but_not_over_failed_rollouts(ma
     }
     assert {name: metrics.get(name) for name in expected} == pytest.approx(expected)
     buffer.sample(2, "train", 0)  # what was counted is not counted again
-    assert buffer._seen.groups.total() == 0
+    assert buffer._seen.groups == 0
 
 
 def test_no_tool_call_at_all_is_an_error_rate_of_0(make):
@@ -611,6 +611,40 @@ def test_surplus_groups_wait_no_longer_than_the_staleness_option_says(make):
     assert sampled(batch) == [1] and metrics["filter_groups/generated"] == 0
     assert (metrics["filter_groups/surplus"], metrics["filter_groups/kept"]) == (2, 0)
     assert set(queue.tags) == set(batch.keys) and buffer.num_to_submit(1) == 1
+
+
+def what_became(caplog):
+    """Of the log's lines on the prompt groups, one for each batch."""
+    said = [record.getMessage() for record in caplog.records if "what became" in record.getMessage()]
+    return [dict(pair.split() for pair in line.split(": ", 2)[2].split(", ")) for line in said]
+
+
+def test_the_log_says_what_became_of_every_prompt_group(make, caplog):
+    """Of 8 prompts: 4 useful, of which a batch takes 2; a kept one is trained in the next step. VOID: neither valid."""
+    outcomes = [MIXED, MIXED, RIGHT, SANDBOX_DOWN, VOID, MIXED, MIXED, WRONG, MIXED]
+    queue, buffer = make(outcomes, batch_size=8, keep_surplus=True, max_off_policy_threshold=2, void_turn_filter=True)
+    with caplog.at_level(logging.INFO, logger="verl_ext.trainer.sampler"):
+        batch, _ = buffer.sample(1, "train", 2)
+        assert (sampled(batch), buffer.num_kept) == ([0, 1], 2)
+        queue.kv_clear("train", batch.keys)
+        buffer.keep_rate = 1.0  # so that it asks for no more than it needs
+        submit_step(queue, buffer, 2, 3)
+        assert sampled(buffer.sample(2, "train", 3)[0]) == [5, 6, 8]
+    first = {"trained": "2", "surplus": "2", "equal": "2", "failed": "1", "void": "1"}
+    assert what_became(caplog) == [first, {"trained": "3"}]
+
+
+def test_the_log_tells_stale_groups_from_trained_ones_and_from_equal_ones(make, caplog):
+    queue, buffer = make(
+        [MIXED, RIGHT, MIXED, WRONG, MIXED], batch_size=2, mode="separate_async", max_off_policy_threshold=2
+    )
+    buffer.refill_fn = lambda count: queue.submit(count, global_steps=3)
+    queue.kv_list(), queue.kv_list()  # both groups of step 1 have ended
+    with caplog.at_level(logging.INFO, logger="verl_ext.trainer.sampler"):
+        assert [buffer.get_sampleable_count(3, "train") for _ in range(2)] == [0, 0]  # counted once, however often seen
+        batch, metrics = buffer.sample(3, "train", 1)
+    assert sampled(batch) == [2] and metrics["training/off_policy/evicted_samples"] == 2
+    assert what_became(caplog) == [{"stale": "1", "equal": "2", "trained": "1"}]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,10 +2,10 @@ import pytest
 
 from verl_ext.trainer.validation import (
     LightValidation,
-    LightValidationLoader,
     ValidationPlan,
     ValidationSchedule,
     as_light,
+    light_batches,
 )
 
 SCHEDULE = ValidationSchedule([[0, 3], [30, 5], [80, 10]])
@@ -50,12 +50,9 @@ def test_settings_below_one_are_refused(wrong):
 
 @pytest.mark.parametrize(("size", "expected"), [(30, [0, 7, 15, 22]), (5, [0, 1, 2, 3]), (3, [0, 1, 2])])
 def test_the_light_problems_are_spaced_evenly_and_always_the_same(size, expected):
-    dataset = [{"problem": i} for i in range(size)]
-    loader = LightValidationLoader(
-        dataset, LightValidation(4, 2, 9), lambda rows: {"problem": [row["problem"] for row in rows]}
-    )
+    dataset, light = [{"problem": i} for i in range(size)], LightValidation(4, 2, 9)
     for _ in range(2):
-        (batch,) = list(loader)
+        (batch,) = light_batches(dataset, light, lambda rows: {"problem": [row["problem"] for row in rows]})
         assert batch["problem"] == expected and list(batch["__rollout_n__"]) == [2] * len(expected)
 
 

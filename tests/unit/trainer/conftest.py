@@ -1,0 +1,101 @@
+"""A trainer of verl with our options: constructor and training loop are real, what they call of a cluster is faked."""
+
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.unit.test_configs import composed_once
+
+MODES = ["sync", "colocate_async", "separate_async"]
+
+
+ON = {
+    "adaptive_n": "retool.adaptive_n.enable=true",
+    "schedule": "retool.validation_schedule.enable=true",
+    "light": "retool.light_validation.enable=true",
+    "early_stop": "retool.early_stop.enable=true",
+}
+
+
+class FakeCheckpoints:
+    """The far side of the calls that free and fill the memory of vLLM."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.calls.append(name) or {}
+
+
+@pytest.fixture
+def make(cpu_platform, monkeypatch, tmp_path):
+    """A trainer of verl's registry, as its `TaskRunner` makes it; steps, validations and saves are only recorded."""
+    import transfer_queue as tq
+    from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    def make(*overrides, mode="sync", accs=None, resume_at=0, steps=6):
+        """`accs`: step -> what a validation after it measures, 0.5 if not there."""
+        settings = [
+            *(f"trainer.v1.trainer_mode={mode}", f"trainer.default_local_dir={tmp_path}"),
+            *("trainer.val_before_train=false", "trainer.test_freq=2", "trainer.save_freq=4"),
+            *("data.train_files=x", "data.val_files=x", "actor_rollout_ref.model.path=x"),
+            *("trainer.v1.separate_async.parameter_sync_step=2", "actor_rollout_ref.rollout.nnodes=1"),
+            *(
+                "actor_rollout_ref.rollout.n_gpus_per_node=1",
+                "actor_rollout_ref.rollout.checkpoint_engine.backend=nccl",
+            ),
+            *overrides,
+        ]
+        config = OmegaConf.merge(composed_once("tiny_dapo"), OmegaConf.from_dotlist(settings))
+        trainer = get_trainer_cls(mode)(config)
+        calls = SimpleNamespace(steps=[], validations=[], saves=[], logged={}, memory=[])
+        trainer.global_steps = resume_at
+        trainer.total_training_steps, trainer.steps_per_epoch = steps, 1000
+        trainer.val_dataset = [{"n": i} for i in range(8)]
+        trainer.val_dataloader = "all problems"
+        trainer.checkpoint_manager = FakeCheckpoints(calls.memory)
+        trainer.standalone_checkpoint_manager = FakeCheckpoints([])
+        trainer._init_dump_executor()
+        trainer.timing_raw = {}
+
+        def validate(self):
+            loader = self.val_dataloader
+            if loader != "all problems":
+                loader = [len(batch["__rollout_n__"]) for batch in loader]
+            calls.validations.append((self.global_steps, loader))
+            acc = (accs or {}).get(self.global_steps, 0.5)
+            return {"val-core/tiny/acc/mean@1": acc, "val-aux/num_turns/mean": 3.0}
+
+        monkeypatch.setattr(PPOTrainer, "_validate", validate)
+        monkeypatch.setattr(PPOTrainer, "_save_checkpoint", lambda self: calls.saves.append(self.global_steps))
+        monkeypatch.setattr(PPOTrainer, "step", lambda self, *_: calls.steps.append(self.global_steps) or batch)
+        monkeypatch.setattr(PPOTrainer, "_compute_metrics", lambda *_, **__: None)
+        monkeypatch.setattr(type(trainer), "on_train_begin", lambda self: None)
+        monkeypatch.setattr(trainer_base.PPOTrainer, "_reissue_inflight_prompts", lambda self: 0)
+        monkeypatch.setattr(tq, "kv_clear", lambda **_: None)
+        log = SimpleNamespace(log=lambda data, step: calls.logged.setdefault(step, {}).update(data))
+        monkeypatch.setattr(trainer_base, "Tracking", lambda **_: log)
+        return trainer, calls
+
+    batch = SimpleNamespace(keys=[], partition_id="train")
+    return make
+
+
+@pytest.fixture
+def submitted(monkeypatch):
+    """What verl's trainer hands to the agent loops: of each prompt, the number of responses that the worker reads."""
+    import transfer_queue as tq
+
+    monkeypatch.setattr(tq, "kv_batch_put", lambda **_: None)
+    numbers = []
+
+    def generate_sequences(batch):
+        for chunk in batch.chunk(min(2, len(batch))):  # as AgentLoopManagerTQ; the loop is AgentLoopWorkerTQ's
+            for i in range(len(chunk)):
+                value = dict(chunk.items()).get("__rollout_n__")
+                value = value[i] if hasattr(value, "__getitem__") else value
+                numbers.append(getattr(value, "data", value))
+
+    return SimpleNamespace(numbers=numbers, manager=SimpleNamespace(generate_sequences=generate_sequences))

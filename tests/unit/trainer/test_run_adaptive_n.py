@@ -1,0 +1,84 @@
+"""Adaptive n in verl's trainers: the numbers that the agent loops get, and mini-batches of unequal groups."""
+
+import pytest
+
+from tests.unit.trainer.conftest import ON
+
+
+def prompts(*texts, **columns):
+    from verl.utils import tensordict_utils as tu
+
+    uids = [f"uid-{i}" for i in range(len(texts))]
+    raw_prompt = [[{"role": "user", "content": text}] for text in texts]
+    return tu.get_tensordict({"uid": uids, "raw_prompt": raw_prompt, **columns})
+
+
+ADAPTIVE = (ON["adaptive_n"], "retool.adaptive_n.phases=[[0,6],[5,10]]")
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+def test_the_prompts_carry_their_number_of_responses_to_the_agent_loops(make, submitted, mode):
+    trainer, _ = make(*ADAPTIVE, mode=mode)
+    trainer.agent_loop_manager = submitted.manager
+    trainer.global_steps = 1
+    trainer._submit_batch_to_rollout(prompts("a", "b", "c", pass_rate=[0.25, None, 1.0]))
+    assert submitted.numbers == [12, 6, 4]
+    trainer.replay_buffer.on_group_end("uid-1", [0.0, 0.0, 1.0])
+    trainer._submit_batch_to_rollout(prompts("b"))  # one by one, as the sampler asks for them
+    trainer.global_steps = 5
+    trainer._submit_batch_to_rollout(prompts("x", "x"))
+    assert submitted.numbers[3:] == [12, 10, 10]
+
+
+def test_without_the_option_no_number_is_given(make, submitted):
+    trainer, _ = make()
+    trainer.agent_loop_manager = submitted.manager
+    trainer.global_steps = 1
+    trainer._submit_batch_to_rollout(prompts("a", "b"))
+    assert submitted.numbers == [None, None] and trainer.replay_buffer.on_group_end is None
+
+
+@pytest.mark.parametrize("dp_size", [1, 3])
+def test_a_step_has_as_many_updates_whatever_its_responses(make, monkeypatch, dp_size):
+    """16 prompts, mini-batches of 8: 2 updates. 130 responses on 3 ranks: 132 of them with padding, 66 an update."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    trainer, _ = make(*ADAPTIVE)
+    multiple = trainer._get_required_batch_multiple(dp_size)
+    assert multiple == 2 * dp_size
+    padded = -(-130 // multiple) * multiple
+    seen = []
+
+    def update_actor(self, batch, metrics):
+        actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
+        seen.append(actor.ppo_mini_batch_size * rollout.n)  # as verl's trainer computes the mini-batch
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(PPOTrainer, "_update_actor", update_actor)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer._update_actor([None] * padded, {})
+    assert seen == [{1: 65, 3: 66}[dp_size]] and seen[0] % dp_size == 0
+    config = trainer.config.actor_rollout_ref
+    assert (config.actor.ppo_mini_batch_size, config.rollout.n) == (8, 8)
+
+
+def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, tmp_path):
+    from verl_ext.trainer.adaptive_n import problem_id
+
+    trainer, calls = make(*ADAPTIVE, "trainer.test_freq=-1", steps=1)
+    trainer.agent_loop_manager = submitted.manager
+    trainer.global_steps = 1
+    trainer._submit_batch_to_rollout(prompts("a", "b", pass_rate=[0.25, None]))
+    trainer.replay_buffer.on_group_end("uid-0", [1.0, 0.0])
+    metrics = {}
+    trainer.step(metrics, {})
+    assert metrics == {
+        f"rollout_n/{k}": v for k, v in [("mean", 9), ("min", 6), ("max", 12), ("easy", 0), ("hard", 0.5)]
+    }
+    problem = problem_id([{"role": "user", "content": "a"}])
+    assert (tmp_path / "pass_rates.jsonl").read_text() == f'{{"step": 1, "rates": [["{problem}", 0.5]]}}\n'
+
+
+def test_adaptive_n_refuses_a_sampler_that_tells_nothing(make):
+    with pytest.raises(ValueError, match="adaptive_n needs .* a sampler that tells .* ReplayBuffer. Name verl_ext"):
+        make(ON["adaptive_n"], "trainer.v1.sampler.custom_sampler.path=null")
