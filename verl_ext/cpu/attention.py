@@ -1,7 +1,8 @@
 """A CPU stand-in for flash-attention 2, so that verl's default, `attn_implementation: flash_attention_2`, just works.
 
-Only the two kernels are replaced, by PyTorch's SDPA. Packing, unpadding and Ulysses' all-to-all stay verl's and
-transformers' own code, and nothing of the stand-in is written into configs or checkpoints.
+Necessary, not a speed-up: verl/workers/config/model.py:185 (0.9.1) asks for it, and verl's Ulysses replaces this
+attention only (models/transformers/monkey_patch.py:544): with `sdpa`, each rank would silently attend to its own part
+of a sequence. Only the two kernels are replaced, by PyTorch's SDPA; nothing of it is written into configs or checkpoints.
 """
 
 import torch
@@ -82,18 +83,9 @@ def flash_attn_varlen_func(
             f"but got cu_seqlens_q={cu_seqlens_q.tolist()} and cu_seqlens_k={cu_seqlens_k.tolist()}."
         )
     lengths = cu_seqlens_q.diff().tolist()
-    kwargs = {"dropout_p": dropout_p, "softmax_scale": softmax_scale, "causal": causal}
-    if causal and len(lengths) * max(lengths) <= 2 * q.shape[0]:
-        # Right-padded, one call: a causal query never sees the padding behind it. Many small calls cost more.
-        # Indices, not pad_sequence: in its backward each sequence copies the gradient of all.
-        shape = len(lengths), max(lengths)
-        places = torch.cat([torch.arange(length) + row * shape[1] for row, length in enumerate(lengths)])
-        padded = [x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, places, x) for x in (q, k, v)]
-        out = flash_attn_func(*(x.unflatten(0, shape) for x in padded), **kwargs)
-        return out.flatten(0, 1).index_select(0, places)
-    # Lengths differ too much: padding would cost more than it saves.
     segments = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    return torch.cat([flash_attn_func(*(x[None] for x in segment), **kwargs)[0] for segment in segments])
+    rows = [flash_attn_func(*(x[None] for x in each), dropout_p, softmax_scale, causal)[0] for each in segments]
+    return torch.cat(rows)
 
 
 def _refuse(window_size: tuple[int, int], softcap: float) -> None:
