@@ -2,7 +2,7 @@
 
 Necessary, not a speed-up: verl/workers/config/model.py:185 (0.9.1) asks for it, and verl's Ulysses replaces this
 attention only (models/transformers/monkey_patch.py:544): with `sdpa`, each rank would silently attend to its own part
-of a sequence. Only the two kernels are replaced, by PyTorch's SDPA; nothing of it is written into configs or checkpoints.
+of a sequence. Only the two kernels are replaced, by PyTorch's SDPA; configs and checkpoints say nothing of it.
 """
 
 import torch
