@@ -165,7 +165,7 @@ def publish(folder: Path, step: int) -> Path:
     saving = folder / SAVING
     vouch(path_of(saving, step))
     for parent in (saving, folder, folder.parent):  # `restore` finds it from now on
-        durable.sync_folder(parent)
+        durable.sync(parent)
     target = _put_in_place(path_of(saving, step), folder, aside=REPLACED)
     durable.write_text(folder / TRACKER, str(step))
     shutil.rmtree(saving)
@@ -205,11 +205,11 @@ def _put_in_place(copy: Path, folder: Path, *, aside: str) -> Path:
         old = folder / SAVING / aside / target.name
         durable.make_folder(old.parent)
         target.rename(old)
-        durable.sync_folder(old.parent)
-        durable.sync_folder(folder)
+        durable.sync(old.parent)
+        durable.sync(folder)
     copy.rename(target)
-    durable.sync_folder(folder)
-    durable.sync_folder(copy.parent)
+    durable.sync(folder)
+    durable.sync(copy.parent)
     return target
 
 
@@ -358,8 +358,8 @@ class Rolling:
         durable.make_folder(self.folder / SAVING)
         for step in others:  # out of sight at once, however long deleting takes
             path_of(self.folder, step).rename(self.folder / SAVING / f"deleted_{step}")
-        durable.sync_folder(self.folder)
-        durable.sync_folder(self.folder / SAVING)
+        durable.sync(self.folder)
+        durable.sync(self.folder / SAVING)
         shutil.rmtree(self.folder / SAVING)
         named = "" if best is None else f" (best: {best}, {self.best_metric} {self.values[best]:.4g})"
         logger.info("Checkpoints: kept %s%s, deleted %s.", sorted(kept), named, others)
