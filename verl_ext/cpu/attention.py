@@ -31,23 +31,18 @@ def flash_attn_func(
     Raises:
         ValueError: a sliding window or soft-capping is asked for.
     """
-    _refuse(window_size, softcap)
+    if tuple(window_size) != (-1, -1) or softcap:
+        raise ValueError(
+            f"The CPU stand-in for flash-attention has no sliding window and no soft-capping (got {window_size=}, "
+            f"{softcap=}). Set `+model.override_config.attn_implementation=eager` for this model."
+        )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    query_length, key_length = q.shape[2], k.shape[2]
-    square = query_length == key_length
+    queries, keys = q.shape[2], k.shape[2]
     mask = None
-    if causal and not square:
-        mask = torch.ones(query_length, key_length, dtype=torch.bool, device=q.device).tril(key_length - query_length)
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout_p,
-        is_causal=causal and square,
-        scale=softmax_scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    if causal and queries != keys:
+        mask, causal = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries), False
+    gqa = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=softmax_scale, enable_gqa=gqa)
     return out.transpose(1, 2)
 
 
@@ -76,7 +71,6 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: queries and keys are packed differently, or a sliding window or soft-capping is asked for.
     """
-    _refuse(window_size, softcap)
     if not torch.equal(cu_seqlens_q, cu_seqlens_k):
         raise ValueError(
             "The CPU stand-in for flash-attention packs queries and keys alike (self-attention without a cache), "
@@ -84,13 +78,5 @@ def flash_attn_varlen_func(
         )
     lengths = cu_seqlens_q.diff().tolist()
     segments = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    rows = [flash_attn_func(*(x[None] for x in each), dropout_p, softmax_scale, causal)[0] for each in segments]
-    return torch.cat(rows)
-
-
-def _refuse(window_size: tuple[int, int], softcap: float) -> None:
-    if tuple(window_size) != (-1, -1) or softcap:
-        raise ValueError(
-            f"The CPU stand-in for flash-attention has no sliding window and no soft-capping (got {window_size=}, "
-            f"{softcap=}). Set `+model.override_config.attn_implementation=eager` for this model."
-        )
+    options = dropout_p, softmax_scale, causal, window_size, softcap
+    return torch.cat([flash_attn_func(*(x[None] for x in each), *options)[0] for each in segments])

@@ -182,7 +182,7 @@ def _start(client: socket.socket, selector: selectors.BaseSelector) -> int | Non
             if isinstance(other, socket.socket):
                 other.close()
         selector.close()
-        _become(*json.loads(request), files)
+        _become(request, files)
     for file in files:
         os.close(file)
     if pid:
@@ -191,15 +191,9 @@ def _start(client: socket.socket, selector: selectors.BaseSelector) -> int | Non
     return pid
 
 
-def _become(
-    arguments: list[str],
-    environment: dict[str, str],
-    folder: str,
-    niceness: int,
-    numbers: list[int],
-    files: list[int],
-) -> None:
-    """In the fork: be `python *arguments`, with `files` as the open files of these numbers. Does not return."""
+def _become(request: str, files: list[int]) -> None:
+    """In the fork: be the Python that is asked for, with `files` as its open files. Does not return."""
+    arguments, environment, folder, niceness, numbers = json.loads(request)
     floor = max([*numbers, *files, 2]) + 1
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD, floor) for file in files]  # out of the way of each other
     for file in files:
