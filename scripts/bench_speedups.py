@@ -4,7 +4,7 @@
 
 Needs the data and the SFT model of a quickstart. Every step generates 16 prompts, since dynamic sampling is off: the
 number of prompts would differ between the runs. Prints a table of medians over the rounds, with the lowest and the
-highest. About six minutes a round.
+highest. About nine minutes a round.
 """
 
 import argparse
@@ -30,16 +30,6 @@ class Variant(NamedTuple):
 
 VARIANTS = {
     "as shipped": Variant(),
-    # The launcher starts `python -m verl_ext.cpu.warm_python -m verl.trainer.main_ppo ...`.
-    "imports in every process (no cpu/warm_python.py)": Variant(
-        shell='if [ "$2" = verl_ext.cpu.warm_python ]; then shift 2; fi'
-    ),
-    "loops in an actor of their own (LeanAgentLoopManager)": Variant(
-        (f"{MANAGER}=verl_ext.rollout.workers.LeanAgentLoopManager",)
-    ),
-    "verl's own agent-loop manager, which logs no trajectories": Variant(
-        (f"{MANAGER}=null", "retool.trajectory_log.enable=false")
-    ),
     "verl's log-probs, token by token (no `_vectorise_log_probs`)": Variant(
         module="""
 import importlib.util
@@ -59,6 +49,16 @@ wrapt.register_post_import_hook(restore, "verl.utils.torch_functional")
     ),
     "one thread in the actor (no `set_num_threads`)": Variant(
         module="import torch\n\ntorch.set_num_threads = lambda number: None\n"
+    ),
+    # The launcher starts `python -m verl_ext.cpu.warm_python -m verl.trainer.main_ppo ...`.
+    "imports in every process (no cpu/warm_python.py)": Variant(
+        shell='if [ "$2" = verl_ext.cpu.warm_python ]; then shift 2; fi'
+    ),
+    "loops in an actor of their own (LeanAgentLoopManager)": Variant(
+        (f"{MANAGER}=verl_ext.rollout.workers.LeanAgentLoopManager",)
+    ),
+    "verl's own agent-loop manager, which logs no trajectories": Variant(
+        (f"{MANAGER}=null", "retool.trajectory_log.enable=false")
     ),
 }
 # In the place of the launcher's Python.

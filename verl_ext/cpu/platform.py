@@ -64,16 +64,13 @@ class CpuDeviceModule(ModuleType):
         torch.set_rng_state(state)
 
 
-_DEVICE_MODULE = CpuDeviceModule("verl_ext.cpu.device")
-
-
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
     """See the module's docstring; the methods are those of verl's `PlatformBase`."""
 
     device_name = "cpu"
     vendor_name = "cpu"
-    device_module = _DEVICE_MODULE
+    device_module = CpuDeviceModule("verl_ext.cpu.device")
 
     def is_available(self) -> bool:
         return True
