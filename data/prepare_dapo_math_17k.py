@@ -4,8 +4,7 @@
     python data/prepare_dapo_math_17k.py --input dapo-math-17k.parquet       # a file, in any of its public forms
 
 The published file holds 17,917 problems 100 times each; some are there with different answers. Its instruction to end
-with "Answer: ..." is replaced by ours, which asks for a box. All rows take about two
-minutes and 2 GB.
+with "Answer: ..." is replaced by ours, which asks for a box. All rows take about two minutes and 2 GB.
 """
 
 import argparse

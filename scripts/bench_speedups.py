@@ -4,13 +4,14 @@
 
 Needs the data and the SFT model of a quickstart. Every step generates 16 prompts, since dynamic sampling is off: the
 number of prompts would differ between the runs. Prints a table of medians over the rounds, with the lowest and the
-highest. About five minutes a round.
+highest. About nine minutes a round.
 """
 
 import argparse
 import statistics
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from bench_vs_trl import run_ours
 
@@ -19,18 +20,51 @@ from verl_ext.quickstart.supervise import Supervisor
 from verl_ext.sandbox.launch import running_server
 
 MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
-WITHOUT = {  # variant -> overrides
-    "as shipped": (),
-    "imports in every process (no cpu/warm_python.py)": (),
-    "loops in an actor of their own (LeanAgentLoopManager)": (
-        f"{MANAGER}=verl_ext.rollout.workers.LeanAgentLoopManager",
+
+
+class Variant(NamedTuple):
+    overrides: tuple[str, ...] = ()
+    shell: str = ":"  # before a Python of the launcher starts
+    module: str = ""  # imported in every process, behind verl_ext
+
+
+VARIANTS = {
+    "as shipped": Variant(),
+    "verl's log-probs, token by token (no `_vectorise_log_probs`)": Variant(
+        module="""
+import importlib.util
+
+import wrapt
+
+
+def restore(module):
+    spec = importlib.util.spec_from_file_location("as_published", module.__file__)
+    published = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(published)
+    module.logprobs_from_logits_v2 = published.logprobs_from_logits_v2
+
+
+wrapt.register_post_import_hook(restore, "verl.utils.torch_functional")
+"""
     ),
-    "verl's own agent-loop manager": (f"{MANAGER}=null", "retool.trajectory_log.enable=false"),
+    "one thread in the actor (no `set_num_threads`)": Variant(
+        module="import torch\n\ntorch.set_num_threads = lambda number: None\n"
+    ),
+    # The launcher starts `python -m verl_ext.cpu.warm_python -m verl.trainer.main_ppo ...`.
+    "imports in every process (no cpu/warm_python.py)": Variant(
+        shell='if [ "$2" = verl_ext.cpu.warm_python ]; then shift 2; fi'
+    ),
+    "loops in an actor of their own (LeanAgentLoopManager)": Variant(
+        (f"{MANAGER}=verl_ext.rollout.workers.LeanAgentLoopManager",)
+    ),
+    "verl's own agent-loop manager, which logs no trajectories": Variant(
+        (f"{MANAGER}=null", "retool.trajectory_log.enable=false")
+    ),
 }
-PLAIN_START = list(WITHOUT)[1]
-# The launcher starts `python -m verl_ext.cpu.warm_python -m verl.trainer.main_ppo ...`.
-PLAIN_PYTHON = """#!/bin/sh
-if [ "$2" = verl_ext.cpu.warm_python ]; then shift 2; fi
+# In the place of the launcher's Python.
+PYTHON = """#!/bin/sh
+export VERL_USE_EXTERNAL_MODULES=verl_ext,bench_variant PYTHONPATH={folder}
+{shell}
 exec {python} "$@"
 """
 
@@ -45,17 +79,18 @@ def main() -> None:
     if not (args.run / "sft" / "merged").is_dir():
         parser.error(f"{args.run} has no SFT model. Make it: bash scripts/quickstart.sh --stage sft --stage merge")
     args.out.mkdir(parents=True, exist_ok=True)
-    plain = args.out.resolve() / "python"
-    plain.write_text(PLAIN_PYTHON.format(python=sys.executable))
-    plain.chmod(0o755)
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in WITHOUT}
+    folder = args.out.resolve()
+    python = folder / "python"
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for number in range(args.rounds):
-        for index, (name, overrides) in enumerate(WITHOUT.items()):
+        for index, (name, variant) in enumerate(VARIANTS.items()):
             out = args.out / f"{number}-{index}"
-            python = str(plain) if name == PLAIN_START else sys.executable
-            overrides = (*overrides, "algorithm.filter_groups.enable=false")
+            (folder / "bench_variant.py").write_text(variant.module)
+            python.write_text(PYTHON.format(folder=folder, shell=variant.shell, python=sys.executable))
+            python.chmod(0o755)
+            overrides = (*variant.overrides, "algorithm.filter_groups.enable=false")
             with running_server(options=SANDBOX_OPTIONS) as sandbox, Supervisor() as supervisor:
-                figures = run_ours(supervisor, args.run, sandbox, args.steps, out, overrides, python)
+                figures = run_ours(supervisor, args.run, sandbox, args.steps, out, overrides, str(python))
             found[name].append(figures)
             print(f"round {number + 1}: {name}: {figures}", flush=True)
     print(

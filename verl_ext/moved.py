@@ -15,81 +15,54 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 
-MODULES = {  # below verl_ext
+_KEPT_THEIR_NAME = {  # (old folder, new folder) below verl_ext -> modules
+    ("", "checkpoints"): "manifest",
+    ("", "evaluation"): "estimators",
+    ("", "quickstart"): "disk pipeline supervise",
+    ("", "records"): "durable run_folder run_record",
+    ("", "report"): "charts verdict",
+    ("", "trainer"): "exclusions",
+    ("agent_loop", "environments"): "tool_errors toolbox",
+    ("agent_loop", "protocols"): "call_json",
+    ("agent_loop", "rollout"): "log_probs seeds tool_use",
+    ("data", "datasets"): "problems rows text traces",
+    ("data", "evaluation"): "pass_rates past_samples",
+    ("reward", "objectives"): "shaping",
+    ("reward", "reward.maths"): "extraction intervals normalisation rationals structure symbolic symbolic_worker "
+    "unicode_signs",
+    ("sandbox", "sandbox.server"): "api connection disk folders isolation landlock metrics namespaces pool preload "
+    "processes program seccomp sessions visible worker zygote",
+    ("trainer", "records"): "journal",
+}
+MODULES = {  # old name -> new name, below verl_ext
+    f"{old}.{name}".removeprefix("."): f"{new}.{name}"
+    for (old, new), names in _KEPT_THEIR_NAME.items()
+    for name in names.split()
+} | {
     "agent_loop": "rollout",
-    "agent_loop.call_json": "protocols.call_json",
     "agent_loop.protocol": "protocols.base",
     "agent_loop.code_protocol": "protocols.code",
     "agent_loop.hermes_protocol": "protocols.hermes",
     "agent_loop.protocols": "protocols.by_name",
-    "sft_trace": "protocols.trace",
-    "sft_dataset": "datasets.sft",
-    "agent_loop.log_probs": "rollout.log_probs",
     "agent_loop.manager": "rollout.workers",
-    "agent_loop.seeds": "rollout.seeds",
     "agent_loop.tool_loop": "rollout.loop",
-    "agent_loop.tool_use": "rollout.tool_use",
-    "agent_loop.tool_errors": "environments.tool_errors",
-    "agent_loop.toolbox": "environments.toolbox",
-    "sandbox.tool": "environments.python",
     "agent_loop.trajectory_log": "records.trajectories",
-    "exclusions": "trainer.exclusions",
-    "run_folder": "records.run_folder",
-    "run_record": "records.run_record",
-    "durable": "records.durable",
-    "trainer.journal": "records.journal",
-    "rollout_view": "report.rollouts",
-    "charts": "report.charts",
-    "verdict": "report.verdict",
-    "report_comparison": "report.comparison",
-    "estimators": "evaluation.estimators",
-    "evaluate": "evaluation.__main__",
     "checkpoint_patches": "checkpoints.hooks",
-    "manifest": "checkpoints.manifest",
-    "disk": "quickstart.disk",
-    "supervise": "quickstart.supervise",
-    "pipeline": "quickstart.pipeline",
+    "data": "datasets",
+    "evaluate": "evaluation.__main__",
     "quickstart_options": "quickstart.options",
     "quickstart_source": "quickstart.source",
     "replay_buffer": "trainer.sampler",
+    "report_comparison": "report.comparison",
+    "rollout_view": "report.rollouts",
+    "sandbox.tool": "environments.python",
+    "sft_dataset": "datasets.sft",
+    "sft_trace": "protocols.trace",
     "trainer.settings": "settings",
-    "data.problems": "datasets.problems",
-    "data.rows": "datasets.rows",
-    "data.text": "datasets.text",
-    "data.traces": "datasets.traces",
-    "data": "datasets",
-    "data.pass_rates": "evaluation.pass_rates",
-    "data.past_samples": "evaluation.past_samples",
-    "reward.extraction": "reward.maths.extraction",
-    "reward.intervals": "reward.maths.intervals",
-    "reward.normalisation": "reward.maths.normalisation",
-    "reward.rationals": "reward.maths.rationals",
-    "reward.structure": "reward.maths.structure",
-    "reward.symbolic": "reward.maths.symbolic",
-    "reward.symbolic_worker": "reward.maths.symbolic_worker",
-    "reward.unicode_signs": "reward.maths.unicode_signs",
-    "reward.shaping": "objectives.shaping",
-    "sandbox.api": "sandbox.server.api",
-    "sandbox.connection": "sandbox.server.connection",
-    "sandbox.disk": "sandbox.server.disk",
-    "sandbox.folders": "sandbox.server.folders",
-    "sandbox.isolation": "sandbox.server.isolation",
-    "sandbox.landlock": "sandbox.server.landlock",
-    "sandbox.metrics": "sandbox.server.metrics",
-    "sandbox.namespaces": "sandbox.server.namespaces",
-    "sandbox.pool": "sandbox.server.pool",
-    "sandbox.preload": "sandbox.server.preload",
-    "sandbox.processes": "sandbox.server.processes",
-    "sandbox.program": "sandbox.server.program",
-    "sandbox.seccomp": "sandbox.server.seccomp",
-    "sandbox.sessions": "sandbox.server.sessions",
-    "sandbox.visible": "sandbox.server.visible",
-    "sandbox.worker": "sandbox.server.worker",
-    "sandbox.zygote": "sandbox.server.zygote",
 }
 PACKAGES = ("agent_loop", "data")  # imported on the way to an old name: the name behind them is the one to warn of
-COMMANDS = {"evaluate": "evaluation.__main__", "pipeline": "quickstart.__main__"}  # `python -m`; the first stays a name
-AGENT_LOOPS = {"verl_ext/agent_loop/agent_loops.yaml": "verl_ext/rollout/agent_loops.yaml"}  # a file, named in YAMLs
+COMMANDS = {"pipeline": "quickstart.__main__"}  # of `python -m`
+OLD_LOOPS, LOOPS = "verl_ext/agent_loop/agent_loops.yaml", "verl_ext/rollout/agent_loops.yaml"  # a file, named in YAMLs
 
 
 def new_name(module: str) -> str:
@@ -108,11 +81,10 @@ def rename_files(config: object) -> None:
 
     key = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
     path = OmegaConf.select(config, key)
-    for old, new in AGENT_LOOPS.items():
-        if path is not None and (path == old or path.endswith(f"/{old}")):
-            _warn(f"{key}={old}", new)
-            with open_dict(config):
-                OmegaConf.update(config, key, path.removesuffix(old) + new)
+    if path is not None and f"/{path}".endswith(f"/{OLD_LOOPS}"):
+        _warn(f"{key}={OLD_LOOPS}", LOOPS)
+        with open_dict(config):
+            OmegaConf.update(config, key, path.removesuffix(OLD_LOOPS) + LOOPS)
 
 
 def install() -> None:
@@ -122,9 +94,6 @@ def install() -> None:
 
 
 class _Finder(MetaPathFinder, Loader):
-    def __init__(self) -> None:
-        self._specs: dict[str, ModuleSpec | None] = {}  # of modules at their new place, by old name
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
@@ -134,21 +103,17 @@ class _Finder(MetaPathFinder, Loader):
         found = importlib.util.find_spec(new)
         return ModuleSpec(fullname, self, origin=found.origin, is_package=found.submodule_search_locations is not None)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        if spec.name.removeprefix("verl_ext.") not in PACKAGES:
-            _warn(spec.name, new_name(spec.name))
-        module = importlib.import_module(new_name(spec.name))
-        self._specs[spec.name] = module.__spec__
-        return module
-
     def exec_module(self, module: ModuleType) -> None:
-        """The module has run already. importlib has given it the spec of the old name: it gets its own back."""
-        module.__spec__ = self._specs.pop(module.__spec__.name)
+        """Put the module itself in the place of the empty one that importlib has made for the old name."""
+        old, new = module.__name__, new_name(module.__name__)
+        if old.removeprefix("verl_ext.") not in PACKAGES:
+            _warn(old, new)
+        sys.modules[old] = importlib.import_module(new)
 
     def get_code(self, fullname: str) -> CodeType | None:
         """For `python -m`, which runs the code and imports nothing."""
         name = fullname.removeprefix("verl_ext.")
-        if name != "evaluate":
+        if name != "evaluate":  # still the command's name
             _warn(fullname, new_name(fullname))
         spec = importlib.util.find_spec(f"verl_ext.{COMMANDS.get(name, MODULES[name])}")
         return spec.loader.get_code(spec.name)

@@ -126,9 +126,7 @@ class FailedSamples:
     @classmethod
     def from_config(cls, config: "DictConfig") -> "FailedSamples":
         """From a run's config; what it does not set has its default. Raises as `check`."""
-        section = _section(config, "retool.validation") or {}
-        check(section, cls, "retool.validation")
-        return cls(**section)
+        return read_settings(config, "validation", cls)
 
 
 @dataclass(frozen=True)
@@ -336,9 +334,12 @@ def check(section: "DictConfig | Mapping[str, Any]", schema: type, name: str = "
 
 
 def read_settings(config: "DictConfig", name: str, settings_class: type[T]) -> T | None:
-    """Settings of the option `retool.<name>`, or None where it is off or not there at all. Raises as `check`."""
-    section = _section(config, f"retool.{name}")
-    if section is None or not section.get("enable"):
+    """Settings of `retool.<name>` of a run; None where it is an option that is off or not there. Raises as `check`."""
+    from omegaconf import OmegaConf
+
+    found = OmegaConf.select(config, f"retool.{name}")
+    section = {} if found is None else OmegaConf.to_container(found, resolve=True)
+    if issubclass(settings_class, Option) and not section.get("enable"):
         return None
     check(section, settings_class, f"retool.{name}")
     return settings_class(**{each: value for each, value in section.items() if each != "enable"})
@@ -362,13 +363,6 @@ def check_phases(name: str, phases: Sequence[Sequence[int]], *, lowest: int) -> 
 def in_phase(phases: Sequence[Sequence[int]], step: int) -> Any:
     """The value of the last phase that has begun at `step`."""
     return next(value for start, value in reversed(phases) if start <= step)
-
-
-def _section(config: "DictConfig", name: str) -> dict[str, Any] | None:
-    from omegaconf import OmegaConf
-
-    section = OmegaConf.select(config, name)
-    return None if section is None else OmegaConf.to_container(section, resolve=True)
 
 
 # Composing -----------------------------------------------------------------------------------------------------------

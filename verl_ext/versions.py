@@ -1,27 +1,24 @@
 """verl_ext replaces internals of other packages, each place for one version, and refuses any other."""
 
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 VERL = {"verl": "0.9.1"}
 
 
-def require_versions(
-    versions: Mapping[str, str], where: str, version_of: Callable[[str], str] = importlib.metadata.version
-) -> None:
+def require_versions(versions: Mapping[str, str], where: str) -> None:
     """Checks that these versions are installed, a local label such as "+cpu" aside.
 
     Args:
         versions: package -> version.
         where: the file of this repository that replaces their internals.
-        version_of: the installed version of a package.
     Raises:
         RuntimeError: other ones are.
     """
     wrong = {}
     for name, expected in versions.items():
         try:
-            found = version_of(name)
+            found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             found = "not installed"
         if found.split("+")[0] != expected:

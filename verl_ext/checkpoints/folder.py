@@ -21,6 +21,7 @@ from typing import Any
 from verl_ext.checkpoints.manifest import MANIFEST, NotWhole, problem, vouch
 from verl_ext.records import durable
 from verl_ext.records.run_folder import PARTS, step_of
+from verl_ext.settings import CheckpointSettings, check
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -164,7 +165,7 @@ def publish(folder: Path, step: int) -> Path:
     saving = folder / SAVING
     vouch(path_of(saving, step))
     for parent in (saving, folder, folder.parent):  # `restore` finds it from now on
-        durable.sync_folder(parent)
+        durable.sync(parent)
     target = _put_in_place(path_of(saving, step), folder, aside=REPLACED)
     durable.write_text(folder / TRACKER, str(step))
     shutil.rmtree(saving)
@@ -204,11 +205,11 @@ def _put_in_place(copy: Path, folder: Path, *, aside: str) -> Path:
         old = folder / SAVING / aside / target.name
         durable.make_folder(old.parent)
         target.rename(old)
-        durable.sync_folder(old.parent)
-        durable.sync_folder(folder)
+        durable.sync(old.parent)
+        durable.sync(folder)
     copy.rename(target)
-    durable.sync_folder(folder)
-    durable.sync_folder(copy.parent)
+    durable.sync(folder)
+    durable.sync(copy.parent)
     return target
 
 
@@ -254,26 +255,21 @@ class Rolling:
         Raises:
             ValueError: a setting cannot be, or one of verl's own, which forget at a resume, is set.
         """
-        trainer, settings = config["trainer"], (config.get("retool") or {}).get("checkpoints") or {}
+        trainer, retool = config["trainer"], config.get("retool") or {}
+        settings = retool.get("checkpoints") or {}
         if set_keys := [key for key in VERL_KEYS if trainer.get(key)]:
             raise ValueError(
                 f"trainer.{set_keys[0]}={trainer[set_keys[0]]}: verl 0.9.1 forgets what it has kept at a resume, and "
                 "verl_ext rolls checkpoints instead. Set it to null, and retool.checkpoints.keep_last to the number."
             )
-        if unknown := settings.keys() - {"keep_last", "best_metric", "best_mode"}:
-            raise ValueError(
-                f"retool.checkpoints has {', '.join(sorted(unknown))}; expected keep_last, best_metric and best_mode."
-            )
+        check(settings, CheckpointSettings, "retool.checkpoints")
         rolling = cls(Path(trainer["default_local_dir"]), **settings)
-        rolling._check(trainer, config.get("retool") or {})
+        rolling._compare_intervals(trainer, retool)
         rolling._load()
         return rolling
 
-    def _check(self, trainer: Mapping[str, Any], retool: Mapping[str, Any]) -> None:
-        if self.keep_last is not None and (type(self.keep_last) is not int or self.keep_last < 1):
-            raise ValueError(f"retool.checkpoints.keep_last={self.keep_last!r}; expected 1 or more, or null for all.")
-        if self.best_mode not in ("max", "min"):
-            raise ValueError(f"retool.checkpoints.best_mode={self.best_mode!r}; expected max or min.")
+    def _compare_intervals(self, trainer: Mapping[str, Any], retool: Mapping[str, Any]) -> None:
+        """Warn of saves that no whole validation falls on."""
         key, intervals = "trainer.test_freq", [trainer.get("test_freq")]
         if (light := retool.get("light_validation") or {}).get("enable"):
             key, intervals = "retool.light_validation.full_every", [light["full_every"]]
@@ -362,8 +358,8 @@ class Rolling:
         durable.make_folder(self.folder / SAVING)
         for step in others:  # out of sight at once, however long deleting takes
             path_of(self.folder, step).rename(self.folder / SAVING / f"deleted_{step}")
-        durable.sync_folder(self.folder)
-        durable.sync_folder(self.folder / SAVING)
+        durable.sync(self.folder)
+        durable.sync(self.folder / SAVING)
         shutil.rmtree(self.folder / SAVING)
         named = "" if best is None else f" (best: {best}, {self.best_metric} {self.values[best]:.4g})"
         logger.info("Checkpoints: kept %s%s, deleted %s.", sorted(kept), named, others)

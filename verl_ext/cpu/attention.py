@@ -1,7 +1,8 @@
 """A CPU stand-in for flash-attention 2, so that verl's default, `attn_implementation: flash_attention_2`, just works.
 
-Only the two kernels are replaced, by PyTorch's SDPA. Packing, unpadding and Ulysses' all-to-all stay verl's and
-transformers' own code, and nothing of the stand-in is written into configs or checkpoints.
+Necessary, not a speed-up: verl/workers/config/model.py:185 (0.9.1) asks for it, and verl's Ulysses replaces this
+attention only (models/transformers/monkey_patch.py:544): with `sdpa`, each rank would silently attend to its own part
+of a sequence. Only the two kernels are replaced, by PyTorch's SDPA; configs and checkpoints say nothing of it.
 """
 
 import torch
@@ -30,23 +31,18 @@ def flash_attn_func(
     Raises:
         ValueError: a sliding window or soft-capping is asked for.
     """
-    _refuse(window_size, softcap)
+    if tuple(window_size) != (-1, -1) or softcap:
+        raise ValueError(
+            f"The CPU stand-in for flash-attention has no sliding window and no soft-capping (got {window_size=}, "
+            f"{softcap=}). Set `+model.override_config.attn_implementation=eager` for this model."
+        )
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    query_length, key_length = q.shape[2], k.shape[2]
-    square = query_length == key_length
+    queries, keys = q.shape[2], k.shape[2]
     mask = None
-    if causal and not square:
-        mask = torch.ones(query_length, key_length, dtype=torch.bool, device=q.device).tril(key_length - query_length)
-    out = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=mask,
-        dropout_p=dropout_p,
-        is_causal=causal and square,
-        scale=softmax_scale,
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    if causal and queries != keys:
+        mask, causal = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries), False
+    gqa = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=softmax_scale, enable_gqa=gqa)
     return out.transpose(1, 2)
 
 
@@ -75,30 +71,12 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: queries and keys are packed differently, or a sliding window or soft-capping is asked for.
     """
-    _refuse(window_size, softcap)
     if not torch.equal(cu_seqlens_q, cu_seqlens_k):
         raise ValueError(
             "The CPU stand-in for flash-attention packs queries and keys alike (self-attention without a cache), "
             f"but got cu_seqlens_q={cu_seqlens_q.tolist()} and cu_seqlens_k={cu_seqlens_k.tolist()}."
         )
     lengths = cu_seqlens_q.diff().tolist()
-    kwargs = {"dropout_p": dropout_p, "softmax_scale": softmax_scale, "causal": causal}
-    if causal and len(lengths) * max(lengths) <= 2 * q.shape[0]:
-        # Right-padded, one call: a causal query never sees the padding behind it. Many small calls cost more.
-        # Indices, not pad_sequence: in its backward each sequence copies the gradient of all.
-        shape = len(lengths), max(lengths)
-        places = torch.cat([torch.arange(length) + row * shape[1] for row, length in enumerate(lengths)])
-        padded = [x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy(0, places, x) for x in (q, k, v)]
-        out = flash_attn_func(*(x.unflatten(0, shape) for x in padded), **kwargs)
-        return out.flatten(0, 1).index_select(0, places)
-    # Lengths differ too much: padding would cost more than it saves.
     segments = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-    return torch.cat([flash_attn_func(*(x[None] for x in segment), **kwargs)[0] for segment in segments])
-
-
-def _refuse(window_size: tuple[int, int], softcap: float) -> None:
-    if tuple(window_size) != (-1, -1) or softcap:
-        raise ValueError(
-            f"The CPU stand-in for flash-attention has no sliding window and no soft-capping (got {window_size=}, "
-            f"{softcap=}). Set `+model.override_config.attn_implementation=eager` for this model."
-        )
+    options = dropout_p, softmax_scale, causal, window_size, softcap
+    return torch.cat([flash_attn_func(*(x[None] for x in each), *options)[0] for each in segments])

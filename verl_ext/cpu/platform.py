@@ -29,19 +29,15 @@ class CpuDeviceId(str):
 
 
 class CpuDeviceModule(ModuleType):
-    """`torch.cpu` plus the functions of `torch.cuda` that verl calls: memory is 0 bytes, caches do nothing."""
+    """`torch.cpu` plus the functions of `torch.cuda` that verl calls beside: memory is 0 bytes, caches do nothing."""
 
     _ZERO = {"memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"}
     _NOTHING = {
         "empty_cache",
         "ipc_collect",
-        "manual_seed",
-        "manual_seed_all",
         "reset_accumulated_memory_stats",
         "reset_peak_memory_stats",
-        "set_device",
         "set_per_process_memory_fraction",
-        "synchronize",
     }
 
     def __getattr__(self, name: str) -> Any:
@@ -50,12 +46,6 @@ class CpuDeviceModule(ModuleType):
         if name in self._NOTHING:
             return lambda *args, **kwargs: None
         return getattr(torch.cpu, name)
-
-    def is_available(self) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return 1
 
     def current_device(self) -> CpuDeviceId:
         return CpuDeviceId()
@@ -74,21 +64,15 @@ class CpuDeviceModule(ModuleType):
         torch.set_rng_state(state)
 
 
-_DEVICE_MODULE = CpuDeviceModule("verl_ext.cpu.device")
-
-
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
     """See the module's docstring; the methods are those of verl's `PlatformBase`."""
 
     device_name = "cpu"
     vendor_name = "cpu"
-    device_module = _DEVICE_MODULE
+    device_module = CpuDeviceModule("verl_ext.cpu.device")
 
     def is_available(self) -> bool:
-        return True
-
-    def is_platform_available(self, use_smi_check: bool = False) -> bool:
         return True
 
     def current_device(self) -> CpuDeviceId:
@@ -97,23 +81,10 @@ class PlatformCPU(PlatformBase):
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, device_index: int) -> None:
-        pass
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        pass
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings: str) -> None:
-        pass
-
-    def empty_cache(self) -> None:
-        pass
+    manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
         return None, None
@@ -128,12 +99,6 @@ class PlatformCPU(PlatformBase):
     def nvtx_range(self, msg: str) -> Iterator[None]:
         yield
 
-    def profiler_start(self) -> None:
-        pass
-
-    def profiler_stop(self) -> None:
-        pass
-
     def ray_resource_name(self) -> str:
         return "GPU"
 
@@ -143,5 +108,7 @@ class PlatformCPU(PlatformBase):
     def is_ipc_supported(self) -> bool:
         return False  # so verl sends weights through POSIX shared memory
 
-    def cudart(self) -> None:
-        return None
+    def _nothing(self, *args: Any) -> None:
+        """What an accelerator alone has: other devices, streams, an allocator, profilers."""
+
+    set_device = synchronize = set_allocator_settings = empty_cache = profiler_start = profiler_stop = cudart = _nothing

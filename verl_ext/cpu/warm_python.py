@@ -11,8 +11,9 @@ is -I or -P, the executable runs the real Python.
 For CPU runs on one machine only: a process that has touched CUDA cannot be forked.
 """
 
-import array
+import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -22,7 +23,6 @@ import selectors
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import tempfile
@@ -31,8 +31,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl_ext.cpu.patches import alias_vllm_distribution
-
-EXECUTABLE_VARIABLE = "RETOOL_WARM_PYTHON"
 
 # What the launchers' processes read when they import; a variable that is set already keeps its value.
 ENVIRONMENT = {
@@ -49,34 +47,25 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
-# The imports that cost most and are safe to share. Ray is not safe, nor is verl, which imports Ray: Ray draws ids and
-# reads its variables in static C++ state, which all forks would share.
+# The imports that cost most and are safe to share, each with all that it imports. Ray is not safe, nor is verl, which
+# imports Ray: Ray draws ids and reads its variables in static C++ state, which all forks would share.
 PRELOAD = (
-    "torch",
     "tensordict",
     "torchdata.stateful_dataloader",
-    "transformers.modeling_utils",
     "transformers.models.qwen2.modeling_qwen2",
-    "pandas",
     "datasets",
     "peft",
     "hydra",
-    "aiohttp",
-    "fastapi",
-    "uvicorn",
-    "zmq",
-    "msgspec",
     "vllm.v1.engine.core",
     "vllm.v1.engine.async_llm",
-    "vllm.v1.executor.uniproc_executor",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen2",
-    "vllm.entrypoints.openai.api_server",
     "vllm.entrypoints.cli.serve",
 )
+MAX_FILES = 253  # that Linux passes in one message
 
 _STUB = """#!{python} -IS
-import array, json, os, signal, socket, struct, sys
+import json, os, signal, socket, sys
 if sys.argv[1:2] in (["-I"], ["-P"]):  # wants an interpreter of its own, such as a process with a limit of memory
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 try:
@@ -87,19 +76,18 @@ except OSError:
 numbers = []
 for name in os.listdir("/proc/self/fd"):
     try:
-        if int(name) != server.fileno() and (os.fstat(int(name)), os.get_inheritable(int(name)))[1]:
+        if os.get_inheritable(int(name)):
             numbers.append(int(name))
     except OSError:
         pass
-request = json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), numbers]).encode()
-server.sendall(struct.pack("!I", len(request)))
-server.sendmsg([request[:1]], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", numbers))])
-server.sendall(request[1:])
-pid = struct.unpack("!i", server.recv(4, socket.MSG_WAITALL))[0]
+niceness = os.getpriority(os.PRIO_PROCESS, 0)
+socket.send_fds(server, [b" "], numbers)
+server.sendall(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), niceness, numbers]).encode() + b"\\n")
+answers = server.makefile()
+pid = int(answers.readline())
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, frame: os.kill(pid, number))
-answer = server.recv(4, socket.MSG_WAITALL)
-status = struct.unpack("!i", answer)[0] if len(answer) == 4 else 1
+status = int(answers.readline() or 1)
 if status < 0:
     signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
     os.kill(os.getpid(), -status)
@@ -111,29 +99,23 @@ os._exit(status)
 def warm_python() -> Iterator[str]:
     """A server for the length of a `with` block; yields the path of the executable that stands in for Python.
 
-    Starting returns at once: the server imports meanwhile, and requests wait for it. `RETOOL_WARM_PYTHON` names the
-    executable to the processes started inside; within such a block another one yields the same executable.
+    Starting returns at once: the server imports meanwhile, and requests wait for it.
     """
-    outer = os.environ.get(EXECUTABLE_VARIABLE)
-    if outer and os.access(outer, os.X_OK):
-        yield outer
-        return
     folder = Path(tempfile.mkdtemp(prefix="retool-warm-"))
     address, executable = str(folder / "socket"), folder / "python"
     executable.write_text(_STUB.format(python=sys.executable, address=address))
     executable.chmod(0o700)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(128)
-    environment = ENVIRONMENT | os.environ | {EXECUTABLE_VARIABLE: str(executable)}
-    server = subprocess.Popen(
-        [sys.executable, "-m", "verl_ext.cpu.warm_python", "--serve", str(listener.fileno()), str(os.getpid())],
-        env=environment,
-        pass_fds=[listener.fileno()],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    listener.close()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(128)
+        served = str(executable), str(listener.fileno()), str(os.getpid())
+        server = subprocess.Popen(
+            [sys.executable, "-m", "verl_ext.cpu.warm_python", "--serve", *served],
+            env=ENVIRONMENT | os.environ,
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
     try:
         yield str(executable)
     finally:
@@ -142,59 +124,37 @@ def warm_python() -> Iterator[str]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def serve(listener: socket.socket, parent_pid: int) -> None:
+def serve(executable: str, listener: socket.socket, parent_pid: int) -> None:
     """Import `PRELOAD`, then fork a Python per connection until the parent dies or SIGTERM comes.
 
     Raises:
         RuntimeError: an import started a thread: forks would be unsafe.
     """
-    executable = os.environ[EXECUTABLE_VARIABLE]
     sys.executable = executable  # so that torchrun, Ray and multiprocessing in the forks start their Pythons here too
     _preload()
-
-    selector = selectors.DefaultSelector()
-    wake_read, wake_write = os.pipe()
-    for end in (wake_read, wake_write):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(wake_write)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    selector = selectors.DefaultSelector()  # of the listener, and for each fork of its pidfd and its executable
     selector.register(listener, selectors.EVENT_READ)
-    selector.register(wake_read, selectors.EVENT_READ)
-    clients: dict[int, socket.socket] = {}  # pid of the fork -> the executable that waits for it
     while os.getppid() == parent_pid:
-        for key, _ in selector.select(timeout=1.0):
+        for key, _ in selector.select(timeout=1.0)[:1]:  # one at a time: it may unregister the next
             if key.fileobj is listener:
                 client, _ = listener.accept()
-                request = _receive(client)
-                if request is None:
-                    client.close()
-                    continue
-                pid = os.fork()
-                if pid == 0:
-                    _take_niceness_of(client)
-                    signal.set_wakeup_fd(-1)
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    selector.close()
-                    for other in (listener, client, *clients.values()):
-                        other.close()
-                    os.close(wake_read)
-                    os.close(wake_write)
-                    _become(*request)
-                for number in request[3]:
-                    os.close(number)
-                with contextlib.suppress(OSError):
-                    client.sendall(struct.pack("!i", pid))
-                clients[pid] = client
-                selector.register(client, selectors.EVENT_READ, pid)
-            elif key.fileobj == wake_read:
-                os.read(wake_read, 4096)
-            else:  # its executable was killed: so is the fork
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(key.data, signal.SIGKILL)
-                selector.unregister(key.fileobj)
-        _reap(clients, selector)
+                if pid := _start(client, selector):
+                    pidfd = os.pidfd_open(pid)
+                    for file in (pidfd, client):
+                        selector.register(file, selectors.EVENT_READ, (pid, pidfd, client))
+                continue
+            pid, pidfd, client = key.data
+            if key.fileobj is client:  # the executable was killed: so is the fork
+                os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            with contextlib.suppress(OSError):
+                client.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
+            for file in (pidfd, client):
+                selector.unregister(file)
+            os.close(pidfd)
+            client.close()
     # The parent was killed, and cannot clean up itself.
-    for pid in clients:
+    for pid in {key.data[0] for key in selector.get_map().values() if key.data}:
         os.kill(pid, signal.SIGKILL)
     shutil.rmtree(Path(executable).parent, ignore_errors=True)
 
@@ -211,119 +171,96 @@ def _preload() -> None:
     gc.freeze()  # no collection in a fork walks, and so copies, what all forks share
 
 
-def _reap(clients: dict[int, socket.socket], selector: selectors.BaseSelector) -> None:
-    while clients:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        client = clients.pop(pid)
+def _start(client: socket.socket, selector: selectors.BaseSelector) -> int | None:
+    """Fork what the executable at the other end asks for; the pid, or None if it is gone already."""
+    _, files, _, _ = socket.recv_fds(client, 1, MAX_FILES)
+    with client.makefile() as lines:
+        request = lines.readline()
+    pid = os.fork() if request.endswith("\n") else None
+    if pid == 0:
+        for other in (client, *(key.fileobj for key in selector.get_map().values())):
+            if isinstance(other, socket.socket):
+                other.close()
+        selector.close()
+        _become(request, files)
+    for file in files:
+        os.close(file)
+    if pid:
         with contextlib.suppress(OSError):
-            client.sendall(struct.pack("!i", os.waitstatus_to_exitcode(status)))
-        with contextlib.suppress(KeyError):
-            selector.unregister(client)
-        client.close()
+            client.sendall(b"%d\n" % pid)
+    return pid
 
 
-def _receive(client: socket.socket) -> tuple[list[str], dict[str, str], str, list[int], list[int]] | None:
-    """(arguments, environment, folder, the open files here, their numbers there), or None if the other side is gone."""
-    header = client.recv(4, socket.MSG_WAITALL)
-    if len(header) < 4:
-        return None
-    length = struct.unpack("!I", header)[0]
-    first, ancillary, _, _ = client.recvmsg(1, socket.CMSG_SPACE(253 * 4))
-    files = array.array("i")
-    for _, _, data in ancillary:
-        files.frombytes(data[: len(data) - len(data) % files.itemsize])
-    rest = client.recv(length - 1, socket.MSG_WAITALL)
-    if len(first) + len(rest) < length:
-        return None
-    arguments, environment, folder, numbers = json.loads(first + rest)
-    return arguments, environment, folder, list(files), numbers
-
-
-def _take_niceness_of(client: socket.socket) -> None:
-    """As a child would inherit it: Ray's workers are nice, so that a sandbox beside them gets the CPU first."""
-    asking, _, _ = struct.unpack("3i", client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    with contextlib.suppress(OSError):  # it has ended, and so will this fork; or it is less nice than we may be
-        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, asking))
-
-
-def _become(
-    arguments: list[str], environment: dict[str, str], folder: str, files: list[int], numbers: list[int]
-) -> None:
-    """In the fork: be `python *arguments`. Does not return."""
+def _become(request: str, files: list[int]) -> None:
+    """In the fork: be the Python that is asked for, with `files` as its open files. Does not return."""
+    arguments, environment, folder, niceness, numbers = json.loads(request)
     floor = max([*numbers, *files, 2]) + 1
-    moved = [os.dup2(number, floor + i) for i, number in enumerate(files)]  # out of the way of each other
-    for number in files:
-        os.close(number)
-    for number, wanted in zip(moved, numbers, strict=True):
-        os.dup2(number, wanted)
-        os.close(number)
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, floor) for file in files]  # out of the way of each other
+    for file in files:
+        os.close(file)
+    for file, number in zip(moved, numbers, strict=True):
+        os.dup2(file, number)
+        os.close(file)
+    with contextlib.suppress(OSError):  # less nice than we may be
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)  # Ray's workers are nice: a sandbox beside them comes first
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
     sys.path[:0] = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.stdout.reconfigure(line_buffering=True)
-    status = 1
+    status = 0
     try:
-        run_arguments(arguments)
-        status = 0
+        _run(arguments)
     except SystemExit as error:
         if isinstance(error.code, str):
             print(error.code, file=sys.stderr)
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:  # the interpreter's own last resort
         sys.excepthook(*sys.exc_info())
-    finally:
-        with contextlib.suppress(BaseException):
-            threading._shutdown()
-        import atexit
+        status = 1
+    # As the interpreter ends, but without freeing what all forks share, which would copy it first.
+    with contextlib.suppress(BaseException):
+        threading._shutdown()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status & 0xFF)
 
-        atexit._run_exitfuncs()
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(status & 0xFF)
 
-
-def run_arguments(arguments: list[str]) -> None:
-    """Run what the arguments of a `python` command say, in this process: `-c code`, `-m module` or a script.
+def _run(arguments: list[str]) -> None:
+    """Run what the arguments of a `python` command say, in this process.
 
     Raises:
-        ValueError: they say none of these.
+        ValueError: they say neither `-c code` nor `-m module` nor a script.
     """
-    position = 0
-    while position < len(arguments) and arguments[position].startswith("-"):
-        option = arguments[position]
-        if option in ("-c", "-m"):
-            break
-        position += 2 if option in ("-X", "-W") else 1  # -u, -B, -I, -E, ...: no meaning for a running interpreter
-    if position >= len(arguments):
-        raise ValueError(f"warm_python runs `-c code`, `-m module` or a script, but got {arguments}.")
-    if arguments[position] == "-c":
-        sys.argv = ["-c", *arguments[position + 2 :]]
-        sys.path.insert(0, "")
-        exec(
-            compile(arguments[position + 1], "<string>", "exec"), {"__name__": "__main__", "__builtins__": __builtins__}
-        )
-    elif arguments[position] == "-m":
-        sys.argv = arguments[position + 1 :]
-        sys.path.insert(0, os.getcwd())
-        runpy.run_module(arguments[position + 1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = arguments[position:]
-        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[position])))
-        runpy.run_path(arguments[position], run_name="__main__")
+    first = 0
+    while arguments[first:] and arguments[first].startswith("-") and arguments[first] not in ("-c", "-m"):
+        first += 2 if arguments[first] in ("-X", "-W") else 1  # -u, -B, ...: no meaning for a running interpreter
+    match arguments[first:]:
+        case ["-c", code, *rest]:
+            sys.argv = ["-c", *rest]
+            sys.path.insert(0, "")
+            exec(code, {"__name__": "__main__"})
+        case ["-m", module, *rest]:
+            sys.argv = [module, *rest]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case [script, *rest]:
+            sys.argv = [script, *rest]
+            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
+            runpy.run_path(script, run_name="__main__")
+        case _:
+            raise ValueError(f"warm_python runs `-c code`, `-m module` or a script, but got {arguments}.")
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--serve"]:
-        serve(socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
+        executable, listener, parent_pid = sys.argv[2:]
+        serve(executable, socket.socket(fileno=int(listener)), int(parent_pid))
         return
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(ENVIRONMENT | os.environ)
     with warm_python() as executable:
-        os.environ[EXECUTABLE_VARIABLE] = executable
         command = subprocess.Popen([executable, *sys.argv[1:]])
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, frame: command.send_signal(number))

@@ -3,6 +3,7 @@
 Used by data/prepare_dapo_math_17k.py, prepare_aime.py and prepare_jsonl.py. Only distinct problems are held in memory.
 """
 
+import contextlib
 import math
 import re
 import textwrap
@@ -196,12 +197,10 @@ def _was_float(number: int) -> bool:
 
 def _find_columns(row: dict[str, Any], where: str) -> tuple[str, str]:
     for columns in KNOWN_COLUMNS:
-        try:
+        with contextlib.suppress(DataError):
             for column in columns:
                 column_of(row, column, where, object)
-        except DataError:
-            continue
-        return columns
+            return columns
     known = "; ".join(" and ".join(columns) for columns in KNOWN_COLUMNS)
     raise DataError(
         f"{where}: no known columns of problem and answer; the row has {', '.join(row)}. Expected one of: {known}. "
@@ -219,10 +218,8 @@ def _last_user(row: dict[str, Any], column: str) -> str:
 
 def _find_id(row: dict[str, Any], where: str) -> str:
     for column in _ID_COLUMNS:
-        try:
+        with contextlib.suppress(DataError):
             return str(column_of(row, column, where, (str, int)))
-        except DataError:
-            continue
     return where.rpartition(", ")[2]
 
 

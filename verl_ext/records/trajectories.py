@@ -22,14 +22,10 @@ class TrajectoryLog:
 
     Args:
         max_mb: size of a file, in 2**20 bytes, at which the next one begins.
-        max_files: that are kept of this process, the current one included.
+        max_files: at least 2, that are kept of this process, the current one included.
     """
 
     def __init__(self, folder: str | Path, *, max_mb: float, max_files: int):
-        if max_mb <= 0 or max_files < 2:  # with one file Python would not rotate at all
-            raise ValueError(
-                f"retool.trajectory_log: expected max_mb > 0 and max_files >= 2, got {max_mb=}, {max_files=}"
-            )
         file = Path(folder) / f"{socket.gethostname()}-{os.getpid()}.jsonl"
         file.parent.mkdir(parents=True, exist_ok=True)
         jsonl.cut_half_line(file)  # of a killed process: in a container the next one may have its name and number

@@ -384,10 +384,10 @@ def test_values_of_another_metric_are_forgotten(tmp_path: Path):
     [
         ({"max_actor_ckpt_to_keep": 2}, {}, r"max_actor_ckpt_to_keep=2.*Set it to null, and retool.checkpoints"),
         ({"max_ckpt_to_keep": 1}, {"keep_last": 1}, "max_ckpt_to_keep=1"),
-        ({}, {"keep_last": 0}, "keep_last=0; expected 1 or more"),
-        ({}, {"keep_last": True}, "keep_last=True"),
-        ({}, {"keep_lst": 3}, "has keep_lst; expected keep_last, best_metric and best_mode"),
-        ({}, {"best_mode": "highest"}, "expected max or min"),
+        ({}, {"keep_last": 0}, "retool.checkpoints.keep_last is 0, expected a whole number"),
+        ({}, {"keep_last": True}, "keep_last is True"),
+        ({}, {"keep_lst": 3}, "keep_lst is none of .* Did you mean retool.checkpoints.keep_last"),
+        ({}, {"best_mode": "highest"}, "best_mode is 'highest'; expected one of max, min"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(tmp_path: Path, trainer: dict, settings: dict, message: str):

@@ -356,7 +356,7 @@ def test_a_rank_waits_for_its_own_shards(rolling: Any, tmp_path: Path, monkeypat
                 (Path(local_path) / "model_world_size_2_rank_1.pt").write_bytes(str(global_step).encode())
 
     synced: list[str] = []
-    monkeypatch.setattr(durable, "sync_file", lambda path: synced.append(path.name))
+    monkeypatch.setattr(durable, "sync", lambda path: path.is_dir() or synced.append(path.name))
     rolling._sync_shards(module := SimpleNamespace(FSDPCheckpointManager=Manager))
     (tmp_path / "model_world_size_2_rank_0.pt").touch()
     module.FSDPCheckpointManager().save_checkpoint(str(tmp_path), None, global_step=7)

@@ -49,8 +49,7 @@ def test_each_rank_brings_its_own_files_to_the_disk(tmp_path: Path, monkeypatch:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     synced: list[str] = []
-    monkeypatch.setattr(durable, "sync_file", lambda path: synced.append(path.name))
-    monkeypatch.setattr(durable, "sync_folder", lambda path: synced.append(f"{path.name}/"))
+    monkeypatch.setattr(durable, "sync", lambda path: synced.append(f"{path.name}/" if path.is_dir() else path.name))
     manifest.sync_own(tmp_path, 1)
     assert sorted(synced[:-1]) == ["config.json", "data_1.pt", "huggingface/", "optim_world_size_2_rank_1.pt"]
     assert synced[-1] == f"{tmp_path.name}/", "the folder's names come after what is in it"

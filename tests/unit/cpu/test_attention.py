@@ -1,6 +1,6 @@
 import pytest
 
-EVEN, UNEVEN = [5, 4, 6], [1, 30, 2]  # padded: 3 * 6 <= 2 * 15, but 3 * 30 > 2 * 33
+EVEN, UNEVEN = [5, 4, 6], [1, 30, 2]
 
 
 def naive(q, k, v, *, causal, scale=None):
@@ -60,20 +60,15 @@ def test_flash_attn_func_is_masked_softmax_attention(causal, key_heads, key_leng
 
 
 @pytest.mark.parametrize("key_heads", [4, 2], ids=["mha", "gqa"])
-@pytest.mark.parametrize(("lengths", "causal", "calls"), [(EVEN, True, 1), (UNEVEN, True, 3), (EVEN, False, 3)])
-def test_packed_sequences_attend_to_themselves_only(lengths, causal, calls, key_heads, monkeypatch):
+@pytest.mark.parametrize(("lengths", "causal"), [(EVEN, True), (UNEVEN, True), (EVEN, False)])
+def test_packed_sequences_attend_to_themselves_only(lengths, causal, key_heads):
     import torch
-    import torch.nn.functional as F
 
     from verl_ext.cpu.attention import flash_attn_varlen_func
 
-    made = []
-    sdpa = F.scaled_dot_product_attention
-    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **kw: made.append(1) or sdpa(*a, **kw))
     q, k, v = random_qkv(sum(lengths), 4, 8, key_heads=key_heads)
     ends = cumulative(lengths)
     ours = flash_attn_varlen_func(q, k, v, ends, ends, max(lengths), max(lengths), causal=causal)
-    assert len(made) == calls  # one call on padded rows, or one for each sequence
     parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
     assert_same_values_and_gradients(ours, torch.cat([naive(*part, causal=causal) for part in parts]), [q, k, v])
 

@@ -87,4 +87,4 @@ def test_a_file_that_goes_while_its_folder_is_synced_is_no_error(tmp_path: Path,
     monkeypatch.setattr(os, "walk", lambda *_, **__: [(str(tmp_path), [], ["gone", "stays"])])
     durable.sync_tree(tmp_path)
     with pytest.raises(FileNotFoundError):
-        durable.sync_file(tmp_path / "gone")
+        durable.sync(tmp_path / "gone")
