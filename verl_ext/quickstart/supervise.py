@@ -55,7 +55,9 @@ class Supervisor:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # Short, and below /tmp: Ray's socket paths must stay under 108 characters.
         self._tmp = Path(tempfile.mkdtemp(prefix="retool-", dir="/tmp"))
-        self._kept_children = {child.pid for child in psutil.Process().children()}
+        children = psutil.Process().children()
+        self._kept_children = {child.pid for child in children}
+        self._fork_servers = [child for child in children if _runs(child, "verl_ext.cpu.warm_python")]
         self._others_memory = set(SHARED_MEMORY.glob("*"))
         self._left_behind: set[Path] = set()
         self._peak_bytes = 0
@@ -135,12 +137,15 @@ class Supervisor:
             raise DiskFull(f"{message}\n{full}") if full else CommandFailed(message)
 
     def _descendants(self) -> list[psutil.Process]:
-        """All processes below this one, but those that were there before (the caller's sandbox server, say)."""
-        me = psutil.Process()
-        return [
+        """All processes below this one, but those that were there before (the caller's sandbox server, say).
+
+        A command may have had its processes forked by the caller's warm_python.
+        """
+        forks = [process for server in self._fork_servers for process in _children(server)]
+        return forks + [
             process
-            for child in me.children()
-            if child.pid not in self._kept_children and not _is_sandbox_server(child)
+            for child in psutil.Process().children()
+            if child.pid not in self._kept_children and not _runs(child, "verl_ext.sandbox.server")
             for process in [child, *_children(child)]
         ]
 
@@ -164,7 +169,7 @@ class Supervisor:
     def _monitor_loop(self) -> None:
         known: set[Path] = set()
         while not self._stop.wait(MEMORY_POLL_S):
-            descendants = self._descendants()
+            descendants = self._fork_servers + self._descendants()
             resident = sum(_resident_bytes(process) for process in descendants)
             if resident > self._peak_resident:  # PSS costs the kernel a walk over all pages, each time
                 self._peak_resident = resident
@@ -191,10 +196,10 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
-def _is_sandbox_server(process: psutil.Process) -> bool:
-    """The sandbox server is the pipeline's own child and is stopped by it."""
+def _runs(process: psutil.Process, module: str) -> bool:
+    """Whether it is `python -m module`: the sandbox server, say, which is the pipeline's child and is stopped by it."""
     with contextlib.suppress(psutil.Error):
-        return "verl_ext.sandbox.server" in process.cmdline()
+        return module in process.cmdline()
     return False
 
 
