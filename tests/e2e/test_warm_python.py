@@ -5,22 +5,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from verl_ext.cpu.warm_python import warm_python
+from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def python() -> Iterator[str]:
-    with warm_python() as executable:
-        yield executable
-    assert not os.path.exists(executable)
 
 
 def run(python: str, *arguments: str, **kwargs) -> subprocess.CompletedProcess:
@@ -95,7 +87,8 @@ def test_fork_dies_with_its_executable(python: str) -> None:
     assert not psutil.pid_exists(fork)
 
 
-def test_without_its_server_it_is_the_real_python() -> None:
+def test_without_its_server_it_is_the_real_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(EXECUTABLE_VARIABLE, raising=False)
     with warm_python() as executable:
         stub = Path(executable).read_text()
     folder = Path(executable).parent
