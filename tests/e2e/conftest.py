@@ -24,7 +24,7 @@ SMALL_DATA = ["--data=--sft=2000", "--data=--rl=256", "--data=--test=16", "--dat
 def python() -> Iterator[str]:
     """Stands for Python, with warm_python.ENVIRONMENT: processes start by fork from one that has the imports.
 
-    One server for all tests, for it imports as long as a run starts. `run_tiny_*.sh` find it by the variable;
+    One server for all tests: its imports would be a good part of every start. `run_tiny_*.sh` find it by the variable;
     `OWN_SERVER` gives them one of their own, as a user has it.
     """
     with warm_python() as executable:

@@ -2,11 +2,13 @@
 steps."""
 
 import contextlib
+import glob
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,8 +41,14 @@ def traces() -> set[str]:
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == os.environ[MARK]:
                 processes.add(f"process {process.pid} {process.name()}")
-    files = {str(path) for pattern in ("retool-*", "rl-colocate-zmq-*", "ray") for path in Path("/tmp").glob(pattern)}
-    return processes | files | {str(path) for path in Path("/dev/shm").glob("*")}
+    patterns = (
+        "/tmp/retool-*",
+        "/tmp/rl-colocate-zmq-*",
+        "/tmp/ray",
+        "/dev/shm/*",
+        f"{tempfile.gettempdir()}/retool-*",
+    )
+    return processes | {path for pattern in patterns for path in glob.glob(pattern)}
 
 
 @pytest.fixture(scope="module")
