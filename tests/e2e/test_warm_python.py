@@ -12,7 +12,13 @@ import pytest
 
 from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imports_done(python: str) -> None:
+    """So that no time limit below holds for the server's imports."""
+    subprocess.run([python, "-c", "pass"], check=True)
 
 
 def run(python: str, *arguments: str, **kwargs) -> subprocess.CompletedProcess:
@@ -44,6 +50,12 @@ def test_arguments_input_environment_and_folder_arrive(python: str, tmp_path: Pa
     result = run(python, "-u", str(script), "a", "-b", input="text", env=os.environ | {"X": "y"}, cwd=tmp_path)
     assert result.stdout == f"['a', '-b'] text y {tmp_path} __main__\n"
     assert run(python, "-m", "json.tool", input="[1]").stdout == "[\n    1\n]\n"
+
+
+def test_temporary_files_are_where_the_environment_says(python: str, tmp_path: Path) -> None:
+    """Not where the server's environment said when its imports asked: a quickstart deletes the folder of a command."""
+    code = "import tempfile; print(tempfile.gettempdir())"
+    assert run(python, "-c", code, env=os.environ | {"TMPDIR": str(tmp_path)}).stdout == f"{tmp_path}\n"
 
 
 def test_inherited_files_keep_their_numbers(python: str) -> None:

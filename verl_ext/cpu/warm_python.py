@@ -261,6 +261,7 @@ def _become(
         os.close(number)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # imports have asked for it, and TMPDIR may be another one here
     os.chdir(folder)
     sys.path[:0] = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.stdout.reconfigure(line_buffering=True)
