@@ -95,9 +95,11 @@ def test_a_checkpoint_is_merged_and_evaluated_with_tools(small: Path, run: Path,
     assert "| tiny_tools " in (resumed / "result.md").read_text()
 
 
-def test_another_setting_is_refused_before_anything_starts(run: Path, resumed: Path, arguments: list[str]) -> None:
+def test_another_setting_is_refused_before_anything_starts(
+    python: str, run: Path, resumed: Path, arguments: list[str]
+) -> None:
     before = (resumed / "samples.jsonl").read_bytes()
-    command = [sys.executable, "-m", "verl_ext.evaluate", "--checkpoint", str(run), *arguments, "--top-p", "0.5"]
+    command = [python, "-m", "verl_ext.evaluate", "--checkpoint", str(run), *arguments, "--top-p", "0.5"]
     refused = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert refused.returncode == 1 and "top_p: there 1.0, now 0.5" in refused.stderr
     assert "EngineCore" not in refused.stderr and (resumed / "samples.jsonl").read_bytes() == before
