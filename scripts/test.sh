@@ -81,6 +81,8 @@ run_pytest() {
 SELECTED=0
 
 SLOW=(-m "slow or gpu" --timeout=1800 --durations=0 --durations-min=5)
+# End-to-end tests that start no training: two processes share them.
+NO_TRAINING=(tests/e2e/test_prepare_scale.py tests/e2e/test_sandbox_alone.py tests/e2e/test_sandbox_faults.py)
 
 if [ "$PART" != slow ]; then
     say "ruff and import-linter"
@@ -95,7 +97,11 @@ else
     case $PART in
         unit) say "fast tests" && run_pytest ;;
         slow) say "slow unit tests" && run_pytest -m slow tests/unit ;;
-        all) say "unit tests, the slow ones included" && run_pytest -m "" tests/unit ;;
+        all)
+            say "unit tests, the slow ones included, and the end-to-end tests without training"
+            run_pytest -m "" -n 2 tests/unit "${NO_TRAINING[@]}"
+            SLOW+=("${NO_TRAINING[@]/#/--ignore=}")
+            ;;
     esac
     if [ "$PART" != unit ]; then
         say "end-to-end tests (a GPU test skips where there is no GPU)"

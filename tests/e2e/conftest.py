@@ -11,33 +11,53 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from verl_ext.cpu.warm_python import warm_python
+from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
 
 REPO = Path(__file__).resolve().parents[2]
 MARK = "RETOOL_E2E"  # in the environment of every process that these tests start
 os.environ.setdefault(MARK, uuid4().hex)  # pytest may import this file under two names
+OWN_SERVER = {EXECUTABLE_VARIABLE: ""}  # for `launch` and `pipeline`, see `python`
 SMALL_DATA = ["--data=--sft=2000", "--data=--rl=256", "--data=--test=16", "--data=--ood=8"]
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python() -> Iterator[str]:
+    """Stands for Python, with warm_python.ENVIRONMENT: processes start by fork from one that has the imports.
+
+    One server for all tests: its imports would be a good part of every start. `run_tiny_*.sh` find it by the variable;
+    `OWN_SERVER` gives them one of their own, as a user has it.
+    """
+    with warm_python() as executable:
+        os.environ[EXECUTABLE_VARIABLE] = executable
+        yield executable
+        del os.environ[EXECUTABLE_VARIABLE]
+    assert not os.path.exists(executable)
+
+
+@pytest.fixture(scope="session")
+def small(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A quickstart folder with data, a model after 30 steps of SFT, and its merged weights."""
     out = tmp_path_factory.mktemp("small")
     pipeline(out, "--stage=data", "--stage=sft", "--stage=merge", "--sft=trainer.total_training_steps=30")
     return out
 
 
-@pytest.fixture(scope="module")
-def python() -> Iterator[str]:
-    """Stands for Python, with warm_python.ENVIRONMENT: processes start by fork from one that has the imports."""
-    with warm_python() as executable:
-        yield executable
+@pytest.fixture(scope="session")
+def vllm(python: str, small: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The base URL of vLLM's server on the merged weights of `small`."""
+    from tests.e2e.vllm_server import serve  # which imports this file
+
+    options = ("--dtype", "float32", "--max-model-len", "1024", "--enforce-eager")
+    log = tmp_path_factory.mktemp("vllm") / "server.log"
+    with serve(python, small / "sft" / "merged", log, *options) as url:
+        yield url
 
 
-def pipeline(out: Path, *arguments: str, timeout_s: float = 900) -> str:
+def pipeline(out: Path, *arguments: str, timeout_s: float = 900, **environment: str) -> str:
     """Run the quickstart's pipeline; returns its output, and fails with it."""
     command = [sys.executable, "-m", "verl_ext.quickstart", "--out", str(out), *SMALL_DATA, *arguments]
-    result = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=timeout_s)
+    environ = os.environ | environment
+    result = subprocess.run(command, cwd=REPO, env=environ, capture_output=True, text=True, timeout=timeout_s)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 

@@ -9,14 +9,12 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import REPO, kill_tree
-from tests.e2e.vllm_server import serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROBLEMS = 16
@@ -47,8 +45,8 @@ def run(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def resumed(run: Path, arguments: list[str]) -> Path:
-    """An evaluation of that checkpoint: SIGKILL among its samples, then the same command again."""
+def resumed(python: str, run: Path, arguments: list[str]) -> Path:
+    """An evaluation of that checkpoint: SIGKILL among its samples, then the same command again, by the warm Python."""
     out, log = run / "evaluation" / "global_step_30", run / "evaluation.log"
     command = ["bash", str(REPO / "scripts" / "merge_and_eval.sh"), str(run), *arguments]
     environment = os.environ | {"PYTHON": sys.executable}
@@ -67,7 +65,7 @@ def resumed(run: Path, arguments: list[str]) -> Path:
     before = (out / "samples.jsonl").read_bytes()
     assert 3 <= before.count(b"\n") < PROBLEMS
 
-    again = subprocess.run(command, env=environment, capture_output=True, text=True)
+    again = subprocess.run(command, env=environment | {"PYTHON": python}, capture_output=True, text=True)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"{run / 'merged_step_30'}: merged already" in again.stdout
     whole_lines = before[: before.rfind(b"\n") + 1]
@@ -97,33 +95,28 @@ def test_a_checkpoint_is_merged_and_evaluated_with_tools(small: Path, run: Path,
     assert "| tiny_tools " in (resumed / "result.md").read_text()
 
 
-def test_another_setting_is_refused_before_anything_starts(run: Path, resumed: Path, arguments: list[str]) -> None:
+def test_another_setting_is_refused_before_anything_starts(
+    python: str, run: Path, resumed: Path, arguments: list[str]
+) -> None:
     before = (resumed / "samples.jsonl").read_bytes()
-    command = [sys.executable, "-m", "verl_ext.evaluate", "--checkpoint", str(run), *arguments, "--top-p", "0.5"]
+    command = [python, "-m", "verl_ext.evaluate", "--checkpoint", str(run), *arguments, "--top-p", "0.5"]
     refused = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
     assert refused.returncode == 1 and "top_p: there 1.0, now 0.5" in refused.stderr
     assert "EngineCore" not in refused.stderr and (resumed / "samples.jsonl").read_bytes() == before
 
 
-@pytest.fixture(scope="module")
-def url(run: Path, resumed: Path) -> Iterator[str]:
-    options = ("--dtype", "float32", "--max-model-len", "256", "--enforce-eager")
-    with serve(run / "merged_step_30", run / "server.log", *options) as url:
-        yield url
-
-
-def evaluate_served(url: str, out: Path, *arguments: str) -> dict:
+def evaluate_served(python: str, url: str, out: Path, *arguments: str) -> dict:
     """The result of the evaluation of what a server serves."""
-    command = [sys.executable, "-m", "verl_ext.evaluate", "--server", url, "--config", "tiny_dapo", *arguments]
+    command = [python, "-m", "verl_ext.evaluate", "--server", url, "--config", "tiny_dapo", *arguments]
     done = subprocess.run([*command, "--out", str(out)], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((out / "result.json").read_text())
 
 
 def test_vllms_server_gives_the_same_greedy_samples(
-    url: str, resumed: Path, arguments: list[str], tmp_path: Path
+    python: str, vllm: str, resumed: Path, arguments: list[str], tmp_path: Path
 ) -> None:
-    result = evaluate_served(url, tmp_path, *arguments, "--compare", str(resumed))
+    result = evaluate_served(python, vllm, tmp_path, *arguments, "--compare", str(resumed))
     in_process, served = rows_of(resumed), rows_of(tmp_path)
     assert {uid: [row[key] for key in SAME] for uid, row in served.items()} == {
         uid: [row[key] for key in SAME] for uid, row in in_process.items()
@@ -140,9 +133,11 @@ def test_vllms_server_gives_the_same_greedy_samples(
     }
 
 
-def test_sampled_responses_run_their_code_in_the_sandbox(url: str, arguments: list[str], tmp_path: Path) -> None:
+def test_sampled_responses_run_their_code_in_the_sandbox(
+    python: str, vllm: str, arguments: list[str], tmp_path: Path
+) -> None:
     """At temperature 1 a model after 30 steps of SFT writes whole calls, most of them wrong."""
-    result = evaluate_served(url, tmp_path, *arguments, "--temperature", "1", "--n", "8", "--no-seeds")
+    result = evaluate_served(python, vllm, tmp_path, *arguments, "--temperature", "1", "--n", "8", "--no-seeds")
     rows = rows_of(tmp_path).values()
     assert len(rows) == 8 * PROBLEMS
     assert len({row["output"] for row in rows}) > 4 * PROBLEMS, "the samples of a problem are the same"
@@ -192,15 +187,15 @@ class TextOnly(BaseHTTPRequestHandler):
 
 
 def test_a_server_of_text_gives_the_same_first_turns(
-    url: str, resumed: Path, arguments: list[str], tmp_path: Path
+    python: str, vllm: str, resumed: Path, arguments: list[str], tmp_path: Path
 ) -> None:
-    handler = type("Handler", (TextOnly,), {"upstream": url})
+    handler = type("Handler", (TextOnly,), {"upstream": vllm})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         text_url = f"http://127.0.0.1:{server.server_address[1]}/v1"
         tokenizer = ("--tokenizer", str(resumed.parent.parent / "merged_step_30"), "--no-seeds")
-        result = evaluate_served(text_url, tmp_path, *arguments, *tokenizer)
+        result = evaluate_served(python, text_url, tmp_path, *arguments, *tokenizer)
     finally:
         server.shutdown()
         server.server_close()

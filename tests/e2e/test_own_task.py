@@ -15,7 +15,7 @@ from verl_ext.sandbox.launch import running_server
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-def test_the_commands_of_the_page_run_the_example(tmp_path: Path) -> None:
+def test_the_commands_of_the_page_run_the_example(python: str, tmp_path: Path) -> None:
     page = (REPO / "docs" / "own_task.md").read_text(encoding="utf-8")
     [commands] = re.findall(r"## Run it\n.*?```bash\n(.*?)```", page, re.DOTALL)
     commands, started = re.subn(r"python -m verl_ext\.sandbox\.server .* &\n", "", commands)

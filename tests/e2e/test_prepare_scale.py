@@ -1,7 +1,7 @@
 """DAPO-Math-17k at its published size, 1,791,700 rows: time and memory of data/prepare_dapo_math_17k.py.
 
 `RETOOL_FULL_SCALE=1 pytest -m slow -s tests/e2e/test_prepare_scale.py` prints both: on 2 cores 128 s and 1.9 GB, and
-for as many rows that are all different 252 s and 3.0 GB. Without the variable, as in CI, a twentieth of the rows. They
+for as many rows that are all different 252 s and 3.0 GB. Without the variable, as in CI, a fortieth of the rows. They
 are generated: numbered problems of the length that the real ones have, in the published columns with the published
 instructions.
 """
@@ -18,7 +18,7 @@ from verl_ext.datasets.problems import FEATURES
 from verl_ext.datasets.rows import write_parquet
 
 REPO = Path(__file__).resolve().parents[2]
-SHARE = 1 if os.environ.get("RETOOL_FULL_SCALE") else 20
+SHARE = 1 if os.environ.get("RETOOL_FULL_SCALE") else 40
 ROWS, DISTINCT = 1_791_700 // SHARE, 17_917 // SHARE
 BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: "

@@ -2,18 +2,20 @@
 steps."""
 
 import contextlib
+import glob
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.conftest import MARK, REPO, SMALL_DATA, pipeline, read_metrics
+from tests.e2e.conftest import MARK, OWN_SERVER, REPO, SMALL_DATA, pipeline, read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -39,8 +41,14 @@ def traces() -> set[str]:
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == os.environ[MARK]:
                 processes.add(f"process {process.pid} {process.name()}")
-    files = {str(path) for pattern in ("retool-*", "rl-colocate-zmq-*", "ray") for path in Path("/tmp").glob(pattern)}
-    return processes | files | {str(path) for path in Path("/dev/shm").glob("*")}
+    patterns = (
+        "/tmp/retool-*",
+        "/tmp/rl-colocate-zmq-*",
+        "/tmp/ray",
+        "/dev/shm/*",
+        f"{tempfile.gettempdir()}/retool-*",
+    )
+    return processes | {path for pattern in patterns for path in glob.glob(pattern)}
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +56,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, set[str], 
     """A whole small quickstart: its folder, its output, and the machine's traces before and after."""
     out = tmp_path_factory.mktemp("quickstart")
     before = traces()
-    output = pipeline(out, *OVERRIDES)
+    output = pipeline(out, *OVERRIDES, **OWN_SERVER)
     return out, output, before, traces()
 
 
@@ -111,7 +119,7 @@ def test_nothing_is_left_behind(run: tuple) -> None:
 def test_a_second_call_does_nothing_again(run: tuple) -> None:
     stamps = {path: path.stat().st_mtime for path in run[0].rglob("model.safetensors")}
     started = time.time()
-    output = pipeline(run[0], *OVERRIDES)
+    output = pipeline(run[0], *OVERRIDES, **OWN_SERVER)
     assert output.count("done already") == 7
     assert time.time() - started < 60
     assert {path: path.stat().st_mtime for path in run[0].rglob("model.safetensors")} == stamps
@@ -122,7 +130,7 @@ def test_ctrl_c_in_the_middle_of_rl_leaves_nothing_behind(run: tuple, small: Pat
     command = [sys.executable, "-m", "verl_ext.quickstart", "--out", str(small), *SMALL_DATA]
     command += ["--sft=trainer.total_training_steps=30", "--rl=trainer.total_training_steps=500", "--stage=rl"]
     with open(tmp_path / "output.txt", "w+") as output:
-        process = subprocess.Popen(command, cwd=REPO, stdout=output, stderr=output)
+        process = subprocess.Popen(command, cwd=REPO, env=os.environ | OWN_SERVER, stdout=output, stderr=output)
         deadline = time.time() + 300
         while "step 1/500" not in (tmp_path / "output.txt").read_text() and time.time() < deadline:
             assert process.poll() is None, (tmp_path / "output.txt").read_text()

@@ -34,6 +34,7 @@ class Worker:
 
 def test_processes_share_the_limit(cluster: None) -> None:
     workers = [ray.remote(Worker).options(num_cpus=0.5).remote() for _ in range(2)]
+    ray.get([worker.acquire.remote(0) for worker in workers])  # both have started
     times = sorted(sum(ray.get([worker.acquire.remote(10) for worker in workers]), []))
     # 20 requests at 5 a second, after a burst of 5: the 6th waits 0.2 s, the last 15 x 0.2 s.
     assert 2.5 < times[-1] - times[0] < 6

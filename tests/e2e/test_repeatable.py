@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.e2e.conftest import REPO, launch, run_to_end
+from tests.e2e.conftest import OWN_SERVER, REPO, launch, run_to_end
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -28,7 +28,7 @@ OVERRIDES = (
 def start(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     folder = tmp_path_factory.mktemp("repeatable")
 
-    def start(name: str, *overrides: str) -> Path:
+    def start(name: str, *overrides: str, **environment: str) -> Path:
         out = folder / name
         with running_server() as url:
             process = launch(
@@ -40,6 +40,7 @@ def start(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
                 MODEL_PATH=str(small / "sft" / "merged"),
                 OUTPUT_DIR=str(out),
                 SANDBOX_URL=url,
+                **environment,
             )
             run_to_end(process, out / "log.txt")
         return out
@@ -67,7 +68,8 @@ def rollouts(out: Path) -> list[tuple]:
 def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(
     start: Callable[..., Path], compare: ModuleType
 ) -> None:
-    first, second = (start(name, "trainer.total_training_steps=3") for name in ("first", "second"))
+    first = start("first", "trainer.total_training_steps=3")
+    second = start("second", "trainer.total_training_steps=3", **OWN_SERVER)  # another server: another seed of hashes
     metrics = compare.read_run(first)
     assert sorted(metrics) == [1, 2, 3]
     assert compare.differences(metrics, compare.read_run(second)) == []

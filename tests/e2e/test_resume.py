@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.e2e.conftest import kill_tree, launch, read_metrics, run_to_end
+from tests.e2e.conftest import OWN_SERVER, kill_tree, launch, read_metrics, run_to_end
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.evaluation.settings import load_config
 from verl_ext.sandbox.launch import running_server
@@ -118,7 +118,8 @@ class Run:
             f'exec {sys.executable} "$@"\n'
         )
         python.chmod(0o755)
-        process = self.start(*overrides, PYTHON=str(python), RETOOL_STOP_AT=moment, RETOOL_STOPPED=str(stopped))
+        environment = {"PYTHON": str(python), "RETOOL_STOP_AT": moment, "RETOOL_STOPPED": str(stopped)}
+        process = self.start(*overrides, **environment, **OWN_SERVER)  # whose forks are killed with it
         try:
             deadline = time.time() + 300
             while not stopped.exists():

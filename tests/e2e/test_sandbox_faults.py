@@ -163,7 +163,7 @@ async def test_server_that_is_gone_is_told_in_bounded_time(server: Server) -> No
 
 @pytest.mark.parametrize("mode", ["load", "soak"])
 def test_stress(mode: str) -> None:
-    """The short form of what README's figures come from; for a time it must not depend on, a share of the work."""
+    """The short form of what docs/sandbox.md has figures of; for a time it must not depend on, a share of the work."""
     options = {"load": ["--seconds", "10"], "soak": ["--requests", "2000"]}[mode]
     command = [sys.executable, "scripts/stress_sandbox.py", mode, *options]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=170)

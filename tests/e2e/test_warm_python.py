@@ -5,22 +5,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from verl_ext.cpu.warm_python import warm_python
+from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.fixture(scope="module")
-def python() -> Iterator[str]:
-    with warm_python() as executable:
-        yield executable
-    assert not os.path.exists(executable)
+@pytest.fixture(scope="module", autouse=True)
+def imports_done(python: str) -> None:
+    """So that no time limit below holds for the server's imports."""
+    subprocess.run([python, "-c", "pass"], check=True)
 
 
 def run(python: str, *arguments: str, **kwargs) -> subprocess.CompletedProcess:
@@ -52,6 +50,12 @@ def test_arguments_input_environment_and_folder_arrive(python: str, tmp_path: Pa
     result = run(python, "-u", str(script), "a", "-b", input="text", env=os.environ | {"X": "y"}, cwd=tmp_path)
     assert result.stdout == f"['a', '-b'] text y {tmp_path} __main__\n"
     assert run(python, "-m", "json.tool", input="[1]").stdout == "[\n    1\n]\n"
+
+
+def test_temporary_files_are_where_the_environment_says(python: str, tmp_path: Path) -> None:
+    """Not where the server's environment said when its imports asked: a quickstart deletes the folder of a command."""
+    code = "import tempfile; print(tempfile.gettempdir())"
+    assert run(python, "-c", code, env=os.environ | {"TMPDIR": str(tmp_path)}).stdout == f"{tmp_path}\n"
 
 
 def test_inherited_files_keep_their_numbers(python: str) -> None:
@@ -95,7 +99,8 @@ def test_fork_dies_with_its_executable(python: str) -> None:
     assert not psutil.pid_exists(fork)
 
 
-def test_without_its_server_it_is_the_real_python() -> None:
+def test_without_its_server_it_is_the_real_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(EXECUTABLE_VARIABLE, raising=False)
     with warm_python() as executable:
         stub = Path(executable).read_text()
     folder = Path(executable).parent

@@ -4,11 +4,10 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -20,12 +19,16 @@ START_S = 240
 
 
 @contextmanager
-def serve(model: Path, log: Path, *options: str) -> Iterator[str]:
-    """Serve a Hugging Face folder as "tiny" on 127.0.0.1 for the length of a `with` block; yields the base URL."""
+def serve(python: str, model: Path, log: Path, *options: str) -> Iterator[str]:
+    """Serve a Hugging Face folder as "tiny" on 127.0.0.1 for the length of a `with` block; yields the base URL.
+
+    Args:
+        python: the executable that runs the server.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), *options]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -38,6 +41,8 @@ def serve(model: Path, log: Path, *options: str) -> Iterator[str]:
     finally:
         children = psutil.Process(server.pid).children(recursive=True) if server.poll() is None else []
         server.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(20)
         psutil.wait_procs(children, timeout=20)
         kill_tree(server.pid)
         server.wait()

@@ -32,6 +32,8 @@ from pathlib import Path
 
 from verl_ext.cpu.patches import alias_vllm_distribution
 
+EXECUTABLE_VARIABLE = "RETOOL_WARM_PYTHON"
+
 # What the launchers' processes read when they import; a variable that is set already keeps its value.
 ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "verl_ext",
@@ -99,8 +101,13 @@ os._exit(status)
 def warm_python() -> Iterator[str]:
     """A server for the length of a `with` block; yields the path of the executable that stands in for Python.
 
-    Starting returns at once: the server imports meanwhile, and requests wait for it.
+    Starting returns at once: the server imports meanwhile, and requests wait for it. Where `RETOOL_WARM_PYTHON` names
+    the executable of another server, as in the stages of a quickstart, that one serves, and none is started.
     """
+    outer = os.environ.get(EXECUTABLE_VARIABLE)
+    if outer and os.access(outer, os.X_OK):
+        yield outer
+        return
     folder = Path(tempfile.mkdtemp(prefix="retool-warm-"))
     address, executable = str(folder / "socket"), folder / "python"
     executable.write_text(_STUB.format(python=sys.executable, address=address))
@@ -205,6 +212,7 @@ def _become(request: str, files: list[int]) -> None:
         os.setpriority(os.PRIO_PROCESS, 0, niceness)  # Ray's workers are nice: a sandbox beside them comes first
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # imports have asked for it, and TMPDIR may be another one here
     os.chdir(folder)
     sys.path[:0] = [entry for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
     sys.stdout.reconfigure(line_buffering=True)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_ext.checkpoints import folder as checkpoints
+from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
 from verl_ext.evaluation.checkpoint import merge_command
 from verl_ext.quickstart import disk
 from verl_ext.quickstart.options import JOURNAL, REPO, STAGES, parse_options
@@ -54,12 +55,14 @@ class Quickstart:
     rl: list[str]
     supervisor: Supervisor
     source: Source | None = None  # the quickstart whose data and SFT this one has
+    python: str = ""  # of warm_python, for all stages; "": each has its own
 
     def launch(
         self, launcher: str, overrides: list[str], out: Path, log: Path, show: ShowProgress | None = None, **env: str
     ) -> None:
         """Run a launcher of recipe/retool to its end; `show` prints how it progresses."""
-        env |= {"PYTHON": sys.executable, "DATA_DIR": str(self.out / "data"), "OUTPUT_DIR": str(out)}
+        env |= {"PYTHON": sys.executable, EXECUTABLE_VARIABLE: self.python}
+        env |= {"DATA_DIR": str(self.out / "data"), "OUTPUT_DIR": str(out)}
         command = ["bash", str(REPO / "recipe" / "retool" / launcher), *overrides]
         watches = [show_notes(log), show(out)] if show else []
         self.supervisor.run(command, log=log, env=env, watch=lambda: [watch() for watch in watches])
@@ -107,8 +110,9 @@ def merge(run: Quickstart, name: str) -> None:
         raise CommandFailed(f"There is no checkpoint in {run.out / name}. Run `--stage {name}` first.")
     shards = checkpoints.path_of(run.out / name, step) / ("actor" if name == "rl" else "")
     target = run.out / name / "merged"
+    command = merge_command(shards, Path(f"{target}.part"))
     run.supervisor.run(
-        merge_command(shards, Path(f"{target}.part")),
+        [run.python or command[0], *command[1:]],
         log=run.out / name / "merge.log",
         env={"VERL_USE_EXTERNAL_MODULES": "verl_ext"},
     )
@@ -278,8 +282,8 @@ def main() -> None:
             with lock_folder(out):
                 delete_run(out)
         out.mkdir(parents=True, exist_ok=True)
-        with lock_folder(out), Supervisor() as supervisor:
-            run_pipeline(Quickstart(out, *settings, supervisor, source), args.stage or list(STAGES))
+        with lock_folder(out), warm_python() as python, Supervisor() as supervisor:
+            run_pipeline(Quickstart(out, *settings, supervisor, source, python), args.stage or list(STAGES))
     except (CommandFailed, NoSource, SandboxNotReady) as error:
         raise SystemExit(f"quickstart: {error}{_advice(error, out)}") from None
     except OSError as error:

@@ -58,7 +58,9 @@ class Supervisor:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         # Short, and below /tmp: Ray's socket paths must stay under 108 characters.
         self._tmp = Path(tempfile.mkdtemp(prefix="retool-", dir="/tmp"))
-        self._kept_children = {child.pid for child in psutil.Process().children()}
+        children = psutil.Process().children()
+        self._kept_children = {child.pid for child in children}
+        self._fork_servers = [child for child in children if _runs(child, "verl_ext.cpu.warm_python")]
         self._others_memory = set(SHARED_MEMORY.glob("*"))
         self._left_behind: set[Path] = set()
         self._peak_bytes = 0
@@ -133,12 +135,16 @@ class Supervisor:
             raise DiskFull(f"{message}\n{full}") if full else CommandFailed(message)
 
     def _descendants(self) -> list[psutil.Process]:
-        """All processes below this one, but those that were there before, and the sandbox server of the pipeline."""
-        return [
+        """All processes below this one, but those that were there before, and the sandbox server of the pipeline.
+
+        A command may have had its processes forked by the caller's warm_python.
+        """
+        forks = [fork for server in self._fork_servers for fork in _children(server)]
+        return forks + [
             process
             for child in psutil.Process().children()
-            if child.pid not in self._kept_children and "verl_ext.sandbox.server" not in _told(child.cmdline, [])
-            for process in [child, *_told(functools.partial(child.children, recursive=True), [])]
+            if child.pid not in self._kept_children and not _runs(child, "verl_ext.sandbox.server")
+            for process in [child, *_children(child)]
         ]
 
     def _clean(self) -> None:
@@ -160,7 +166,7 @@ class Supervisor:
     def _monitor_loop(self) -> None:
         known: set[Path] = set()
         while not self._stop.wait(MEMORY_POLL_S):
-            descendants = self._descendants()
+            descendants = self._fork_servers + self._descendants()
             resident = sum(seen.rss for process in descendants if (seen := _told(process.memory_info, None)))
             if resident > self._peak_resident:  # PSS costs the kernel a walk over all pages, each time
                 self._peak_resident = resident
@@ -186,6 +192,14 @@ def _told(question: Callable[[], T], otherwise: T) -> T:
         return question()
     except (psutil.Error, OSError):
         return otherwise
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    return _told(functools.partial(process.children, recursive=True), [])
+
+
+def _runs(process: psutil.Process, module: str) -> bool:
+    return module in _told(process.cmdline, [])
 
 
 def _left_behind(process: psutil.Process) -> set[Path]:

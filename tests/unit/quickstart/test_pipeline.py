@@ -192,12 +192,13 @@ def test_data_and_model_are_made_with_the_runs_seed_and_arguments(make_run, tmp_
 
 
 def test_sft_starts_from_the_random_model_and_shows_its_progress(make_run, tmp_path):
-    run = make_run(sft=["optim.lr=1"])
+    run = make_run(sft=["optim.lr=1"], python="/warm/python")
     pipeline.train_sft(run)
     [sft] = run.supervisor.commands
     assert sft.command[0] == "bash" and Path(sft.command[1]).exists() and sft.command[2:] == ["optim.lr=1"]
     assert sft.env == {
         "PYTHON": sys.executable,
+        "RETOOL_WARM_PYTHON": "/warm/python",
         "DATA_DIR": str(tmp_path / "data"),
         "MODEL_PATH": str(tmp_path / "model"),
         "OUTPUT_DIR": str(tmp_path / "sft"),
@@ -516,7 +517,7 @@ def test_main_passes_its_arguments_on_and_reports_a_failure_in_one_line(monkeypa
     with pytest.raises(SystemExit, match="^quickstart: the reason$"):
         pipeline.main()
     [(run, stages)] = seen
-    assert stages == ["sft", "rl"] and (tmp_path / "new").is_dir()
+    assert stages == ["sft", "rl"] and (tmp_path / "new").is_dir() and Path(run.python).name == "python"
     assert (run.out, run.seed, run.data_args, run.sft) == (tmp_path / "new", 4, ["--rl=64"], ["a=1"])
     assert run.rl == ["data.seed=4", "actor_rollout_ref.rollout.seed=4", "b=2"]
 

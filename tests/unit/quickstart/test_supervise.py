@@ -270,6 +270,34 @@ print(json.dumps(alive))
     assert run(code) == [True, True, False]
 
 
+FORK_SERVER = """
+import os, signal, sys, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+if os.fork() == 0:
+    with open(sys.argv[1] + ".part", "w") as file:
+        file.write(str(os.getpid()))
+    os.replace(sys.argv[1] + ".part", sys.argv[1] + ".pid")
+time.sleep(600)
+"""
+
+
+def test_what_the_callers_warm_python_forked_for_a_command_does_not_outlive_it(tmp_path):
+    code = """
+import json, psutil, subprocess
+request = sys.argv[2]
+server = subprocess.Popen([sys.executable, "-c", sys.argv[1], request, "-m", "verl_ext.cpu.warm_python"])
+with supervise.Supervisor() as supervisor:
+    supervisor.run(["bash", "-c", 'touch "$0"; until [ -e "$0.pid" ]; do sleep .01; done', request], log=None)
+    alive = [server.poll() is None, psutil.pid_exists(int(Path(request + ".pid").read_text()))]
+server.kill()
+server.wait()
+print(json.dumps(alive))
+"""
+    assert run(code, FORK_SERVER, tmp_path / "request") == [True, False]
+
+
 def write_metrics(folder, name, *records, age_s=0.0, total=None):
     path = folder / name
     with open(path, "a") as file:
