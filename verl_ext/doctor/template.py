@@ -6,7 +6,9 @@ Imports verl, transformers and torch: not among the quick checks.
 import asyncio
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import redirect_stdout
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,11 +63,12 @@ def protocol_of(run: Run, tokenizer: "PreTrainedTokenizerBase") -> "ToolProtocol
 
 
 def load_tools(run: Run) -> list["BaseTool"]:
-    """Those of the tool YAML, as verl's rollout loads them. Raises what they raise."""
+    """Those of the tool YAML and of the file of functions, as verl's rollout loads them. Raises what they raise."""
     from verl.tools.tool_registry import load_all_tools
 
-    path = run.get(f"{ROLLOUT}.multi_turn.tool_config_path")
-    return load_all_tools(str(run.folder / path) if path else None, None)
+    paths = (run.get(f"{ROLLOUT}.multi_turn.{key}") for key in ("tool_config_path", "function_tool_path"))
+    with redirect_stdout(sys.stderr):  # verl prints each schema; the report may be JSON
+        return load_all_tools(*(str(run.folder / path) if path else None for path in paths))
 
 
 def tool_schemas(run: Run) -> dict[str, dict]:
