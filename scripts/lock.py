@@ -24,7 +24,7 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from verl_ext.doctor.versions import PYTHON_VERSIONS, pinned_version, read_lock
+from verl_ext.versions import PYTHON_VERSIONS, pinned_version, read_lock
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -34,7 +34,7 @@ die() {
 
 # ---- what this machine is and has -----------------------------------------------------------------------------------
 
-hardware() { # the rule of verl_ext/doctor/versions.py: detect_hardware
+hardware() { # the rule of verl_ext/versions.py: detect_hardware
     if [ -n "${RETOOL_HARDWARE:-}" ]; then
         echo "$RETOOL_HARDWARE"
     elif command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then

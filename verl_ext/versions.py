@@ -1,9 +1,21 @@
-"""verl_ext replaces internals of other packages, each place for one version, and refuses any other."""
+"""Versions of other packages: verl_ext replaces internals, each place for one version, and refuses any other.
+
+And what is installed, against the locks in requirements/.
+"""
 
 import importlib.metadata
-from collections.abc import Mapping
+import os
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 VERL = {"verl": "0.9.1"}
+PYTHON_VERSIONS = ("3.11", "3.12")
 
 
 def require_versions(versions: Mapping[str, str], where: str) -> None:
@@ -28,3 +40,50 @@ def require_versions(versions: Mapping[str, str], where: str) -> None:
             f"{where} replaces internals of {dict(versions)}, but found {wrong}. Install requirements/*.txt "
             "(bash scripts/setup_env.sh), or check what it replaces against the new version."
         )
+
+
+def read_lock(path: Path) -> "list[Requirement]":
+    """The pins of a lock file, `name==version[; marker]` each.
+
+    Raises:
+        ValueError: a line is no exact pin.
+    """
+    from packaging.requirements import Requirement  # no part of what the sandbox alone needs
+
+    pins = []
+    for line in path.read_text().splitlines():
+        if text := line.partition("#")[0].strip():
+            pin = Requirement(text)
+            if len(pin.specifier) != 1 or not str(pin.specifier).startswith("==") or "*" in str(pin.specifier):
+                raise ValueError(f"{path.name}: {text!r} is not a pin, expected name==version")
+            pins.append(pin)
+    return pins
+
+
+def pinned_version(pin: "Requirement") -> str:
+    """`2.13.0+cpu` of `torch==2.13.0+cpu`."""
+    return next(iter(pin.specifier)).version
+
+
+def compare_installed(pins: "Iterable[Requirement]") -> list[str]:
+    """One line for each pin that holds on this Python and is not what is installed: `name: installed X, locked Y`."""
+    wrong = []
+    for pin in pins:
+        if pin.marker is not None and not pin.marker.evaluate():
+            continue
+        try:
+            installed = f"installed {importlib.metadata.version(pin.name)}"
+        except importlib.metadata.PackageNotFoundError:
+            installed = "not installed"
+        if installed != f"installed {pinned_version(pin)}":
+            wrong.append(f"{pin.name}: {installed}, locked {pinned_version(pin)}")
+    return wrong
+
+
+def detect_hardware() -> str:
+    """`gpu` where NVIDIA's driver answers, else `cpu`; RETOOL_HARDWARE overrides. The rule of scripts/setup_env.sh."""
+    if chosen := os.environ.get("RETOOL_HARDWARE"):
+        return chosen
+    if shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0:
+        return "gpu"
+    return "cpu"

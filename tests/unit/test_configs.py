@@ -32,8 +32,8 @@ from verl_ext.doctor.schema import (
     is_open,
     is_within,
     leaves,
-    lineage,
     own_keys,
+    own_parts,
     own_yaml,
     schema,
 )
@@ -124,13 +124,13 @@ def test_no_two_yamls_say_the_same():
 
 
 def test_a_run_is_made_of_verls_config_then_what_is_shared_then_its_own():
-    assert lineage("qwen2-32b_sft") == ["qwen2-32b_sft", "shared/sft", "shared/every_run"]  # the last word first
-    assert lineage("hardware/cpu_separate") == ["hardware/cpu_separate", "hardware/cpu"]  # it says `cpu`, its neighbour
-    assert lineage("tiny_dapo")[0] == "hardware/cpu"
+    assert [*own_parts("qwen2-32b_sft")] == ["shared/every_run", "shared/sft", "qwen2-32b_sft"]  # the last one counts
+    assert [*own_parts("hardware/cpu_separate")] == ["hardware/cpu", "hardware/cpu_separate"]  # it says `cpu`
+    assert [*own_parts("tiny_dapo")][-1] == "hardware/cpu"
     assert own_keys("qwen2-32b_dapo")["retool.protocol"] == "code"  # shared/retool
     assert own_keys("qwen2-32b_dapo_published")["retool.protocol"] == "hermes"  # shared/hermes, on top of it
     assert own_keys("qwen2-32b_dapo_published")["retool.max_tool_calls"] == 7  # its own
-    assert set(SHARED) <= {name for run in RUNS for name in lineage(run)}
+    assert set(SHARED) <= {name for run in RUNS for name in own_parts(run)}
 
 
 @pytest.mark.parametrize(
@@ -298,8 +298,7 @@ def test_the_workers_of_a_run_write_its_trajectories(run: str):
 
 
 def test_separate_rollouts_on_a_cpu_have_what_verl_wants():
-    tree = {name: value for name, value in own_yaml("hardware/cpu_separate").items() if name != "defaults"}
-    keys = [key for key in leaves(tree) if not is_open(key)]
+    keys = [key for key in leaves(own_yaml("hardware/cpu_separate")) if not is_open(key)]
     assert [key for key in keys if not is_known(key, schema("ppo_trainer"))] == []
     config = composed("tiny_dapo", ["hardware=cpu_separate"])
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer

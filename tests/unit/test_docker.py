@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-from verl_ext.doctor.versions import PYTHON_VERSIONS
+from verl_ext.versions import PYTHON_VERSIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 SETUP = (ROOT / "scripts" / "setup_env.sh").read_text()

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from verl_ext.doctor.versions import compare_installed, detect_hardware, pinned_version, read_lock
+from verl_ext.versions import compare_installed, detect_hardware, pinned_version, read_lock
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.doctor.versions import detect_hardware
+from verl_ext.versions import detect_hardware
 
 ROOT = Path(__file__).resolve().parents[2]
 

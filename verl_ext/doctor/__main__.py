@@ -6,26 +6,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.doctor import (
-    batch,
-    checkpoints,
-    config,
-    data,
-    machine,
-    memory,
-    names,
-    sandbox,
-    timeouts,
-    values,
-    versions,
-)
-from verl_ext.doctor.finding import Finding, Level, Topic
+from verl_ext.doctor import batch, checkpoints, config, data, machine, memory, names, sandbox, values, versions
+from verl_ext.doctor.finding import Finding, Level, fail, warn
 from verl_ext.doctor.run import Run
 from verl_ext.doctor.schema import required_keys
 from verl_ext.settings import CONFIGS, REPO, compose_run
@@ -44,11 +32,8 @@ def main(argv: list[str] | None = None) -> int:
             print(finding, flush=True)
     counts = {level.value: sum(finding.level == level for finding in findings) for level in Level}
     if args.json:
-        print(
-            json.dumps(
-                {"config": args.config_name, "counts": counts, "findings": list(map(asdict, findings))}, indent=1
-            )
-        )
+        report = {"config": args.config_name, "counts": counts, "findings": list(map(asdict, findings))}
+        print(json.dumps(report, indent=1))
     else:
         part = "quick checks" if args.quick else "checks"
         summary = ", ".join(f"{number} {level}" for level, number in counts.items())
@@ -63,92 +48,72 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         composed = compose_run(args.config_name, args.overrides, folder=folder)
         required = required_keys(args.config_name, folder)
     except (HydraException, OmegaConfBaseException, OSError, KeyError) as error:
-        yield config.explain(error, args.config_name, folder)
+        yield replace(config.explain(error, args.config_name, folder), topic="config")
         return
     run = Run(args.config_name, composed, required, args.nnodes, args.nproc_per_node, REPO)
-    try:
-        here = machine.Machine.here()
-    except Exception as error:
-        here = None
-        yield _broken(machine.topic, error)
-    quick: list[tuple[Topic, Check]] = [
-        (versions.topic, versions.check_versions),
-        (versions.topic, lambda: versions.check_external_modules(dict(os.environ))),
-        (config.topic, lambda: config.check_config(run)),
-        (names.topic, lambda: names.check_names(run)),
-        (values.topic, lambda: values.check_values(run)),
-        (batch.topic, lambda: batch.check_batch(run)),
-        (timeouts.topic, lambda: timeouts.check_timeouts(run)),
-        (machine.topic, lambda: machine.check_gpus(run, here)),
-        (machine.topic, lambda: machine.check_limits(run, here)),
-        (machine.topic, lambda: machine.check_ray(run, here)),
-        (data.topic, lambda: data.check_files(run)),
-        (data.topic, lambda: data.check_agent_names(run)),
-        (data.topic, lambda: data.check_protocol(run)),
-        (memory.topic, lambda: memory.check_memory(run, here, args.gpu_gib)),
-        (checkpoints.topic, lambda: checkpoints.check_steps(run)),
-        (checkpoints.topic, lambda: checkpoints.check_disk(run)),
-        (checkpoints.topic, lambda: checkpoints.check_resume(run)),
-        (sandbox.topic, lambda: sandbox.check_reachable(run)),
+    failed: set[str] = set()  # topics
+
+    def look(topic: str, check: Check) -> Iterator[Finding]:
+        """The findings of a check; one that breaks is a finding, too, and stops no run.
+
+        Where a setting is a FAIL already, such as a text for a number, a check that breaks on it says nothing.
+        """
+        is_told = bool(failed & {"config", "values"})
+        try:
+            for finding in check():
+                if finding.level == Level.FAIL:
+                    is_told = True
+                    failed.add(topic)
+                yield replace(finding, topic=topic)
+        except Exception as error:
+            if not is_told:
+                text = f"a check broke: {type(error).__name__}: {error} -> Report it: this is a bug of verl_ext.doctor."
+                yield replace(warn(text), topic=topic)
+
+    here: list[machine.Machine] = []
+    yield from look("machine", lambda: here.append(machine.Machine.here()) or ())
+    quick: list[tuple[str, Check]] = [
+        ("versions", versions.check_versions),
+        ("versions", lambda: versions.check_external_modules(dict(os.environ))),
+        ("config", lambda: config.check_config(run)),
+        ("names", lambda: names.check_names(run)),
+        ("values", lambda: values.check_values(run)),
+        ("batch", lambda: batch.check_batch(run)),
+        ("time-outs", lambda: sandbox.check_timeouts(run)),
+        ("machine", lambda: machine.check_gpus(run, here[0])),
+        ("machine", lambda: machine.check_limits(run, here[0])),
+        ("machine", lambda: machine.check_ray(run, here[0])),
+        ("data", lambda: data.check_files(run)),
+        ("data", lambda: data.check_agent_names(run)),
+        ("data", lambda: data.check_protocol(run)),
+        ("memory", lambda: memory.check_memory(run, here[0], args.gpu_gib)),
+        ("checkpoints", lambda: checkpoints.check_steps(run)),
+        ("checkpoints", lambda: checkpoints.check_disk(run)),
+        ("checkpoints", lambda: checkpoints.check_resume(run)),
+        ("sandbox", lambda: sandbox.check_reachable(run)),
     ]
-    reachable = sound = True
     for topic, check in quick:
-        if here is None and topic in (machine.topic, memory.topic):
-            continue
-        for finding in _guarded(topic, check, quiet=not sound):
-            reachable &= not (topic is sandbox.topic and finding.level == Level.FAIL)
-            sound &= not (topic in (config.topic, values.topic) and finding.level == Level.FAIL)
-            yield finding
+        if here or topic not in ("machine", "memory"):
+            yield from look(topic, check)
     if args.quick:
         return
-    yield from _guarded(config.topic, lambda: config.check_reward(run))
-    yield from _thorough(run)
-    if reachable:
-        yield from _guarded(sandbox.topic, lambda: sandbox.check_load(run, seconds=args.load_seconds))
-
-
-def _thorough(run: Run) -> Iterator[Finding]:
-    """What needs the tokenizer."""
-    from verl_ext.doctor import template
+    yield from look("config", lambda: config.check_reward(run))
+    from verl_ext.doctor import template  # imports verl
 
     try:
         tokenizer = template.load_tokenizer(run)
     except (OSError, ValueError, TypeError, KeyError) as error:
-        yield template.topic.fail(
-            f"no tokenizer at {run.model_path}: {(str(error) or type(error).__name__).splitlines()[0]}",
-            "Set MODEL_PATH of the launcher to a model folder; tokenizer, template and data were not checked.",
-        )
-        return
-    for topic, check in (
-        (template.topic, template.check_tokenizer),
-        (template.topic, template.check_agreement),
-        (data.topic, data.check_rows),
-    ):
-        failed = False
-        for finding in _guarded(topic, lambda check=check: check(run, tokenizer)):
-            failed |= finding.level == Level.FAIL
-            yield finding
-        if failed and check is template.check_tokenizer:  # the others build on it
-            return
-
-
-def _guarded(topic: Topic, check: Check, *, quiet: bool = False) -> Iterator[Finding]:
-    """The findings of a check; one that breaks is a finding, too, and stops no run.
-
-    Args:
-        quiet: a setting is a FAIL already, such as a text for a number: a check that breaks on it says nothing.
-    """
-    try:
-        for finding in check():
-            quiet |= finding.level == Level.FAIL
-            yield finding
-    except Exception as error:
-        if not quiet:
-            yield _broken(topic, error)
-
-
-def _broken(topic: Topic, error: Exception) -> Finding:
-    return topic.warn(f"a check broke: {type(error).__name__}: {error}", "Report it: this is a bug of verl_ext.doctor.")
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        text = f"""no tokenizer at {run.model_path}: {why}
+            -> Set MODEL_PATH of the launcher to a model folder; tokenizer, template and data were not checked."""
+        yield replace(fail(text), topic="template")
+    else:
+        yield from look("template", lambda: template.check_tokenizer(run, tokenizer))
+        if "template" not in failed:  # the others build on it
+            yield from look("template", lambda: template.check_agreement(run, tokenizer))
+            yield from look("data", lambda: data.check_rows(run, tokenizer))
+    if "sandbox" not in failed:
+        yield from look("sandbox", lambda: sandbox.check_load(run, seconds=args.load_seconds))
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

@@ -1,11 +1,16 @@
-"""What a check says."""
+"""What a check says, `yield fail("what is wrong -> what to do")`, and how it is printed."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
-WIDTH = 132  # columns
+BEHIND = " " * 18  # level and topic
+WRAPPER = textwrap.TextWrapper(
+    132, initial_indent=BEHIND, subsequent_indent=BEHIND, break_long_words=False, break_on_hyphens=False
+)
 
 
 class Level(StrEnum):
@@ -16,7 +21,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One result; `advice` says what to do, and is empty where nothing is."""
+    """One result; `advice` says what to do, and is empty where nothing is. The command line adds the topic."""
 
     level: Level
     topic: str
@@ -24,43 +29,26 @@ class Finding:
     advice: str = ""
 
     def __str__(self) -> str:
-        start, behind = f"{self.level:4}  {self.topic:11} ", " " * 18
-        paragraphs = [(start, line) for line in self.message.splitlines()[:1]]
-        paragraphs += [(behind, line) for line in self.message.splitlines()[1:]]
-        paragraphs += [(f"{behind}-> ", self.advice)] * bool(self.advice)
-        return "\n".join(
-            textwrap.fill(
-                text,
-                WIDTH,
-                initial_indent=first,
-                subsequent_indent=behind,
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-            for first, text in paragraphs
-        )
+        lines = [*self.message.splitlines(), *[f"-> {self.advice}"] * bool(self.advice)]
+        start = f"{self.level:4}  {self.topic:11} "
+        return start + "\n".join(map(WRAPPER.fill, lines)).removeprefix(BEHIND)
 
 
-@dataclass(frozen=True)
-class Topic:
-    """Makes the findings of one topic."""
+def _finding(level: Level, text: str) -> Finding:
+    """Of `what is wrong -> what to do`; a line break of the source, behind which it is indented, is a space."""
+    text = re.sub(r"\n {8,}", " ", text)  # the line breaks of an error that is quoted stay
+    message, _, advice = (text, "", "") if level is Level.OK else text.rpartition(" -> ")
+    return Finding(level, "", message, advice.strip())
 
-    name: str
 
-    def ok(self, message: str) -> Finding:
-        return Finding(Level.OK, self.name, message)
+ok, warn, fail = (partial(_finding, level) for level in Level)
 
-    def all_well(self, problems: Iterable[Finding], message: str) -> Iterator[Finding]:
-        """The problems as they come, so that a check that breaks has told what it found; one OK where there is none."""
-        is_well = True
-        for problem in problems:
-            is_well = False
-            yield problem
-        if is_well:
-            yield self.ok(message)
 
-    def warn(self, message: str, advice: str) -> Finding:
-        return Finding(Level.WARN, self.name, message, advice)
-
-    def fail(self, message: str, advice: str) -> Finding:
-        return Finding(Level.FAIL, self.name, message, advice)
+def all_well(problems: Iterable[Finding], text: str) -> Iterator[Finding]:
+    """The problems as they come, so that a check that breaks has told what it found; one OK where there is none."""
+    is_well = True
+    for problem in problems:
+        is_well = False
+        yield problem
+    if is_well:
+        yield ok(text)

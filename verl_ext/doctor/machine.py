@@ -11,15 +11,14 @@ from pathlib import Path
 
 import psutil
 
-from verl_ext.doctor.finding import Finding, Topic
-from verl_ext.doctor.run import GIB, Run
+from verl_ext.doctor.finding import Finding, fail, ok, warn
+from verl_ext.doctor.run import GIB, ROLLOUT, Run
 
-topic = Topic("machine")
-CUDA_13_DRIVER = (
-    580  # the least that CUDA 13 runs on, which requirements/gpu.txt pins (NVIDIA's CUDA 13.0 release notes)
-)
+# The least that CUDA 13 runs on, which requirements/gpu.txt pins (NVIDIA's CUDA 13.0 release notes).
+CUDA_13_DRIVER = 580
 SHM_RL = 8 * GIB  # Ray's objects and the weights' way to vLLM; Docker's default is 64 MB
 SHM_SFT = 1 * GIB  # NCCL and the data loader's workers
+OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "object_store_memory")
 OPEN_FILES = 4096  # sockets of Ray's workers, vLLM's servers and the calls in flight
 
 
@@ -64,133 +63,95 @@ def query_gpus() -> tuple[Gpu, ...]:
     except (OSError, subprocess.TimeoutExpired):
         return ()
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = None if variable is None else {item.strip() for item in variable.split(",")}
+    visible = None if variable is None else [item.strip() for item in variable.split(",")]
     gpus, driver = [], ""
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
         index, uuid, name, total_mib, used_mib, driver = (part.strip() for part in line.split(","))
-        if visible is None or any(
-            item == index or (item.startswith("GPU-") and uuid.startswith(item)) for item in visible
-        ):
-            gpus.append(Gpu(name, _gib(total_mib), _gib(used_mib), driver))
-    if driver and visible:
-        gpus += [Gpu("MIG part", None, None, driver) for item in visible if item.startswith("MIG-")]
+        starts = tuple(item for item in visible or [] if item.startswith("GPU-"))
+        if visible is None or index in visible or uuid.startswith(starts):
+            # not a number: [N/A], [Insufficient Permissions]
+            memory = (float(mib) / 1024 if mib.isdecimal() else None for mib in (total_mib, used_mib))
+            gpus.append(Gpu(name, *memory, driver))
+    if driver:
+        gpus += [Gpu("MIG part", None, None, driver) for item in visible or [] if item.startswith("MIG-")]
     return tuple(gpus)
 
 
-def _gib(mib: str) -> float | None:
-    try:
-        return float(mib) / 1024
-    except ValueError:  # [N/A], [Insufficient Permissions]
-        return None
-
-
 def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
-    gpus = machine.gpus
-    if run.is_on_cpu:
-        yield topic.ok("the run is on the CPU")
+    gpus, cluster = machine.gpus, machine.environment.get("RAY_ADDRESS")
+    if run.device == "cpu":
+        yield ok("the run is on the CPU")
         return
-    if run.get("trainer.device") != "cuda":
-        yield topic.ok(f"device {run.get('trainer.device')}: not looked at")
+    if run.device != "cuda":
+        yield ok(f"device {run.device}: not looked at")
         return
-    if run.is_rl and machine.environment.get("RAY_ADDRESS"):
-        yield topic.ok(
-            f"RAY_ADDRESS={machine.environment['RAY_ADDRESS']}: the GPUs are that cluster's, not looked at here"
-        )
+    if run.is_rl and cluster:
+        yield ok(f"RAY_ADDRESS={cluster}: the GPUs are that cluster's, not looked at here")
         return
     if len(gpus) < run.gpus_per_node:
-        yield topic.fail(
-            f"{len(gpus)} GPU(s) here, but the run wants {run.gpus_per_node} on each of {run.nodes} node(s)",
-            "Set NPROC_PER_NODE."
-            if not run.is_rl
-            else "Set trainer.n_gpus_per_node, or add +hardware=cpu_tiny for a CPU.",
-        )
+        key = "trainer.n_gpus_per_node, or add +hardware=cpu_tiny for a CPU" if run.is_rl else "NPROC_PER_NODE"
+        yield fail(f"""{len(gpus)} GPU(s) here, but the run wants {run.gpus_per_node} on each of {run.nodes} node(s)
+            -> Set {key}.""")
     if not gpus:
         return
     if len({(gpu.name, gpu.total_gib and round(gpu.total_gib)) for gpu in gpus}) > 1:
-        yield topic.warn(
-            f"GPUs differ: {', '.join(sorted({gpu.name for gpu in gpus}))}", "Name equal ones in CUDA_VISIBLE_DEVICES."
-        )
-    unknown = [str(i) for i, gpu in enumerate(gpus) if gpu.total_gib is None or gpu.used_gib is None]
-    if unknown:
-        yield topic.warn(
-            f"nvidia-smi does not tell the memory of GPU {', '.join(unknown)}",
-            "For the estimate, name it: python -m verl_ext.doctor --gpu-gib.",
-        )
-    used = [
-        f"{i} ({gpu.used_gib:.1f} GiB)"
-        for i, gpu in enumerate(gpus)
-        if str(i) not in unknown and gpu.used_gib > 0.05 * gpu.total_gib
-    ]
-    if used:
-        yield topic.warn(f"memory of GPU {', '.join(used)} is in use", "See who has it: nvidia-smi.")
+        kinds = ", ".join(sorted({gpu.name for gpu in gpus}))
+        yield warn(f"GPUs differ: {kinds} -> Name equal ones in CUDA_VISIBLE_DEVICES.")
+    if unknown := [str(i) for i, gpu in enumerate(gpus) if gpu.total_gib is None or gpu.used_gib is None]:
+        yield warn(f"""nvidia-smi does not tell the memory of GPU {", ".join(unknown)}
+            -> For the estimate, name it: python -m verl_ext.doctor --gpu-gib.""")
+    known = [(i, gpu) for i, gpu in enumerate(gpus) if str(i) not in unknown]
+    if used := [f"{i} ({gpu.used_gib:.1f} GiB)" for i, gpu in known if gpu.used_gib > 0.05 * gpu.total_gib]:
+        yield warn(f"memory of GPU {', '.join(used)} is in use -> See who has it: nvidia-smi.")
     driver = gpus[0].driver
     if int(driver.partition(".")[0]) < CUDA_13_DRIVER:
-        yield topic.fail(
-            f"NVIDIA driver {driver}; requirements/gpu.txt has CUDA 13, which needs {CUDA_13_DRIVER} or newer",
-            "Update the driver, or set up a stack of your own for an older CUDA.",
-        )
+        yield fail(f"""NVIDIA driver {driver}; requirements/gpu.txt has CUDA 13, which needs {CUDA_13_DRIVER} or newer
+            -> Update the driver, or set up a stack of your own for an older CUDA.""")
     memory = "memory unknown" if gpus[0].total_gib is None else f"{gpus[0].total_gib:.0f} GiB"
-    yield topic.ok(f"{len(gpus)} x {gpus[0].name}, {memory}, driver {driver}")
+    yield ok(f"{len(gpus)} x {gpus[0].name}, {memory}, driver {driver}")
 
 
 def check_limits(run: Run, machine: Machine) -> Iterator[Finding]:
     wanted = SHM_RL if run.is_rl else SHM_SFT
-    if machine.shm_bytes < (GIB if run.is_on_cpu else wanted):
-        yield topic.warn(
-            f"/dev/shm has {machine.shm_bytes / GIB:.2f} GiB: Ray, NCCL and the weights' way to vLLM need it",
-            f"Give the container {wanted // GIB} GiB or more: docker run --shm-size={wanted // GIB}g, or --ipc=host.",
-        )
+    if machine.shm_bytes < (GIB if run.device == "cpu" else wanted):
+        gib = wanted // GIB
+        yield warn(f"""/dev/shm has {machine.shm_bytes / GIB:.2f} GiB: Ray, NCCL and the weights' way to vLLM need it
+            -> Give the container {gib} GiB or more: docker run --shm-size={gib}g, or --ipc=host.""")
     soft, hard = machine.open_files
-    calls = run.get("actor_rollout_ref.rollout.agent.num_workers", 1) * run.get("retool.sandbox.max_concurrency", 0)
-    wanted_files = OPEN_FILES + calls if run.is_rl else 1024
-    if 0 <= soft < wanted_files:
-        yield topic.warn(
-            f"ulimit -n is {soft} (at most {hard}); a step may hold {wanted_files} files and sockets open",
-            f"ulimit -n {wanted_files if hard < 0 else min(hard, max(wanted_files, 65536))}, in the shell that "
-            f"starts the run.",
-        )
+    calls = run.get(f"{ROLLOUT}.agent.num_workers", 1) * run.get("retool.sandbox.max_concurrency", 0)
+    files = OPEN_FILES + calls if run.is_rl else 1024
+    if 0 <= soft < files:
+        yield warn(f"""ulimit -n is {soft} (at most {hard}); a step may hold {files} files and sockets open
+            -> ulimit -n {files if hard < 0 else min(hard, max(files, 65536))}, in the shell that starts the run.""")
 
 
 def check_ray(run: Run, machine: Machine) -> Iterator[Finding]:
     """What `ray.init` without an address joins: RAY_ADDRESS, else the cluster of the last `ray start` here."""
     if not run.is_rl or run.get("ray_kwargs.ray_init.address"):  # named by hand
         return
-    if machine.environment.get("RAY_ADDRESS"):
-        address, source = machine.environment["RAY_ADDRESS"], "RAY_ADDRESS"
-        if not address.rpartition(":")[2].isdecimal():
-            return
-    elif machine.ray_address_file.is_file():
-        address, source = machine.ray_address_file.read_text().strip(), str(machine.ray_address_file)
-    elif run.nodes > 1:
-        yield topic.warn(
-            f"the run wants {run.nodes} nodes, but no Ray cluster is known here",
-            "Start it first: bash scripts/ray_cluster.sh head, then worker on the others (recipe/README.md).",
-        )
+    source, remove, address = "RAY_ADDRESS", "Unset it.", machine.environment.get("RAY_ADDRESS")
+    if address and not address.rpartition(":")[2].isdecimal():
         return
-    else:
-        yield topic.ok("no Ray cluster runs here: the run starts its own")
-        return
-    remove = f"Remove {source}." if source != "RAY_ADDRESS" else "Unset it."
-    if not _answers(address):
-        yield topic.fail(
-            f"{source} names a Ray cluster at {address}, which does not answer; verl would wait for it", remove
-        )
-        return
-    given = [key for key in ("num_cpus", "num_gpus", "object_store_memory") if run.get(f"ray_kwargs.ray_init.{key}")]
-    if given:
-        yield topic.fail(
-            f"{source} names a running Ray cluster at {address}; ray.init would join it, and refuses "
-            f"{', '.join(given)} there",
-            "Stop that cluster (ray stop), give this run one of its own (RAY_TMPDIR=another folder), or leave the "
-            f"key out (~ray_kwargs.ray_init.{given[0]}).",
-        )
+    if not address and machine.ray_address_file.is_file():
+        source, address = machine.ray_address_file, machine.ray_address_file.read_text().strip()
+        remove = f"Remove {source}."
+    if not address and run.nodes > 1:
+        yield warn(f"""the run wants {run.nodes} nodes, but no Ray cluster is known here
+            -> Start it first: bash scripts/ray_cluster.sh head, then worker on the others (recipe/README.md).""")
+    elif not address:
+        yield ok("no Ray cluster runs here: the run starts its own")
+    elif not _answers(address):
+        yield fail(f"""{source} names a Ray cluster at {address}, which does not answer; verl would wait for it
+            -> {remove}""")
+    elif given := [key for key in OF_A_NEW_CLUSTER if run.get(f"ray_kwargs.ray_init.{key}")]:
+        yield fail(f"""{source} names a running Ray cluster at {address}; ray.init would join it, and refuses
+            {", ".join(given)} there -> Stop that cluster (ray stop), give this run one of its own
+            (RAY_TMPDIR=another folder), or leave the key out (~ray_kwargs.ray_init.{given[0]}).""")
     elif run.nodes == 1:
-        yield topic.warn(
-            f"{source} names a running Ray cluster at {address}; the run would join it",
-            "If that is not meant: ray stop, or RAY_TMPDIR=another folder.",
-        )
+        yield warn(f"""{source} names a running Ray cluster at {address}; the run would join it
+            -> If that is not meant: ray stop, or RAY_TMPDIR=another folder.""")
     else:
-        yield topic.ok(f"a Ray cluster answers at {address}")
+        yield ok(f"a Ray cluster answers at {address}")
 
 
 def _answers(address: str) -> bool:

@@ -3,29 +3,29 @@
 They are read from verl's sources and ours, by patterns: registrations, lists and comparisons. Nothing is imported.
 """
 
-import ast
 import difflib
 import functools
 import importlib.util
 import re
+import symtable
 from collections.abc import Callable, Iterable, Iterator
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from verl_ext.doctor.finding import Finding, Topic
-from verl_ext.doctor.run import Run
+from verl_ext.doctor.finding import Finding, all_well, fail
+from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
 from verl_ext.doctor.schema import leaves, schema
 from verl_ext.moved import new_name
 from verl_ext.settings import REPO, VERL
 
-topic = Topic("names")
-OURS = REPO / "verl_ext"
+SCHEDULE = REPO / "verl_ext/trainer/lr_schedule.py"
 ALGORITHMS = VERL / "trainer/ppo/core_algos.py"
 TRAINERS = VERL / "trainer/ppo/v1"
 ENGINES = VERL / "workers/engine"
-FSDP = ENGINES / "fsdp/transformer_impl.py"
+CHECKPOINT_ENGINES = "CheckpointEngineRegistry.register"
 PACKAGES_OF_LOGGERS = ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio")  # named as what they import
 
 
@@ -48,7 +48,7 @@ def _quoted(source: Path, pattern: str) -> frozenset[str]:
 def registered(source: Path, function: str, keyword: str = "") -> frozenset[str]:
     """Names that a module-level call or decorator is given: its arguments, or the one called `keyword`."""
     arguments = rf"[^)]*?{keyword}=(\[.*?\]|\".*?\")" if keyword else r"(.*?)\)"
-    return _quoted(source, rf"^@?{re.escape(function)}\({arguments}")
+    return _quoted(source, rf"^@?{function}\({arguments}")
 
 
 def compared(source: Path, name: str) -> frozenset[str]:
@@ -69,7 +69,7 @@ def estimators_of_groups() -> frozenset[str]:
 def agent_loops(run: Run) -> dict[str, str | None]:
     """Agent loops that a sample may name -> the tool protocol; None for a loop of verl's, which has none of ours."""
     loops: dict[str, str | None] = dict.fromkeys(registered(VERL / "experimental/agent_loop", "register"))
-    path = run.get("actor_rollout_ref.rollout.agent.agent_loop_config_path")
+    path = run.get(f"{ROLLOUT}.agent.agent_loop_config_path")
     if path and (run.folder / path).is_file():
         loops |= {loop.name: loop.get("protocol") or run.protocol for loop in OmegaConf.load(run.folder / path)}
     return loops
@@ -78,23 +78,20 @@ def agent_loops(run: Run) -> dict[str, str | None]:
 # Settings ------------------------------------------------------------------------------------------------------------
 
 
-def reward_managers(_: Run) -> set[str]:
-    folder = VERL / "experimental/reward_loop/reward_manager"
-    return {name for function in ("register", "register_manager") for name in registered(folder, function)}
+def reward_managers(_: Run) -> frozenset[str]:
+    return registered(VERL / "experimental/reward_loop/reward_manager", "register(?:_manager)?")
 
 
 def _schedules(run: Run) -> set[str]:
-    section = "actor_rollout_ref.actor.optim" if run.is_rl else "optim"
-    ours = str(run.get(f"{section}._target_", "")).startswith("verl_ext.")
-    known = compared(FSDP, "lr_scheduler_type")
-    return known | compared(OURS / "trainer/lr_schedule.py", "lr_scheduler_type") if ours else known
+    ours = str(run.get(f"{run.optim}._target_", "")).startswith("verl_ext.")
+    known = compared(ENGINES / "fsdp/transformer_impl.py", "lr_scheduler_type")
+    return known | compared(SCHEDULE, "lr_scheduler_type") if ours else known
 
 
 def _checkpoint_engines(run: Run) -> set[str]:
-    known = set(registered(VERL / "checkpoint_engine", "CheckpointEngineRegistry.register"))
-    module = run.get("actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module")
-    path = module_file(run, module) if module else None
-    return known | set(registered(path, "CheckpointEngineRegistry.register")) if path else known
+    module = run.get(f"{ROLLOUT}.checkpoint_engine.custom_backend_module")
+    own = module_file(run, module) if module else None
+    return {name for path in (VERL / "checkpoint_engine", own) if path for name in registered(path, CHECKPOINT_ENGINES)}
 
 
 def _kl_penalties(_: Run) -> set[str]:
@@ -106,30 +103,26 @@ SETTINGS: dict[str, Callable[[Run], Iterable[str]]] = {
     "algorithm.adv_estimator": lambda _: registered(ALGORITHMS, "register_adv_est"),
     "algorithm.kl_penalty": _kl_penalties,
     "algorithm.kl_ctrl.type": lambda _: compared(ALGORITHMS, "kl_ctrl.type"),
-    "actor_rollout_ref.actor.kl_loss_type": _kl_penalties,
-    "actor_rollout_ref.actor.loss_agg_mode": lambda _: listed(VERL / "workers/config/actor.py", "valid_loss_agg_modes"),
-    "actor_rollout_ref.actor.policy_loss.loss_mode": lambda _: registered(ALGORITHMS, "register_policy_loss"),
-    "actor_rollout_ref.actor.strategy": lambda _: registered(ENGINES, "EngineRegistry.register", "backend"),
-    "actor_rollout_ref.actor.optim.lr_scheduler_type": _schedules,
-    "actor_rollout_ref.actor.optim.lr_decay_type": lambda _: listed(OURS / "trainer/lr_schedule.py", "DECAY_TYPES"),
-    "actor_rollout_ref.rollout.name": lambda _: registered(
-        VERL / "workers/rollout/replica.py", "RolloutReplicaRegistry.register"
-    ),
-    "actor_rollout_ref.rollout.agent.default_agent_loop": agent_loops,
-    "actor_rollout_ref.rollout.checkpoint_engine.backend": _checkpoint_engines,
+    f"{ACTOR}.kl_loss_type": _kl_penalties,
+    f"{ACTOR}.loss_agg_mode": lambda _: listed(VERL / "workers/config/actor.py", "valid_loss_agg_modes"),
+    f"{ACTOR}.policy_loss.loss_mode": lambda _: registered(ALGORITHMS, "register_policy_loss"),
+    f"{ACTOR}.strategy": lambda _: registered(ENGINES, "EngineRegistry.register", "backend"),
+    f"{ACTOR}.optim.lr_scheduler_type": _schedules,
+    f"{ACTOR}.optim.lr_decay_type": lambda _: listed(SCHEDULE, "DECAY_TYPES"),
+    f"{ROLLOUT}.name": lambda _: registered(VERL / "workers/rollout/replica.py", "RolloutReplicaRegistry.register"),
+    f"{ROLLOUT}.agent.default_agent_loop": agent_loops,
+    f"{ROLLOUT}.checkpoint_engine.backend": _checkpoint_engines,
     "reward.reward_manager.source": lambda _: compared(VERL / "workers/config/reward.py", "source"),
-    "reward.reward_kwargs.overlong_counts": lambda _: compared(OURS / "reward/manager.py", "overlong_counts"),
+    "reward.reward_kwargs.overlong_counts": lambda _: compared(REPO / "verl_ext/reward/manager.py", "overlong_counts"),
     "trainer.v1.trainer_mode": lambda _: registered(TRAINERS, "register_trainer"),
-    "trainer.v1.sampler.max_off_policy_strategy": lambda _: compared(
-        TRAINERS / "replay_buffer.py", "max_off_policy_strategy"
-    ),
+    "trainer.v1.sampler.max_off_policy_strategy": lambda _: compared(TRAINERS, "max_off_policy_strategy"),
     "trainer.logger": lambda _: listed(VERL / "utils/tracking.py", "supported_backend"),
     "trainer.device": lambda _: {"cpu", *registered(ENGINES, "EngineRegistry.register", "device")},
     "trainer.resume_mode": lambda _: compared(VERL / "utils/checkpoint/checkpoint_handler.py", "resume_mode"),
     # of SFT alone
     "engine.strategy": lambda _: registered(ENGINES, "EngineRegistry.register", "backend"),
     "optim.lr_scheduler_type": _schedules,
-    "optim.lr_decay_type": lambda _: listed(OURS / "trainer/lr_schedule.py", "DECAY_TYPES"),
+    "optim.lr_decay_type": lambda _: listed(SCHEDULE, "DECAY_TYPES"),
 }
 
 # (key of the module, key of the class in it)
@@ -137,36 +130,30 @@ CLASSES = (
     ("reward.reward_manager.module.path", "reward.reward_manager.name"),
     ("trainer.v1.sampler.custom_sampler.path", "trainer.v1.sampler.custom_sampler.name"),
     ("data.custom_cls.path", "data.custom_cls.name"),
-    ("actor_rollout_ref.actor.optim.optimizer_impl", "actor_rollout_ref.actor.optim.optimizer"),
+    (f"{ACTOR}.optim.optimizer_impl", f"{ACTOR}.optim.optimizer"),
     ("optim.optimizer_impl", "optim.optimizer"),
 )
-DOTTED = (
-    "actor_rollout_ref.rollout.agent.agent_loop_manager_class",
-    "actor_rollout_ref.actor.optim._target_",
-    "optim._target_",
-)
+DOTTED = (f"{ROLLOUT}.agent.agent_loop_manager_class", f"{ACTOR}.optim._target_", "optim._target_")
 # (key of a YAML, key of its list or "" where it is one, key of the classes in it)
 FILES = (
-    ("actor_rollout_ref.rollout.agent.agent_loop_config_path", "", "_target_"),
-    ("actor_rollout_ref.rollout.multi_turn.tool_config_path", "tools", "class_name"),
+    (f"{ROLLOUT}.agent.agent_loop_config_path", "", "_target_"),
+    (f"{ROLLOUT}.multi_turn.tool_config_path", "tools", "class_name"),
 )
 
 
 def check_names(run: Run) -> Iterator[Finding]:
     text = "every name that a setting chooses by is registered, and every class that one names is there"
-    yield from topic.all_well([*_check_settings(run), *_check_loggers(run), *_check_classes(run)], text)
+    yield from all_well([*_check_settings(run), *_check_loggers(run), *_check_classes(run)], text)
 
 
 def did_you_mean(word: str, known: Iterable[str], fallback: str = "") -> str:
     """`Did you mean grpo?`, else `fallback`; of dotted keys the last part counts as much as the whole."""
-    word, names = word.lower(), sorted(known)
-    last = word.rpartition(".")[2]
 
     def likeness(name: str) -> float:
-        whole = difflib.SequenceMatcher(None, name.lower(), word).ratio()
-        return (whole + difflib.SequenceMatcher(None, name.lower().rpartition(".")[2], last).ratio()) / 2
+        pairs = ((name, word), (name.rpartition(".")[2], word.rpartition(".")[2]))
+        return sum(difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() for a, b in pairs) / 2
 
-    best = max(names, key=likeness, default="")
+    best = max(sorted(known), key=likeness, default="")
     return f"Did you mean {best}?" if best and likeness(best) >= 0.65 else fallback
 
 
@@ -176,57 +163,51 @@ def _check_settings(run: Run) -> Iterator[Finding]:
         settings["reward.reward_manager.name"] = reward_managers
     defaults = leaves(schema(run.entry))
     for key, names in settings.items():
-        value = run.get(key)
-        if value is None or value == defaults.get(key):  # verl's own default is known
-            continue
-        known = set(names(run))
-        for name in value if isinstance(value, list) else [value]:
-            if name not in known:
-                yield _not_among(f"{key} is {name!r}", name, known)
-    for problem in run.own_problems():
-        if problem.kind == "name":
-            yield _not_among(problem.message, run.get(problem.key), problem.known)
+        if run.get(key) != defaults.get(key):  # verl's own default is known
+            known = set(names(run))
+            for name in run.listed(key):
+                if name not in known:
+                    yield _not_among(f"{key} is {name!r}", name, known)
+    for problem in run.own_problems("name"):
+        yield _not_among(problem.message, run.get(problem.key), problem.known)
 
 
 def _not_among(message: str, name: Any, known: Iterable[str]) -> Finding:
-    among = f"Take one of {', '.join(sorted(known))}."
-    text = f"{message}, expected a name that is registered"
-    return topic.fail(text, f"{did_you_mean(str(name), known)} {among}".strip())
+    among = f"{did_you_mean(str(name), known)} Take one of {', '.join(sorted(known))}."
+    return fail(f"{message}, expected a name that is registered -> {among}")
 
 
 def _check_loggers(run: Run) -> Iterator[Finding]:
-    loggers = run.get("trainer.logger", [])
-    for name in loggers if isinstance(loggers, list) else [loggers]:
+    for name in run.listed("trainer.logger"):
         if name in PACKAGES_OF_LOGGERS and importlib.util.find_spec(name) is None:
-            yield topic.fail(
-                f"trainer.logger names {name}, whose package is not installed", f"pip install {name}, or leave it out."
-            )
+            yield fail(f"""trainer.logger names {name}, whose package is not installed
+                -> pip install {name}, or leave it out.""")
 
 
 def _check_classes(run: Run) -> Iterator[Finding]:
     named = [(run.get(module), key, run.get(key)) for module, key in CLASSES]
+    if run.get("reward.reward_manager.source") == "register":  # by a name, not a class
+        named.pop(0)
     named += [(value.rpartition(".")[0], key, value.rpartition(".")[2]) for key in DOTTED if (value := run.get(key))]
     for key, section, class_key in FILES:
         if not (path := run.get(key)):
             continue
         if not (run.folder / path).is_file():
-            yield topic.fail(f"{key} is {path}, expected a file, counted from {run.folder}", "Correct the path.")
+            yield fail(f"{key} is {path}, expected a file, counted from {run.folder} -> Correct the path.")
             continue
         yaml = OmegaConf.to_container(OmegaConf.load(run.folder / path))
         for entry in yaml[section] if section else yaml:
             module, _, name = entry[class_key].rpartition(".")
             named.append((module, f"{path}: {class_key}", name))
     for module, key, name in named:
-        if not module or not name or (key, run.get("reward.reward_manager.source")) == (CLASSES[0][1], "register"):
+        if not module or not name:
             continue
         if (file := module_file(run, module)) is None:
-            yield topic.fail(f"{key} is {name} of {module}, expected a module that is there", "Correct the path.")
+            yield fail(f"{key} is {name} of {module}, expected a module that is there -> Correct the path.")
         elif (known := _defined(file)) and name not in known:
             public = {each for each in known if not each.startswith("_")}
-            yield topic.fail(
-                f"{key} is {name!r}, expected a name that {module} defines",
-                did_you_mean(name, public, f"Take one of {', '.join(sorted(public))}."),
-            )
+            hint = did_you_mean(name, public, f"Take one of {', '.join(sorted(public))}.")
+            yield fail(f"{key} is {name!r}, expected a name that {module} defines -> {hint}")
 
 
 def module_file(run: Run, path: str) -> Path | None:
@@ -239,23 +220,14 @@ def module_file(run: Run, path: str) -> Path | None:
         spec = importlib.util.find_spec(package)
     except ValueError:
         return None
-    for folder in spec.submodule_search_locations or [] if spec else []:
-        base = Path(folder).joinpath(*rest)
-        if file := next((each for each in (base.with_suffix(".py"), base / "__init__.py") if each.is_file()), None):
-            return file
-    return Path(spec.origin) if spec and spec.origin and not rest else None
+    for name in rest:  # not find_spec(a.b), which imports a
+        spec = spec and PathFinder.find_spec(name, spec.submodule_search_locations or [])
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 def _defined(file: Path) -> set[str]:
     """Names that a module binds at its top; none where it may bind more than its text shows."""
-    names: set[str] = set()
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
-        elif isinstance(node, ast.If | ast.Try):
-            return set()
-    return set() if names & {"*", "__getattr__"} else names
+    text = file.read_text(encoding="utf-8")
+    top = symtable.symtable(text, str(file), "exec").get_symbols()
+    names = {symbol.get_name() for symbol in top if symbol.is_assigned() or symbol.is_imported()}
+    return set() if "__getattr__" in names or " import *" in text else names

@@ -12,6 +12,8 @@ from verl_ext.doctor.shape import ModelShape, read_shape
 from verl_ext.settings import Problem, Retool, SftData, SftRetool, problems
 
 GIB = 2**30
+ULYSSES = "ulysses_sequence_parallel_size"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def size(number: float) -> str:
@@ -24,6 +26,16 @@ def count(number: int) -> str:
     return f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number:,}"
 
 
+class Setting:
+    """A key of a run's configuration, read when it is asked for; in an SFT run it is `sft`, where that is given."""
+
+    def __init__(self, key: str, default: Any = None, *, sft: str = ""):
+        self.key, self.default, self.sft = key, default, sft or key
+
+    def __get__(self, run: "Run", _: type) -> Any:
+        return run.get(self.key if run.is_rl else self.sft, self.default)
+
+
 @dataclass
 class Run:
     """A composed run.
@@ -34,6 +46,7 @@ class Run:
         required: keys that the YAML leaves to the launcher (`???`), see `schema.required_keys`.
         nnodes: nodes of an SFT run, which torchrun is told and the configuration is not; RL has them there.
         nproc_per_node: the same for its ranks (GPUs) on a node.
+        folder: that relative paths of the configuration count from.
     """
 
     name: str
@@ -41,7 +54,22 @@ class Run:
     required: frozenset[str] = frozenset()
     nnodes: int | None = None
     nproc_per_node: int | None = None
-    folder: Path = field(default_factory=Path.cwd)  # that relative paths of the configuration count from
+    folder: Path = field(default_factory=Path.cwd)
+
+    def __post_init__(self) -> None:
+        self.is_rl = "actor_rollout_ref" in self.config
+        self.entry = "ppo_trainer" if self.is_rl else "sft_trainer_engine"  # verl's YAML that the run begins with
+        self.model = "actor_rollout_ref.model" if self.is_rl else "model"  # sections of the model, what shards it,
+        self.engine = f"{ACTOR}.fsdp_config" if self.is_rl else "engine"
+        self.optim = f"{ACTOR}.optim" if self.is_rl else "optim"  # and its optimizer
+
+    batch = Setting("data.train_batch_size")  # prompts of an RL step, traces of an SFT step
+    n = Setting(f"{ROLLOUT}.n")  # responses to a prompt
+    tensor_parallel = Setting(f"{ROLLOUT}.tensor_model_parallel_size", 1)  # GPUs of a vLLM server that share each layer
+    ulysses = Setting(f"{ACTOR}.fsdp_config.{ULYSSES}", 1, sft=f"engine.{ULYSSES}")  # GPUs that share a sequence
+    model_path = Setting("actor_rollout_ref.model.path", sft="model.path")
+    protocol = Setting("retool.protocol", sft="data.retool.protocol")  # of tool calls: code or hermes
+    device = Setting("trainer.device")
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a dotted key, resolved; `default` where it is absent, null or `???`."""
@@ -50,24 +78,24 @@ class Run:
             return default
         return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
-    @property
-    def is_rl(self) -> bool:
-        return "actor_rollout_ref" in self.config
+    def listed(self, key: str) -> list:
+        """A value that may be a list or one of its items; empty where it is absent."""
+        value = self.get(key) or []
+        return value if isinstance(value, list) else [value]
 
-    @property
-    def entry(self) -> str:
-        """verl's YAML that the run begins with."""
-        return "ppo_trainer" if self.is_rl else "sft_trainer_engine"
-
-    def own_problems(self) -> Iterator[Problem]:
+    def own_problems(self, *kinds: str) -> Iterator[Problem]:
         """What is wrong with the sections that are verl_ext's own; the start of a run refuses the same."""
         own = {"retool": Retool} if self.is_rl else {"retool": SftRetool, "data.retool": SftData}
         for name, section in own.items():
-            yield from problems(self.get(name, {}), section, name)
+            yield from (each for each in problems(self.get(name, {}), section, name) if each.kind in kinds)
 
-    @property
-    def is_on_cpu(self) -> bool:
-        return self.get("trainer.device") == "cpu"
+    def files(self, split: str) -> list[Path]:
+        """Of `data.train_files` (split "train") or `data.val_files` ("val"), user folders expanded."""
+        return [self.folder / Path(str(path)).expanduser() for path in self.listed(f"data.{split}_files")]
+
+    def all_files(self) -> list[tuple[str, Path]]:
+        """(split, file)."""
+        return [(split, path) for split in ("train", "val") for path in self.files(split)]
 
     @property
     def nodes(self) -> int:
@@ -98,38 +126,32 @@ class Run:
         """GPUs of the servers that rollouts of the training come from."""
         if not self.is_separate:
             return self.gpus
-        rollout = "actor_rollout_ref.rollout"
-        return self.get(f"{rollout}.nnodes", 0) * self.get(f"{rollout}.n_gpus_per_node", 0)
-
-    @property
-    def ulysses(self) -> int:
-        """GPUs that share a sequence."""
-        section = "actor_rollout_ref.actor.fsdp_config" if self.is_rl else "engine"
-        return self.get(f"{section}.ulysses_sequence_parallel_size", 1)
+        return self.get(f"{ROLLOUT}.nnodes", 0) * self.get(f"{ROLLOUT}.n_gpus_per_node", 0)
 
     @property
     def data_parallel(self) -> int:
         return max(1, self.gpus // self.ulysses)
 
     @property
-    def model_path(self) -> str | None:
-        return self.get("actor_rollout_ref.model.path" if self.is_rl else "model.path")
-
-    @property
-    def protocol(self) -> str | None:
-        """Of tool calls: code or hermes."""
-        return self.get("retool.protocol" if self.is_rl else "data.retool.protocol")
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        if not self.is_rl:
+            return self.get("data.max_length")
+        return self.get("data.max_prompt_length") + self.get("data.max_response_length")
 
     @property
     def output_folder(self) -> Path:
         return self.folder / str(self.get("trainer.default_local_dir", "checkpoints"))
 
     @cached_property
-    def shape(self) -> ModelShape | None:
-        """Of the model, where it can be told without a network."""
-        return read_shape(self.model_path) if self.model_path else None
+    def shape_or_why(self) -> tuple[ModelShape | None, str]:
+        """Sizes of the model, or why they cannot be told without a network, and what to do."""
+        try:
+            shape = read_shape(self.model_path) if self.model_path else None
+        except (ValueError, KeyError) as error:
+            return None, f"{self.model_path}/config.json: {error} -> Watch the first steps' memory."
+        return shape, f"{self.model_path} is no folder with a config.json -> Set the model's path, or fetch it first."
 
-    def files(self, split: str) -> list[Path]:
-        """Of `data.train_files` (split "train") or `data.val_files` ("val"), user folders expanded."""
-        value = self.get(f"data.{split}_files") or []
-        return [self.folder / Path(str(path)).expanduser() for path in (value if isinstance(value, list) else [value])]
+    @property
+    def shape(self) -> ModelShape | None:
+        return self.shape_or_why[0]

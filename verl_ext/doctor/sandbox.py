@@ -1,70 +1,102 @@
-"""The sandbox: there, isolating, and fast enough for the calls of a step."""
+"""The sandbox: there, isolating, fast enough for the calls of a step, and its time-outs each within the next."""
 
 import asyncio
+import inspect
 import json
 import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import aclosing
 
-from verl_ext.doctor.finding import Finding, Topic
-from verl_ext.doctor.run import Run
-from verl_ext.sandbox.client import SandboxClient
+from omegaconf import OmegaConf
+
+from verl_ext.doctor.finding import Finding, fail, ok, warn
+from verl_ext.doctor.run import ROLLOUT, Run
+from verl_ext.sandbox.client import ANSWER_GRACE_S, CONTROL_OUTPUT, CONTROL_PROGRAM, SandboxClient
 from verl_ext.sandbox.load import Load, load
+from verl_ext.settings import MAX_CODE_S
 
-topic = Topic("sandbox")
 PING_S = 10.0
 CALLS_PER_RESPONSE = 2.9  # (7.82 - 2) / 2: num_turns/mean of the published run's first step
-SLOW_STEP_S = (
-    120.0  # of all calls of a step, one after the other through the sandbox; the published step generates for 2,529 s
-)
+# Of all calls of a step, one after the other through the sandbox; the published step generates for 2,529 s.
+SLOW_STEP_S = 120.0
 LAYERS_THAT_CONFINE = ("namespaces", "landlock", "seccomp")
 MAX_CLIENTS = 128
+START = "Start it: python -m verl_ext.sandbox.server --port 8080 --workers N, or set SANDBOX_URL."
+QUEUE_S, ATTEMPTS = (
+    inspect.signature(SandboxClient).parameters[name].default for name in ("queue_timeout_s", "max_attempts")
+)
+
+
+def check_timeouts(run: Run) -> Iterator[Finding]:
+    """The model's code, its call with queueing and retries, and who waits for that."""
+    if not run.is_rl:
+        return
+    code_s = run.get("retool.sandbox.timeout_s", 0)
+    queue_s = run.get("retool.sandbox.queue_timeout_s", QUEUE_S)
+    if not 0 < code_s <= MAX_CODE_S:
+        yield fail(f"retool.sandbox.timeout_s={code_s}: the sandbox takes (0, {MAX_CODE_S}] s -> Correct it.")
+        return
+    if queue_s <= 0:
+        yield fail(f"""retool.sandbox.queue_timeout_s={queue_s}: a call would have no time beyond its code's
+            -> Set it to 60.""")
+        return
+    request_s = queue_s / ATTEMPTS + code_s + ANSWER_GRACE_S  # the first attempt, see SandboxClient._attempt
+    call_s, calls = code_s + queue_s, run.get("retool.max_tool_calls", 1)
+    if queue_s < code_s:
+        yield warn(f"""a call may queue for {queue_s:g} s, less than the {code_s:g} s that one program may run: when all
+            workers are busy with such programs, calls are lost (`failure/sandbox_failure`)
+            -> Set retool.sandbox.queue_timeout_s to {2 * code_s:g}, or lower retool.sandbox.timeout_s.""")
+    path = run.get(f"{ROLLOUT}.multi_turn.tool_config_path")
+    for tool in OmegaConf.load(run.folder / path).get("tools", []) if path and (run.folder / path).is_file() else []:
+        is_ours = tool.class_name.endswith("CodeInterpreter") and "timeout_s" in tool.config
+        if is_ours and tool.config.timeout_s != code_s:
+            name, other_s = tool.tool_schema.function.name, tool.config.timeout_s
+            yield warn(f"""the tool YAML gives {name} {other_s:g} s, but code runs by
+                retool.sandbox.timeout_s={code_s:g} -> Set both to the same.""")
+    if request_s >= call_s:
+        least = ANSWER_GRACE_S * ATTEMPTS / (ATTEMPTS - 1)
+        yield warn(f"""a request may take {request_s:g} s, but its call ends after {call_s:g} s: a slow first attempt
+            leaves no time for another
+            -> Set retool.sandbox.queue_timeout_s to {QUEUE_S:g}; {least:.3g} is too little.""")
+        return
+    yield ok(f"""code {code_s:g} s < request {request_s:g} s < call {call_s:g} s (queueing and {ATTEMPTS} attempts);
+        {calls} calls of a rollout take {calls * call_s:g} s at the worst, and nothing in verl's v1 trainer limits a
+        rollout""")
 
 
 def check_reachable(run: Run) -> Iterator[Finding]:
     """Each server executes a program, and says what isolates it. A server that only listens may answer nothing."""
-    if not run.is_rl:
-        return
-    start = "Start it: python -m verl_ext.sandbox.server --port 8080 --workers N, or set SANDBOX_URL."
-    for url in run.get("retool.sandbox.urls", []):
-        base = url.rstrip("/")
-        try:
-            answer = json.loads(_request(f"{base}/run_code", {"code": "print(6 * 7)", "language": "python"}))
-            printed = answer["run_result"]["stdout"]
-        except (TimeoutError, urllib.error.HTTPError) as error:
-            busy = isinstance(error, TimeoutError) or error.code in (503, 504)
-            if busy and _layers(base) is not None:  # its ping runs a program past the queue
-                yield topic.warn(f"{base} works, but is too busy to take a program", "More workers, or wait.")
-                continue
-            if isinstance(error, TimeoutError):
-                yield topic.fail(f"{base} did not run print(6 * 7) within {PING_S:g} s", start)
-                continue
-            advice = "Set SANDBOX_TOKEN." if error.code == 401 else start
-            yield topic.fail(f"{base} answers HTTP {error.code} {error.reason}", advice)
-            continue
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            yield topic.fail(f"{base} does not run code: {getattr(error, 'reason', error)}", start)
-            continue
-        if printed != "42\n":
-            yield topic.fail(f"{base}: print(6 * 7) gave {printed!r}, {answer.get('message', '')}", start)
-            continue
-        yield from _check_layers(base)
+    for url in run.get("retool.sandbox.urls", []):  # SFT has none
+        yield _look_at(url.rstrip("/"))
 
 
-def _check_layers(base: str) -> Iterator[Finding]:
+def _look_at(base: str) -> Finding:
+    try:
+        answer = json.loads(_request(f"{base}/run_code", {"code": CONTROL_PROGRAM, "language": "python"}))
+        printed = answer["run_result"]["stdout"]
+    except (TimeoutError, urllib.error.HTTPError) as error:
+        status = getattr(error, "code", None)
+        if status in (None, 503, 504) and _layers(base) is not None:  # its ping runs a program past the queue
+            return warn(f"{base} works, but is too busy to take a program -> More workers, or wait.")
+        if status is None:
+            return fail(f"{base} did not run {CONTROL_PROGRAM} within {PING_S:g} s -> {START}")
+        return fail(
+            f"{base} answers HTTP {status} {error.reason} -> {'Set SANDBOX_TOKEN.' if status == 401 else START}"
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return fail(f"{base} does not run code: {getattr(error, 'reason', error)} -> {START}")
+    if printed != CONTROL_OUTPUT:
+        return fail(f"{base}: {CONTROL_PROGRAM} gave {printed!r}, {answer.get('message', '')} -> {START}")
     layers = _layers(base)
     if layers is None:
-        yield topic.warn(
-            f"{base} runs code, and does not say what isolates it", "See to it that it is a container or VM of its own."
-        )
-    elif missing := [layer for layer in LAYERS_THAT_CONFINE if layer not in layers]:
-        yield topic.warn(
-            f"{base} runs code with {', '.join(layers) or 'no isolation'}; {', '.join(missing)} is off",
-            "docs/sandbox.md: what each stops, and what a container must allow; else give it a VM.",
-        )
-    else:
-        yield topic.ok(f"{base} runs code, isolated by {', '.join(layers)}")
+        return warn(f"""{base} runs code, and does not say what isolates it
+            -> See to it that it is a container or VM of its own.""")
+    if missing := [layer for layer in LAYERS_THAT_CONFINE if layer not in layers]:
+        return warn(f"""{base} runs code with {", ".join(layers) or "no isolation"}; {", ".join(missing)} is off
+            -> docs/sandbox.md: what each stops, and what a container must allow; else give it a VM.""")
+    return ok(f"{base} runs code, isolated by {', '.join(layers)}")
 
 
 def _layers(base: str) -> list[str] | None:
@@ -86,9 +118,8 @@ def _request(url: str, body: dict | None = None) -> bytes:
 
 def calls_per_step(run: Run) -> tuple[float, float]:
     """(expected, at the most): prompts x n x calls, and with dynamic sampling's most batches and all calls allowed."""
-    responses = run.get("data.train_batch_size") * run.get("actor_rollout_ref.rollout.n")
-    most = run.get("retool.max_tool_calls", 1)
-    groups = run.get("algorithm.filter_groups", {}) or {}
+    responses, most = run.batch * run.n, run.get("retool.max_tool_calls", 1)
+    groups = run.get("algorithm.filter_groups", {})
     batches = (groups.get("max_num_gen_batches") or 1) if groups.get("enable") else 1
     return responses * min(CALLS_PER_RESPONSE, most), responses * most * batches
 
@@ -98,32 +129,21 @@ def check_load(run: Run, *, seconds: float) -> Iterator[Finding]:
     if not run.is_rl:
         return
     settings = run.get("retool.sandbox")
-    workers = run.get("actor_rollout_ref.rollout.agent.num_workers", 1)
-    clients = min(MAX_CLIENTS, workers * settings["max_concurrency"])
+    clients = min(MAX_CLIENTS, run.get(f"{ROLLOUT}.agent.num_workers", 1) * settings["max_concurrency"])
+    limits = {name: settings[name] for name in ("timeout_s", "memory_limit_mb")}
 
     async def measure() -> Load:
-        client = SandboxClient(settings["urls"], max_concurrency=clients)
-        try:
-            return await load(
-                client,
-                clients=clients,
-                seconds=seconds,
-                timeout_s=settings["timeout_s"],
-                memory_limit_mb=settings["memory_limit_mb"],
-            )
-        finally:
-            await client.aclose()
+        async with aclosing(SandboxClient(settings["urls"], max_concurrency=clients)) as client:
+            return await load(client, clients=clients, seconds=seconds, **limits)
 
     try:
         seen = asyncio.run(measure())
     except ValueError as error:  # a server refuses the request as such
-        yield topic.fail(f"under load: {error}", "Correct retool.sandbox.")
+        yield fail(f"under load: {error} -> Correct retool.sandbox.")
         return
     if seen.faults:
-        yield topic.fail(
-            f"{len(seen.faults)} of {len(seen.latencies)} calls of {clients} clients failed: {seen.faults[0]}",
-            "See the server's log; more workers or servers (SANDBOX_URL takes several), a larger memory_limit_mb.",
-        )
+        yield fail(f"""{len(seen.faults)} of {len(seen.latencies)} calls of {clients} clients failed: {seen.faults[0]}
+            -> See the server's log; more workers or servers (SANDBOX_URL takes several), a larger memory_limit_mb.""")
         return
     yield from judge_load(run, seen, clients)
 
@@ -131,21 +151,15 @@ def check_load(run: Run, *, seconds: float) -> Iterator[Finding]:
 def judge_load(run: Run, seen: Load, clients: int) -> Iterator[Finding]:
     """What the load test means for a step."""
     expected, most = calls_per_step(run)
-    step_s = expected / seen.rate
-    prompts, n = run.get("data.train_batch_size"), run.get("actor_rollout_ref.rollout.n")
-    text = (
-        f"{clients} clients get {seen.rate:.0f} sympy programs a second (p50 {seen.p50 * 1e3:.0f} ms, p99 "
-        f"{seen.p99 * 1e3:.0f} ms). A step of {prompts} prompts x {n} x {expected / prompts / n:.1f} calls = "
-        f"{expected:,.0f} takes the sandbox {step_s:,.0f} s, at the most ({most:,.0f} calls) {most / seen.rate:,.0f} s"
-    )
-    limit_s = run.get("retool.sandbox.timeout_s")
+    step_s, limit_s = expected / seen.rate, run.get("retool.sandbox.timeout_s")
+    text = f"""{clients} clients get {seen.rate:.0f} sympy programs a second (p50 {seen.p50 * 1e3:.0f} ms, p99
+        {seen.p99 * 1e3:.0f} ms). A step of {run.batch} prompts x {run.n} x {expected / run.batch / run.n:.1f} calls =
+        {expected:,.0f} takes the sandbox {step_s:,.0f} s, at the most ({most:,.0f} calls) {most / seen.rate:,.0f} s"""
     if seen.p99 > limit_s:
-        yield topic.fail(f"{text}; the p99 is over retool.sandbox.timeout_s={limit_s:g}", "More workers, or less load.")
+        yield fail(f"{text}; the p99 is over retool.sandbox.timeout_s={limit_s:g} -> More workers, or less load.")
     elif step_s > SLOW_STEP_S:
-        factor = step_s / SLOW_STEP_S
-        yield topic.warn(
-            text,
-            f"About {factor:.1f} times the workers (a core each) make it {SLOW_STEP_S:g} s: --workers, or more URLs.",
-        )
+        yield warn(f"""{text}
+            -> About {step_s / SLOW_STEP_S:.1f} times the workers (a core each) make it {SLOW_STEP_S:g} s:
+            --workers, or more URLs.""")
     else:
-        yield topic.ok(text)
+        yield ok(text)

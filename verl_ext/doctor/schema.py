@@ -50,21 +50,18 @@ KEYS_WITHOUT_EFFECT = {
 @functools.cache
 def own_yaml(path: str, folder: Path = CONFIGS) -> dict:
     """A YAML of ours as written, `path` without suffix, without what its `defaults:` bring in."""
-    return OmegaConf.to_container(OmegaConf.load(folder / f"{path}.yaml"))
+    tree = OmegaConf.to_container(OmegaConf.load(folder / f"{path}.yaml"))
+    return {name: value for name, value in tree.items() if name != "defaults"}
 
 
 @functools.cache
-def _parts(run: str, folder: Path = CONFIGS) -> tuple[tuple[str, str], ...]:
-    """(path, package) of the YAMLs that a run is composed of, verl's too, as Hydra merges them: the last one counts."""
+def own_parts(run: str, folder: Path = CONFIGS) -> dict[str, str]:
+    """The YAMLs of ours that a run is composed of -> their package, as Hydra merges them: the last one counts."""
     with initialize_config_dir(str(folder), version_base=None):
         loader = GlobalHydra.instance().config_loader()
         parts = loader.compute_defaults_list(run, [search_path()], RunMode.RUN).defaults
-    return tuple((part.config_path, part.package or "") for part in parts if part.config_path)
-
-
-def lineage(run: str, folder: Path = CONFIGS) -> list[str]:
-    """The YAMLs of ours that a run is composed of, the one that overrides the others first."""
-    return [path for path, _ in reversed(_parts(run, folder)) if (folder / f"{path}.yaml").is_file()]
+    own = (part for part in parts if part.config_path and (folder / f"{part.config_path}.yaml").is_file())
+    return {part.config_path: part.package or "" for part in own}
 
 
 @functools.cache
@@ -137,10 +134,8 @@ def has_type_of(value: Any, default: Any) -> bool:
 def own_keys(run: str, folder: Path = CONFIGS) -> dict[str, Any]:
     """Dotted key -> value, of all YAMLs of ours that a run is composed of."""
     keys: dict[str, Any] = {}
-    for path, package in _parts(run, folder):
-        if (folder / f"{path}.yaml").is_file():
-            tree = {name: value for name, value in own_yaml(path, folder).items() if name != "defaults"}
-            keys |= leaves(tree, f"{package}." * bool(package))
+    for path, package in own_parts(run, folder).items():
+        keys |= leaves(own_yaml(path, folder), f"{package}." * bool(package))
     return keys
 
 

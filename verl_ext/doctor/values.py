@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator
 
-from verl_ext.doctor.finding import Finding, Level, Topic
+from verl_ext.doctor.finding import Finding, all_well, fail, warn
 from verl_ext.doctor.names import estimators_of_groups
-from verl_ext.doctor.run import Run, count
+from verl_ext.doctor.run import ACTOR, ROLLOUT, Run, count
 from verl_ext.settings import is_in
 
-topic = Topic("values")
-FAIL, WARN = Level.FAIL, Level.WARN
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LARGE = 1e9  # parameters
 LARGE_LR = 1e-4  # a hundred times the recipes' learning rate of RL, ten times that of SFT
 RECIPES = "1e-6 for RL or 1e-5 for SFT, as the recipes have it; the tiny model has 3e-4 and 3e-3"
@@ -23,128 +20,94 @@ COUNTS = (
     *(f"{ROLLOUT}.{key}" for key in ("n", "tensor_model_parallel_size", "agent.num_workers", "val_kwargs.n")),
 )
 
-# (keys, level, what they must lie in, why, what to set). Of a key the first row that does not hold is told.
+# (key, level, what it must lie in, why, what to set). Of a key the first row that does not hold is told.
 BOUNDS = (
-    ("optim.lr", FAIL, "(0, 0.1]", "Adam moves every weight by about so much in a step", RECIPES),
-    ("optim.lr", WARN, "(0, 0.01]", "Adam moves every weight by about so much in a step", RECIPES),
-    ("optim.clip_grad", FAIL, "(0, inf)", "every gradient would be scaled to nothing", "1"),
-    ("optim.lr_warmup_steps_ratio", FAIL, "[0, 1)", "it is a share of all steps", "0.1, or to 0 for none"),
-    ("optim.weight_decay", WARN, "[0, 1)", "AdamW takes lr times so much off every weight in a step", "0.01"),
-    (f"{ROLLOUT}.temperature", FAIL, "(0, inf)", "all samples of a prompt would be equal: no exploration", "1.0"),
-    (f"{ROLLOUT}.temperature", WARN, "[0.1, 1.5]", "samples of a prompt are equal below it, and noise above", "1.0"),
-    (f"{ROLLOUT}.val_kwargs.temperature", WARN, "[0, 1.5]", "noise would be measured", "1.0, or to 0 for greedy"),
-    (f"{ROLLOUT}.top_p", FAIL, "(0, 1]", "it is a share of the probability", "1.0 for all tokens"),
-    (f"{ROLLOUT}.val_kwargs.top_p", FAIL, "(0, 1]", "it is a share of the probability", "1.0 for all tokens"),
-    (f"{ROLLOUT}.gpu_memory_utilization", FAIL, "(0, 0.98]", "vLLM starts only where so large a share is free", "0.9"),
-    (f"{ROLLOUT}.gpu_memory_utilization", WARN, "[0.05, 0.95]", "the rest is for contexts and the actor", "0.9"),
-    (f"{ACTOR}.clip_ratio_low", FAIL, "(0, 1)", "new over old probability may fall to 1 minus this", "0.2"),
-    (f"{ACTOR}.clip_ratio_high", FAIL, "(0, inf)", "new over old probability may rise to 1 plus this", "0.28"),
-    (f"{ACTOR}.clip_ratio_high", WARN, "(0, 1)", "new over old probability may rise to 1 plus this", "0.28"),
-    (f"{ACTOR}.clip_ratio_c", FAIL, "(1, inf)", "verl refuses others as bound of the dual clip", "10"),
-    (f"{ACTOR}.entropy_coeff", WARN, "[0, 0.1]", "below it less entropy is rewarded, above nothing else is", "0"),
-    (f"{ACTOR}.kl_loss_coef", FAIL, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
-    ("algorithm.kl_ctrl.kl_coef", FAIL, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
-    ("algorithm.gamma", FAIL, "[0, 1]", "it is a discount", "1.0"),
-    ("algorithm.lam", FAIL, "[0, 1]", "it is a discount", "1.0"),
+    ("optim.lr", fail, "(0, 0.1]", "Adam moves every weight by about so much in a step", RECIPES),
+    ("optim.lr", warn, "(0, 0.01]", "Adam moves every weight by about so much in a step", RECIPES),
+    ("optim.clip_grad", fail, "(0, inf)", "every gradient would be scaled to nothing", "1"),
+    ("optim.lr_warmup_steps_ratio", fail, "[0, 1)", "it is a share of all steps", "0.1, or to 0 for none"),
+    ("optim.weight_decay", warn, "[0, 1)", "AdamW takes lr times so much off every weight in a step", "0.01"),
+    (f"{ROLLOUT}.temperature", fail, "(0, inf)", "all samples of a prompt would be equal: no exploration", "1.0"),
+    (f"{ROLLOUT}.temperature", warn, "[0.1, 1.5]", "samples of a prompt are equal below it, and noise above", "1.0"),
+    (f"{ROLLOUT}.val_kwargs.temperature", warn, "[0, 1.5]", "noise would be measured", "1.0, or to 0 for greedy"),
+    (f"{ROLLOUT}.top_p", fail, "(0, 1]", "it is a share of the probability", "1.0 for all tokens"),
+    (f"{ROLLOUT}.val_kwargs.top_p", fail, "(0, 1]", "it is a share of the probability", "1.0 for all tokens"),
+    (f"{ROLLOUT}.gpu_memory_utilization", fail, "(0, 0.98]", "vLLM starts only where so large a share is free", "0.9"),
+    (f"{ROLLOUT}.gpu_memory_utilization", warn, "[0.05, 0.95]", "the rest is for contexts and the actor", "0.9"),
+    (f"{ACTOR}.clip_ratio_low", fail, "(0, 1)", "new over old probability may fall to 1 minus this", "0.2"),
+    (f"{ACTOR}.clip_ratio_high", fail, "(0, inf)", "new over old probability may rise to 1 plus this", "0.28"),
+    (f"{ACTOR}.clip_ratio_high", warn, "(0, 1)", "new over old probability may rise to 1 plus this", "0.28"),
+    (f"{ACTOR}.clip_ratio_c", fail, "(1, inf)", "verl refuses others as bound of the dual clip", "10"),
+    (f"{ACTOR}.entropy_coeff", warn, "[0, 0.1]", "below it less entropy is rewarded, above nothing else is", "0"),
+    (f"{ACTOR}.kl_loss_coef", fail, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
+    ("algorithm.kl_ctrl.kl_coef", fail, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
+    ("algorithm.gamma", fail, "[0, 1]", "it is a discount", "1.0"),
+    ("algorithm.lam", fail, "[0, 1]", "it is a discount", "1.0"),
 )
 
 
 def check_values(run: Run) -> Iterator[Finding]:
-    problems = [*_check_own(run), *_check_counts(run), *_check_bounds(run), *_check_optimizer(run)]
-    problems += _check_algorithm(run) if run.is_rl else []
-    yield from topic.all_well(problems, "learning rate, sampling, clipping and sizes are such as a run can mean")
+    problems = [*_check_numbers(run), *_check_optimizer(run), *(_check_algorithm(run) if run.is_rl else ())]
+    yield from all_well(problems, "learning rate, sampling, clipping and sizes are such as a run can mean")
 
 
-def _check_own(run: Run) -> Iterator[Finding]:
-    for problem in run.own_problems():
-        if problem.kind == "value" and not problem.key.endswith("timeout_s"):  # told by timeouts.py
-            yield topic.fail(problem.message, "Correct it: configs/qwen2-32b_dapo.yaml says what is usual.")
-
-
-def _check_counts(run: Run) -> Iterator[Finding]:
+def _check_numbers(run: Run) -> Iterator[Finding]:
+    for problem in run.own_problems("value"):
+        if not problem.key.endswith("timeout_s"):  # told by check_timeouts
+            yield fail(f"{problem.message} -> Correct it: configs/qwen2-32b_dapo.yaml says what is usual.")
     for key in COUNTS:
         value = run.get(key)
         if value is not None and (type(value) is not int or value < 1):
-            yield topic.fail(f"{key} is {value!r}, expected a whole number of at least 1", "Correct it.")
-
+            yield fail(f"{key} is {value!r}, expected a whole number of at least 1 -> Correct it.")
     for key in ("trainer.save_freq", "trainer.test_freq"):
         if not run.is_rl and run.get(key) == 0:
-            yield topic.fail(f"{key} is 0, expected steps, or -1 for never: verl's SFT divides by it", "Set it to -1.")
-
-
-def _check_bounds(run: Run) -> Iterator[Finding]:
+            yield fail(f"{key} is 0, expected steps, or -1 for never: verl's SFT divides by it -> Set it to -1.")
     told: set[str] = set()
-    for key, level, interval, why, advice in BOUNDS:
-        key = f"{ACTOR}.{key}" if run.is_rl and key.startswith("optim.") else key
-        value = run.get(key)
-        if value is None or key in told:
+    for key, say, interval, why, advice in BOUNDS:
+        key = f"{run.optim}{key.removeprefix('optim')}" if key.startswith("optim.") else key
+        value, number = run.get(key), _number(run, key)
+        if value is None or key in told or (number is not None and is_in(number, interval)):
             continue
-        number = _number(run, key)
-        if number is None or not is_in(number, interval):
-            told.add(key)
-            level = level if number is not None else FAIL
-            why = why if number is not None else "it is no number"
-            yield Finding(
-                level, topic.name, f"{key} is {value!r}, expected in {interval}: {why}", f"Set it to {advice}."
-            )
+        told.add(key)
+        say, why = (fail, "it is no number") if number is None else (say, why)
+        yield say(f"{key} is {value!r}, expected in {interval}: {why} -> Set it to {advice}.")
 
 
 def _check_optimizer(run: Run) -> Iterator[Finding]:
-    section, model = (f"{ACTOR}.optim", "actor_rollout_ref.model") if run.is_rl else ("optim", "model")
-    lr, warmup = _number(run, f"{section}.lr"), _number(run, f"{section}.lr_warmup_steps")
+    lr, warmup = _number(run, f"{run.optim}.lr"), _number(run, f"{run.optim}.lr_warmup_steps")
     steps = _number(run, "trainer.total_training_steps")
-    try:
-        parameters = run.shape.parameters if run.shape else 0
-    except (ValueError, KeyError):  # told by the memory estimate
-        parameters = 0
-    is_whole = not (run.get(f"{model}.lora_rank") or run.get(f"{model}.lora_adapter_path"))
+    parameters = run.shape.parameters if run.shape else 0
+    is_whole = not (run.get(f"{run.model}.lora_rank") or run.get(f"{run.model}.lora_adapter_path"))
     if parameters >= LARGE and is_whole and lr is not None and LARGE_LR < lr <= 0.01:
-        yield topic.warn(
-            f"{section}.lr is {lr:g}, expected at most {LARGE_LR:g} for {count(parameters)} parameters: such a model "
-            "would forget what it knows",
-            f"Set it to {RECIPES}.",
-        )
+        yield warn(f"""{run.optim}.lr is {lr:g}, expected at most {LARGE_LR:g} for {count(parameters)} parameters: such
+            a model would forget what it knows -> Set it to {RECIPES}.""")
     if steps and warmup and warmup >= steps:
-        yield topic.warn(
-            f"{section}.lr_warmup_steps is {warmup:g}, expected less than trainer.total_training_steps={steps:g}: the "
-            "learning rate would never be reached",
-            "Lower it.",
-        )
+        yield warn(f"""{run.optim}.lr_warmup_steps is {warmup:g}, expected less than
+            trainer.total_training_steps={steps:g}: the learning rate would never be reached -> Lower it.""")
 
 
 def _check_algorithm(run: Run) -> Iterator[Finding]:
     """What two settings say of each other."""
     low, high = _number(run, f"{ACTOR}.clip_ratio_low"), _number(run, f"{ACTOR}.clip_ratio_high")
     if low is not None and high is not None and low > high:
-        yield topic.warn(
-            f"{ACTOR}.clip_ratio_low is {low:g}, expected at most clip_ratio_high={high:g}: DAPO's clip-higher is the "
-            "other way round",
-            "Exchange them: 0.2 and 0.28.",
-        )
+        yield warn(f"""{ACTOR}.clip_ratio_low is {low:g}, expected at most clip_ratio_high={high:g}: DAPO's clip-higher
+            is the other way round -> Exchange them: 0.2 and 0.28.""")
     estimator = run.get("algorithm.adv_estimator")
     compares = estimator in estimators_of_groups() or run.get("algorithm.filter_groups.enable")
-    if compares and run.get(f"{ROLLOUT}.n") == 1:
-        yield topic.fail(
-            f"{ROLLOUT}.n is 1, expected 2 or more: {estimator} or dynamic sampling compares the samples of a prompt, "
-            "and a group of one has its raw score as advantage",
-            "Set it to 8 or 16.",
-        )
+    if compares and run.n == 1:
+        yield fail(f"""{ROLLOUT}.n is 1, expected 2 or more: {estimator} or dynamic sampling compares the samples of a
+            prompt, and a group of one has its raw score as advantage -> Set it to 8 or 16.""")
     samples = run.get(f"{ROLLOUT}.val_kwargs.n", 1)
     if samples != 1 and run.get(f"{ROLLOUT}.val_kwargs.temperature") == 0:
-        yield topic.warn(
-            f"{ROLLOUT}.val_kwargs.temperature is 0, expected above 0 with val_kwargs.n={samples}: all responses to a "
-            "problem would be equal",
-            "Set val_kwargs.n=1, or the temperature to 1.0.",
-        )
+        yield warn(f"""{ROLLOUT}.val_kwargs.temperature is 0, expected above 0 with val_kwargs.n={samples}: all
+            responses to a problem would be equal -> Set val_kwargs.n=1, or the temperature to 1.0.""")
     for switch, key in (
         (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"),
         ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"),
     ):
         if run.get(switch) and run.get(key) == 0:
-            yield topic.warn(
-                f"{switch} is true, expected false with {key}=0: a reference model would run for nothing",
-                f"Switch it off, or set {key}=0.001.",
-            )
+            yield warn(f"""{switch} is true, expected false with {key}=0: a reference model would run for nothing
+                -> Switch it off, or set {key}=0.001.""")
 
 
 def _number(run: Run, key: str) -> float | None:

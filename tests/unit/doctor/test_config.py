@@ -5,8 +5,8 @@ import pytest
 from verl_ext.doctor.batch import check_batch
 from verl_ext.doctor.config import check_config, check_reward
 from verl_ext.doctor.finding import Level
-from verl_ext.doctor.schema import lineage, required_keys
-from verl_ext.doctor.timeouts import check_timeouts
+from verl_ext.doctor.sandbox import check_timeouts
+from verl_ext.doctor.schema import required_keys
 from verl_ext.settings import CONFIGS, FailedSamples
 
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -39,10 +39,6 @@ def test_what_the_launcher_sets_is_missed_though_verls_default_stands_there(make
 
 
 def test_a_run_that_begins_with_another_one_has_its_open_keys():
-    shared = ["shared/retool", "shared/rl", "shared/every_run"]
-    assert lineage("qwen2-32b_dapo") == ["qwen2-32b_dapo", *shared]
-    published = ["qwen2-32b_dapo_published", "shared/hermes"]  # the last word first
-    assert lineage("qwen2-32b_dapo_published") == [*published, "qwen2-32b_dapo", *shared]
     assert required_keys("qwen2-32b_dapo_published") == required_keys("qwen2-32b_dapo") > {"data.train_files"}
 
 

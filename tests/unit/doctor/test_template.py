@@ -8,7 +8,7 @@ import pytest
 
 from verl_ext.doctor.data import check_rows
 from verl_ext.doctor.finding import Level
-from verl_ext.doctor.template import check_agreement, check_tokenizer, first_difference
+from verl_ext.doctor.template import check_agreement, check_tokenizer, first_difference, load_tools
 
 ROOT = Path(__file__).parents[3]
 RUNS = [("tiny_dapo", "code"), ("tiny_dapo", "hermes"), ("tiny_sft", "code"), ("tiny_sft", "hermes")]
@@ -226,6 +226,31 @@ def test_an_aime_problem_in_the_training_data_is_found(look, told):
 def test_prompts_that_verl_drops_are_a_warning(look, told):
     rows = [problem("1 " * 60), problem("What is 1+1?")]
     assert "verl drops them" in told(look(rows, (), "data.filter_overlong_prompts=true"), Level.WARN)[0]
+
+
+def test_the_functions_of_a_file_are_counted_with_the_prompt(look, tiny_run, qwen, tmp_path, told, only_ok):
+    """verl's rollout gives the chat template the schemas of `function_tool_path`, too."""
+    (tmp_path / "tools.py").write_text(
+        "from verl.tools.function_tool import function_tool\n\n\n@function_tool\ndef price_of(item: str) -> str:\n"
+        f"    '''Look up {'1 ' * 500}\n\n    Args:\n        item: its name\n    '''\n    return '7'\n"
+    )
+    hermes, limit = "retool.protocol=hermes", "data.max_prompt_length=1000"
+    rows = [problem("What is 1+1?"), problem("What is 2+2?")]
+    tools = f"actor_rollout_ref.rollout.multi_turn.function_tool_path={tmp_path}/tools.py"
+    only_ok(look(rows, (), hermes, limit, using=qwen))
+    text = told(look(rows, (), hermes, limit, tools, using=qwen), Level.FAIL)[0]
+    assert "2 of 2 prompts are longer than data.max_prompt_length=1000" in text and "tools included" in text
+    assert "make the same" in told(check_agreement(tiny_run("tiny_dapo", hermes, tools), qwen), Level.OK)[0]
+    broken = tiny_run("tiny_dapo", hermes, tools.replace("tools.py", "none.py"))
+    assert "the tools cannot be loaded: FileNotFoundError" in told(check_tokenizer(broken, qwen), Level.FAIL)[0]
+
+
+def test_what_verl_prints_of_a_tool_is_not_in_the_report(tiny_run, capsys):
+    """Its tools print their schema when they are made; `--json` would be none."""
+    tools = f"actor_rollout_ref.rollout.multi_turn.tool_config_path={ROOT}/configs/tools/code_interpreter.yaml"
+    assert [tool.name for tool in load_tools(tiny_run("tiny_dapo", tools))] == ["code_interpreter"]
+    said = capsys.readouterr()
+    assert said.out == "" and "code_interpreter" in said.err
 
 
 def trace(code="print(1+1)", **changes):
