@@ -104,7 +104,7 @@ def sample_files(folder: Path) -> list[Path]:
     if sides := [dumps[-1] for side in ("before", "after") if (dumps := step_dumps(folder / "eval" / side))]:
         return sides
     for run in (folder, folder / "rl", folder / "sft"):
-        if found := dumps_of(run, "validation_data_dir", "validation") or evaluations_of(run):
+        if found := validations_of(run) or evaluations_of(run):
             return found
     return []
 
@@ -127,6 +127,11 @@ def dumps_of(run: Path, key: str, default: str) -> list[Path]:
     candidates = [run / Path(named or default).name, run / default]
     candidates += [Path(named)] if named and "${" not in named else []
     return next((dumps for folder in candidates if (dumps := step_dumps(folder))), [])
+
+
+def validations_of(run: Path) -> list[Path]:
+    """The dumps of a training run's validations, by step."""
+    return dumps_of(run, "validation_data_dir", "validation")
 
 
 def rollouts_of(run: Path) -> list[Path]:
