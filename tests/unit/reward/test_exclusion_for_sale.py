@@ -132,6 +132,7 @@ def scores():
     pool.close()
 
 
+@pytest.mark.timeout(180)  # the first answers wait for the workers' imports, on a busy machine for a minute
 @pytest.mark.parametrize("row", ANSWERS, ids=lambda row: ascii(row[0])[1:40])
 def test_answer_is_decided(scores, row):
     assert scores[row].result().verdict in ("wrong", "no_answer", "correct")
