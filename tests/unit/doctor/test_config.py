@@ -186,8 +186,6 @@ def test_sft_batches_that_do_not_fit(overrides, message, make_run, told):
 @pytest.mark.parametrize(
     ("overrides", "level", "message"),
     [
-        (["retool.sandbox.timeout_s=0"], Level.FAIL, "the sandbox takes (0, 86400] s"),
-        (["+retool.sandbox.queue_timeout_s=0"], Level.FAIL, "no time beyond its code's"),
         (["retool.sandbox.timeout_s=90"], Level.WARN, "queue for 60 s, less than the 90 s that one program may run"),
         # 5 / 4 + 3 + 8 and 5 + 3; equal where q / 4 + 8 = q, q = 32 / 3
         (
