@@ -30,9 +30,10 @@ QUEUE_S, ATTEMPTS = (
 
 def check_timeouts(run: Run) -> Iterator[Finding]:
     """The model's code, its call with queueing and retries, and who waits for that."""
-    if not run.is_rl or any(each.key.endswith("timeout_s") for each in run.own_problems("value")):  # see values.py
+    code_s = run.get("retool.sandbox.timeout_s")  # SFT has none; else check_config tells that it is missing
+    is_wrong = any(each.key.endswith("timeout_s") for each in run.own_problems("value"))  # told by check_values
+    if code_s is None or is_wrong:
         return
-    code_s = run.get("retool.sandbox.timeout_s", 0)
     queue_s = run.get("retool.sandbox.queue_timeout_s", QUEUE_S)
     request_s = queue_s / ATTEMPTS + code_s + ANSWER_GRACE_S  # the first attempt, see SandboxClient._attempt
     call_s, calls = code_s + queue_s, run.get("retool.max_tool_calls", 1)

@@ -202,6 +202,13 @@ def test_timeouts_lie_within_each_other(overrides, level, message, make_run, tol
     assert any(message in text for text in told(check_timeouts(make_run("qwen2-32b_dapo", *overrides)), level))
 
 
+@pytest.mark.parametrize(
+    "override", ["~retool.sandbox.timeout_s", "retool.sandbox.timeout_s=0", "+retool.sandbox.queue_timeout_s=0"]
+)
+def test_no_inequality_is_made_of_a_missing_or_wrong_timeout(override, make_run):
+    assert list(check_timeouts(make_run("qwen2-32b_dapo", override))) == []
+
+
 def test_no_inequality_is_shown_that_does_not_hold(make_run):
     run = make_run("qwen2-32b_dapo", "retool.sandbox.timeout_s=3", "+retool.sandbox.queue_timeout_s=5")
     assert Level.OK not in {finding.level for finding in check_timeouts(run)}
