@@ -31,12 +31,12 @@ from verl_ext.doctor.schema import (
     is_known,
     is_open,
     is_within,
-    leaves,
     own_keys,
     own_parts,
     own_yaml,
     schema,
 )
+from verl_ext.evaluation.store import flatten
 from verl_ext.settings import Retool, SftData, SftRetool, known_keys
 from verl_ext.settings import compose_run as composed
 
@@ -117,7 +117,7 @@ def test_no_two_yamls_say_the_same():
     for name in RUNS + SHARED:
         tree = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / f"{name}.yaml"))
         tree.pop("defaults", None)
-        for key, value in leaves(tree).items():
+        for key, value in flatten(tree).items():
             said[key, repr(value), key in COUNTS and name.endswith("sft")].append(name)
     twice = [f"{key}: {value} in {' and '.join(places)}" for (key, value, _), places in said.items() if places[1:]]
     assert [text for text in twice if "'???'" not in text] == [], "move it to a YAML of configs/shared that both name"
@@ -165,7 +165,7 @@ def test_key_check_knows_the_fields_of_our_optimizer_section(key: str, known: bo
 
 @pytest.mark.parametrize("run", RUNS)
 def test_values_have_the_type_of_verls_default(run: str):
-    defaults = leaves(schema(entry(run)))
+    defaults = flatten(schema(entry(run)))
     for key, value in own_keys(run).items():
         is_word = key == "trainer.save_freq" and value == "after_each_epoch"
         assert is_word or has_type_of(value, defaults.get(key)), f"{key}: {value!r}"
@@ -188,11 +188,11 @@ def test_every_section_without_effect_exists_in_verl():
 def test_settings_has_a_field_for_every_retool_key_and_every_field_has_a_key(run: str):
     config = OmegaConf.to_container(composed_once(run), resolve=False)
     if run in SFT_RUNS:
-        assert leaves(config["data"]["retool"], "data.retool.").keys() == set(known_keys(SftData, "data.retool"))
-        assert leaves(config["retool"], "retool.").keys() == set(known_keys(SftRetool, "retool"))
+        assert flatten(config["data"]["retool"], "data.retool.").keys() == set(known_keys(SftData, "data.retool"))
+        assert flatten(config["retool"], "retool.").keys() == set(known_keys(SftRetool, "retool"))
     else:
         with_default = {"retool.sandbox.queue_timeout_s"}  # of the client; no YAML of ours changes it
-        keys = leaves(config["retool"], "retool.").keys()
+        keys = flatten(config["retool"], "retool.").keys()
         assert keys == set(known_keys(Retool, "retool")) - with_default
 
 
@@ -298,7 +298,7 @@ def test_the_workers_of_a_run_write_its_trajectories(run: str):
 
 
 def test_separate_rollouts_on_a_cpu_have_what_verl_wants():
-    keys = [key for key in leaves(own_yaml("hardware/cpu_separate")) if not is_open(key)]
+    keys = [key for key in flatten(own_yaml("hardware/cpu_separate")) if not is_open(key)]
     assert [key for key in keys if not is_known(key, schema("ppo_trainer"))] == []
     config = composed("tiny_dapo", ["hardware=cpu_separate"])
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer

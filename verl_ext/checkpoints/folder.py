@@ -137,6 +137,26 @@ def require_whole(path: str | os.PathLike | None) -> Path:
     return checkpoint
 
 
+def choose(mode: str, path: str | os.PathLike | None, folder: Path, say: Say = logger.info) -> Path | None:
+    """What `trainer.resume_mode` comes to. Nothing is changed: the checkpoint may be below `.saving/`, see `restore`.
+
+    Raises:
+        ValueError: the mode is none of verl's, or the path names no checkpoint.
+        NotWhole: something of the checkpoint is missing.
+    """
+    if mode == "disable":
+        return None
+    if mode == "auto":
+        return resume_point(folder, say)
+    if mode != "resume_path":
+        raise ValueError(f"trainer.resume_mode={mode!r}; expected auto, resume_path or disable.")
+    step = step_of(path)
+    copies = {} if step is None else recoverable(Path(path).parent, step)
+    chosen = copies.get(step) or require_whole(path)
+    say(f"Resume: from {chosen}, as trainer.resume_from_path says.")
+    return chosen
+
+
 # Saving --------------------------------------------------------------------------------------------------------------
 
 

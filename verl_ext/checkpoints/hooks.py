@@ -114,14 +114,8 @@ def _guard_sft(module: ModuleType) -> None:
         return str(chosen)
 
     def _load_dataloader_state(self: Any, checkpoint_path: str) -> None:
-        states = sorted(path.name for path in Path(checkpoint_path).glob("data_*.pt"))
         ranks = 1 if self.mode == module.OrchestrationMode.RAY else self.engine.get_data_parallel_size()
-        if len(states) != ranks:
-            raise ValueError(
-                f"{checkpoint_path} holds the data-loader states of {len(states)} data-parallel ranks, but this run "
-                f"has {ranks}: some traces would be trained twice, others not. Resume with as many GPUs and the same "
-                "engine.ulysses_sequence_parallel_size, or start anew from the merged model."
-            )
+        manifest.require_data_states(Path(checkpoint_path), ranks)
         step, steps_per_epoch = module.extract_step(checkpoint_path), len(self.train_dataloader)
         if step % steps_per_epoch == 0:
             if self.rank == 0:
@@ -220,21 +214,9 @@ def _watch_metrics(module: ModuleType) -> None:
 
 
 def _chosen(mode: str, path: str | None, folder: Path) -> Path | None:
-    """What `trainer.resume_mode` comes to; a copy that a kill left in `.saving/` is put in its place before.
-
-    Raises:
-        ValueError: the mode is none of verl's, or the path names no checkpoint.
-        NotWhole: something of the checkpoint is missing.
-    """
-    if mode == "disable":
-        return None
+    """As `checkpoints.choose`; a copy that a kill left in `.saving/` is put in its place before."""
     if mode == "auto":
         checkpoints.restore(folder)
-        return checkpoints.resume_point(folder)
-    if mode == "resume_path":
-        if (step := checkpoints.step_of(path)) is not None:
-            checkpoints.restore(Path(path).parent, step)
-        chosen = checkpoints.require_whole(path)
-        logger.info("Resume: from %s, as trainer.resume_from_path says.", chosen)
-        return chosen
-    raise ValueError(f"trainer.resume_mode={mode!r}; expected auto, resume_path or disable.")
+    elif mode == "resume_path" and (step := checkpoints.step_of(path)) is not None:
+        checkpoints.restore(Path(path).parent, step)
+    return checkpoints.choose(mode, path, folder)

@@ -123,6 +123,17 @@ def require_ranks(checkpoint: Path, ranks: int) -> None:
         )
 
 
+def require_data_states(checkpoint: Path, ranks: int) -> None:
+    """Raise ValueError if an SFT checkpoint's data-loader states are those of another number of data-parallel ranks."""
+    states = len(list(checkpoint.glob("data_*.pt")))
+    if states != ranks:
+        raise ValueError(
+            f"{checkpoint} holds the data-loader states of {states} data-parallel ranks, but this run has {ranks}: "
+            "some traces would be trained twice, others not. Resume with as many GPUs and the same "
+            "engine.ulysses_sequence_parallel_size, or start anew from the merged model."
+        )
+
+
 def checksum(path: Path, block: int = BLOCK, blocks: int = BLOCKS) -> int:
     """CRC-32 of a file up to `block * blocks` bytes; of a larger one, of `blocks` blocks spread from start to end."""
     size, value = path.stat().st_size, 0

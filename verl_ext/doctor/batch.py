@@ -7,7 +7,7 @@ from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
 
 
 def check_batch(run: Run) -> Iterator[Finding]:
-    problems = [*_check_gpus(run), *(_check_rl(run) if run.is_rl else _check_sft(run)), *_check_heads(run)]
+    problems = [*_check_ranks(run), *(_check_rl(run) if run.is_rl else _check_sft(run))]
     if problems:
         yield from problems
         return
@@ -69,24 +69,16 @@ def _check_separate(run: Run, mini: int, per_server: int) -> Iterator[Finding]:
 
 
 def _check_sft(run: Run) -> Iterator[Finding]:
-    ranks, micro = run.data_parallel, run.get("data.micro_batch_size_per_gpu")
+    ranks, micro = run.data_parallel, run.micro_batch
     share = run.batch // ranks
     if run.batch % ranks:
         yield fail(f"""data.train_batch_size={run.batch} does not divide among {ranks} data-parallel ranks
             -> Take a multiple of {ranks}.""")
     yield from _check_tokens(run, "data", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
-    if not run.get("data.use_dynamic_bsz") and micro and share % micro:
+    if not run.is_dynamic and micro and share % micro:
         yield fail(f"""{share} traces of each data-parallel rank are no multiple of
             data.micro_batch_size_per_gpu={micro}
             -> Take one that divides {share}, such as {_divisor(share, micro)}.""")
-
-
-def _check_gpus(run: Run) -> Iterator[Finding]:
-    if run.gpus % run.ulysses:
-        yield fail(f"""{run.gpus} GPUs are no multiple of ulysses_sequence_parallel_size={run.ulysses}
-            -> Change one of them.""")
-    if run.ulysses > 1 and not run.get(f"{run.model}.use_remove_padding"):
-        yield fail("Ulysses needs model.use_remove_padding=true; verl refuses to start -> Set it.")
 
 
 def _check_tokens(run: Run, section: str, key: str, micro: str = "") -> Iterator[Finding]:
@@ -104,8 +96,13 @@ def _check_tokens(run: Run, section: str, key: str, micro: str = "") -> Iterator
             than the longest sequence, {run.longest} -> Set it to {-(-run.longest // run.ulysses)} or more.""")
 
 
-def _check_heads(run: Run) -> Iterator[Finding]:
-    """As verl 0.9.1 asserts (models/transformers/monkey_patch.py:343) and vLLM refuses; where the model is at hand."""
+def _check_ranks(run: Run) -> Iterator[Finding]:
+    """As verl 0.9.1 asserts (models/transformers/monkey_patch.py:343) and vLLM refuses; heads where they are known."""
+    if run.gpus % run.ulysses:
+        yield fail(f"""{run.gpus} GPUs are no multiple of ulysses_sequence_parallel_size={run.ulysses}
+            -> Change one of them.""")
+    if run.ulysses > 1 and not run.get(f"{run.model}.use_remove_padding"):
+        yield fail("Ulysses needs model.use_remove_padding=true; verl refuses to start -> Set it.")
     if (shape := run.shape) is None:
         return
     if shape.heads % run.ulysses or (shape.kv_heads % run.ulysses and run.ulysses % shape.kv_heads):

@@ -104,29 +104,6 @@ def check_disk(run: Run) -> Iterator[Finding]:
         -> Free as much, {without}{LARGER_DISK}""")
 
 
-def _resume_point(run: Run, said: list[str]) -> Path | None:
-    """The checkpoint that the run goes on from; `said` is why it is not the newest.
-
-    Of one that is named, and was being saved again, it is the copy in `.saving/` that the run would put in its place.
-
-    Raises:
-        ValueError, NotWhole: there is none that is whole, or it is not one of this run's ranks.
-    """
-    mode, named = run.get("trainer.resume_mode", "auto"), run.get("trainer.resume_from_path")
-    if mode == "disable":
-        return None
-    if mode == "auto" and (run.is_rl or not named):
-        chosen = checkpoints.resume_point(run.output_folder, said.append)
-    else:
-        chosen = run.folder / named if named else None
-        step = checkpoints.step_of(chosen)
-        copies = {} if step is None else checkpoints.recoverable(chosen.parent, step)
-        chosen = copies.get(step) or checkpoints.require_whole(chosen)
-    if chosen:
-        manifest.require_ranks(chosen / "actor" if run.is_rl else chosen, run.gpus)
-    return chosen
-
-
 def check_resume(run: Run) -> Iterator[Finding]:
     """Which checkpoint the run goes on from, as verl_ext/checkpoints decides, and what there is left to do."""
     folder, mode, said = run.output_folder, run.get("trainer.resume_mode", "auto"), []
@@ -136,15 +113,17 @@ def check_resume(run: Run) -> Iterator[Finding]:
     if mode == "disable" and (there := checkpoints.steps(folder)):
         yield warn(f"""trainer.resume_mode=disable, and {folder} holds checkpoints up to step {there[-1]}, which the run
             would mix with its own -> Give it a folder of its own: trainer.default_local_dir (OUTPUT_DIR).""")
+    named = run.get("trainer.resume_from_path")
+    if named and mode == "auto" and not run.is_rl:
+        mode = "resume_path"
     try:
-        chosen = _resume_point(run, said)
+        chosen = checkpoints.choose(mode, run.folder / named if named else None, folder, said.append)
+        if chosen:
+            manifest.require_ranks(chosen / "actor" if run.is_rl else chosen, run.gpus)
+        if chosen and not run.is_rl:
+            manifest.require_data_states(chosen, run.data_parallel)
     except (ValueError, checkpoints.NotWhole) as error:
         yield fail(f"{error} -> {look}")
-        return
-    if chosen and not run.is_rl and (states := len(list(chosen.glob("data_*.pt")))) != run.data_parallel:
-        yield fail(f"""{chosen} holds the data-loader states of {states} data-parallel ranks, but this run has
-            {run.data_parallel} -> Resume with as many GPUs and the same engine.ulysses_sequence_parallel_size, or start
-            anew from the merged model.""")  # verl_ext/checkpoints/hooks.py refuses it, too
         return
     if len(said) > 1:
         yield warn(f"{' '.join(said[:-1])} -> {look}")

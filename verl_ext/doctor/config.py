@@ -13,6 +13,7 @@ from verl_ext.doctor import schema as of
 from verl_ext.doctor.finding import Finding, all_well, fail, ok, warn
 from verl_ext.doctor.names import did_you_mean
 from verl_ext.doctor.run import Run
+from verl_ext.evaluation.store import flatten
 from verl_ext.settings import CONFIGS, compose_run
 
 SIMILAR = 0.8  # of a misspelt section
@@ -20,14 +21,14 @@ SIMILAR = 0.8  # of a misspelt section
 
 def check_config(run: Run) -> Iterator[Finding]:
     """Unknown keys, keys without effect, values of another type, and what is not set."""
-    composed = of.leaves(OmegaConf.to_container(run.config, resolve=False))
+    composed = flatten(OmegaConf.to_container(run.config, resolve=False))
     text = f"verl 0.9.1 knows all {len(composed)} keys, and none that is set is without effect"
     yield from all_well(_problems(run, composed), text)
 
 
 def _problems(run: Run, composed: dict) -> Iterator[Finding]:
     reference = of.schema(run.entry)
-    defaults = of.leaves(reference)
+    defaults = flatten(reference)
     try:
         OmegaConf.to_container(run.config, resolve=True)
     except OmegaConfBaseException as error:
@@ -55,12 +56,9 @@ def _problems(run: Run, composed: dict) -> Iterator[Finding]:
             kinds = type(value).__name__, type(defaults[key]).__name__
             yield warn(f"{key} is {value!r} ({kinds[0]}), but verl's default is a {kinds[1]} -> Correct it.")
     for problem in run.own_problems("unknown", "missing"):
-        is_unknown = problem.kind == "unknown"
-        hint = (
-            did_you_mean(problem.key, problem.known, "Remove it.")
-            if is_unknown
-            else "Set it as in configs/qwen2-32b_dapo.yaml."
-        )
+        hint = "Set it as in configs/qwen2-32b_dapo.yaml."
+        if problem.kind == "unknown":
+            hint = did_you_mean(problem.key, problem.known, "Remove it.")
         yield fail(f"{problem.message} -> {hint}")
 
 
@@ -71,7 +69,7 @@ def explain(error: Exception, name: str, folder: Path) -> Finding:
     if quoted := re.search(r"(?:Could not \w+|primary config) .*?'([^']+)'", text):
         known = [str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml")]
         try:
-            known += of.leaves(OmegaConf.to_container(compose_run(name, folder=folder)))
+            known += flatten(OmegaConf.to_container(compose_run(name, folder=folder)))
         except (HydraException, OmegaConfBaseException):  # the YAML itself is wrong, or not there
             pass
         hint = did_you_mean(quoted[1], known)

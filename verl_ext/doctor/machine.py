@@ -9,10 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.run import GIB, ROLLOUT, Run
+from verl_ext.records.run_record import memory_bytes
 
 # The least that CUDA 13 runs on, which requirements/gpu.txt pins (NVIDIA's CUDA 13.0 release notes).
 CUDA_13_DRIVER = 580
@@ -42,11 +41,8 @@ class Machine:
 
     @classmethod
     def here(cls) -> "Machine":
-        memory, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
-        if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
-            memory = min(memory, int(text))
         shm = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
-        return cls(query_gpus(), memory, shm, resource.getrlimit(resource.RLIMIT_NOFILE), dict(os.environ))
+        return cls(query_gpus(), memory_bytes(), shm, resource.getrlimit(resource.RLIMIT_NOFILE), dict(os.environ))
 
     @property
     def ray_address_file(self) -> Path:

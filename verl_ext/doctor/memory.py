@@ -65,7 +65,7 @@ def estimate(run: Run, shape: ModelShape) -> Memory:
     compute_bytes = 4 if of_engine("mixed_precision", {}).get("param_dtype") in FP32 else 2
     fsdp_size = of_engine("fsdp_size", -1)
     world = fsdp_size if 0 < fsdp_size < run.gpus else run.gpus
-    tokens = _tokens_per_gpu(run)
+    tokens = run.tokens_per_gpu if run.is_dynamic else (run.micro_batch or 1) * run.longest // run.ulysses
     total, root, layer = shape.parameters, shape.embedding_parameters, shape.layer_parameters
     sharded = (weight_bytes + 4 + 8) * total / world
     gathered = compute_bytes * (root + 2 * layer) + 4 * layer
@@ -118,15 +118,6 @@ def estimate(run: Run, shape: ModelShape) -> Memory:
         checkpoint=(weight_bytes + 8) * total,
         terms=terms,
     )
-
-
-def _tokens_per_gpu(run: Run) -> int:
-    """Of the largest micro-batch, on one GPU."""
-    section, name = (ACTOR, "ppo_max_token_len") if run.is_rl else ("data", "max_token_len")
-    if run.get(f"{section}.use_dynamic_bsz"):
-        return run.get(f"{section}.{name}_per_gpu")
-    micro = f"{ACTOR}.ppo_micro_batch_size_per_gpu" if run.is_rl else "data.micro_batch_size_per_gpu"
-    return run.get(micro, 1) * run.longest // run.ulysses
 
 
 def _reference_bytes(run: Run) -> int:

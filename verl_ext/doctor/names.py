@@ -17,7 +17,8 @@ from omegaconf import OmegaConf
 
 from verl_ext.doctor.finding import Finding, all_well, fail
 from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
-from verl_ext.doctor.schema import leaves, schema
+from verl_ext.doctor.schema import schema
+from verl_ext.evaluation.store import flatten
 from verl_ext.moved import new_name
 from verl_ext.settings import REPO, VERL
 
@@ -161,7 +162,7 @@ def _check_settings(run: Run) -> Iterator[Finding]:
     settings = dict(SETTINGS)
     if run.get("reward.reward_manager.source") == "register":
         settings["reward.reward_manager.name"] = reward_managers
-    defaults = leaves(schema(run.entry))
+    defaults = flatten(schema(run.entry))
     for key, names in settings.items():
         if run.get(key) != defaults.get(key):  # verl's own default is known
             known = set(names(run))

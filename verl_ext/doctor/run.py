@@ -67,6 +67,10 @@ class Run:
     n = Setting(f"{ROLLOUT}.n")  # responses to a prompt
     tensor_parallel = Setting(f"{ROLLOUT}.tensor_model_parallel_size", 1)  # GPUs of a vLLM server that share each layer
     ulysses = Setting(f"{ACTOR}.fsdp_config.{ULYSSES}", 1, sft=f"engine.{ULYSSES}")  # GPUs that share a sequence
+    # A micro-batch on a GPU: of so many tokens where batches are dynamic, else of so many sequences.
+    is_dynamic = Setting(f"{ACTOR}.use_dynamic_bsz", sft="data.use_dynamic_bsz")
+    tokens_per_gpu = Setting(f"{ACTOR}.ppo_max_token_len_per_gpu", sft="data.max_token_len_per_gpu")
+    micro_batch = Setting(f"{ACTOR}.ppo_micro_batch_size_per_gpu", sft="data.micro_batch_size_per_gpu")
     model_path = Setting("actor_rollout_ref.model.path", sft="model.path")
     protocol = Setting("retool.protocol", sft="data.retool.protocol")  # of tool calls: code or hermes
     device = Setting("trainer.device")

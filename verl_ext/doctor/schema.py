@@ -14,6 +14,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.evaluation.store import flatten
 from verl_ext.settings import CONFIGS, REPO, VERL, search_path
 
 # Sections whose keys verl's YAML does not list, and who refuses a wrong key instead.
@@ -71,17 +72,6 @@ def schema(entry: str) -> dict:
         return OmegaConf.to_container(compose(entry), resolve=False)
 
 
-def leaves(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value; a list or an empty dict is a value."""
-    flat = {}
-    for name, value in tree.items():
-        if isinstance(value, dict) and value:
-            flat.update(leaves(value, f"{prefix}{name}."))
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
 def is_within(key: str, section: str) -> bool:
     return key == section or key.startswith(f"{section}.")
 
@@ -135,7 +125,7 @@ def own_keys(run: str, folder: Path = CONFIGS) -> dict[str, Any]:
     """Dotted key -> value, of all YAMLs of ours that a run is composed of."""
     keys: dict[str, Any] = {}
     for path, package in own_parts(run, folder).items():
-        keys |= leaves(own_yaml(path, folder), f"{package}." * bool(package))
+        keys |= flatten(own_yaml(path, folder), f"{package}." * bool(package))
     return keys
 
 

@@ -63,22 +63,17 @@ def protocol_of(run: Run, tokenizer: "PreTrainedTokenizerBase") -> "ToolProtocol
 
 
 def load_tools(run: Run) -> list["BaseTool"]:
-    """Those of the tool YAML and of the file of functions, as verl's rollout loads them. Raises what they raise."""
-    from verl.tools.tool_registry import load_all_tools
+    """Those of an RL run; none of an SFT run. Raises what they raise."""
+    from verl_ext.environments import toolbox
 
-    paths = (run.get(f"{ROLLOUT}.multi_turn.{key}") for key in ("tool_config_path", "function_tool_path"))
     with redirect_stdout(sys.stderr):  # verl prints each schema; the report may be JSON
-        return load_all_tools(*(str(run.folder / path) if path else None for path in paths))
+        return toolbox.load_tools(run.get(f"{ROLLOUT}.multi_turn", {}), run.folder)
 
 
 def tool_schemas(run: Run) -> dict[str, dict]:
-    """Name -> schema of the tools in the prompt, the interpreter first; as in environments/toolbox.py."""
-    from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL
+    from verl_ext.environments.toolbox import schemas_of
 
-    schemas = {
-        tool.name: tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in load_tools(run)
-    }
-    return {CODE_TOOL: CODE_SCHEMA} | schemas
+    return schemas_of(load_tools(run))
 
 
 def check_tokenizer(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:

@@ -8,11 +8,13 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 from verl.tools.schemas import ToolResponse
+from verl.tools.tool_registry import load_all_tools
 
 from verl_ext.environments.tool_errors import ToolError, ToolUnavailable, who_is_at_fault
 from verl_ext.outcome import Fault
@@ -56,10 +58,7 @@ class Toolbox:
         self._echo = sandbox.echo_last_expression
         self._traceback = settings.traceback
         self._tools = {tool.name: tool for tool in tools}
-        self.schemas = {CODE_TOOL: CODE_SCHEMA} | {
-            name: tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
-            for name, tool in self._tools.items()
-        }
+        self.schemas = schemas_of(tools)
 
     def select(self, selection: Any) -> dict[str, dict]:
         """Schemas by name of the tools that a sample may use: those of its `extra_info.tool_selection`, or all.
@@ -160,6 +159,26 @@ class Toolbox:
         if response.text is None:
             raise TypeError(f"The tool {call.tool!r} answered without text; expected some, or an empty string.")
         return response, reward
+
+
+def load_tools(multi_turn: Mapping[str, Any], folder: Path) -> list[BaseTool | FunctionTool]:
+    """The tools of a run's tool YAML and of its file of functions, as verl's rollout loads them.
+
+    Args:
+        multi_turn: `actor_rollout_ref.rollout.multi_turn` of the run.
+        folder: that relative paths count from.
+    Raises:
+        Exception: what a file, or a tool in it, raises.
+    """
+    files = (multi_turn.get(name) for name in ("tool_config_path", "function_tool_path"))
+    return load_all_tools(*(str(folder / file) if file else None for file in files))
+
+
+def schemas_of(tools: Sequence[BaseTool | FunctionTool]) -> dict[str, dict]:
+    """Name -> schema of the tools in the prompt, the interpreter first."""
+    return {CODE_TOOL: CODE_SCHEMA} | {
+        tool.name: tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True) for tool in tools
+    }
 
 
 def error_kind(status: str, stderr: str, return_code: int | None) -> str:

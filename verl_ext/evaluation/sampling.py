@@ -16,9 +16,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from transformers import PreTrainedTokenizerBase
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
-from verl.tools.tool_registry import load_all_tools
 
 from verl_ext.datasets.rows import DataError, progress_bar
+from verl_ext.environments.toolbox import load_tools
 from verl_ext.evaluation.servers import Server, ServerFailure
 from verl_ext.evaluation.store import Store
 from verl_ext.outcome import SERVER_FAILURE, UNVERIFIED, evaluation_failure
@@ -78,8 +78,6 @@ class Sampler:
         self._max_prompt_length, self._max_response_length = rollout.prompt_length, rollout.response_length
         self._params = {name: rollout.val_kwargs[name] for name in ("temperature", "top_p", "top_k")}
         config = OmegaConf.merge(config, {"actor_rollout_ref": {"rollout": {"prompt_length": sys.maxsize}}})
-        files = [rollout.multi_turn.get(name) for name in ("tool_config_path", "function_tool_path")]
-        tools = load_all_tools(*(str(REPO / file) if file else None for file in files))
         self._default_loop = rollout.agent.default_agent_loop
         self._protocols = {
             each.name: each.get("protocol") for each in OmegaConf.load(REPO / rollout.agent.agent_loop_config_path)
@@ -93,7 +91,7 @@ class Sampler:
             dataset_cls=None,
             data_config=DictConfigWrap(config.data),
             hf_model_type=hf_model_type,
-            tools=ToolListWrap(tools),
+            tools=ToolListWrap(load_tools(rollout.multi_turn, REPO)),
         )
         self._loops: dict[str, RetoolAgentLoop] = {}
         self._reward = RetoolRewardManager(config, tokenizer)

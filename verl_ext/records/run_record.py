@@ -18,6 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from verl_ext.records import jsonl
 from verl_ext.records.run_folder import (
     SAMPLES,
@@ -246,11 +248,8 @@ def environment() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = None
     changes = _command_output("git", "status", "--porcelain")
-    cpu_info, memory_limit = Path("/proc/cpuinfo"), Path("/sys/fs/cgroup/memory.max")
+    cpu_info = Path("/proc/cpuinfo")
     cpu = re.search(r"^model name\s*:\s*(.+)$", cpu_info.read_text() if cpu_info.is_file() else "", re.MULTILINE)
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if memory_limit.is_file() and (limit := memory_limit.read_text().strip()).isdecimal():
-        memory = min(memory, int(limit))
     gpus = _command_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return {
         "versions": versions,
@@ -262,10 +261,18 @@ def environment() -> dict[str, Any]:
             "system": platform.platform(),
             "cpu": cpu[1].strip() if cpu else platform.machine(),
             "cores": len(os.sched_getaffinity(0)),
-            "memory_gib": round(memory / 2**30, 1),
+            "memory_gib": round(memory_bytes() / 2**30, 1),
             "gpus": gpus.splitlines() if gpus else [],
         },
     }
+
+
+def memory_bytes() -> int:
+    """Of this machine, or of its container where that has less."""
+    memory, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
+        memory = min(memory, int(text))
+    return memory
 
 
 def _logged_rollouts(folder: Path) -> list[dict[str, Any]]:

@@ -26,6 +26,8 @@ def test_our_own_runs_have_such_as_a_run_can_mean(name, hardware, make_run, only
         (f"{ROLLOUT}.temperature=hot", Level.FAIL, "is 'hot', expected in (0, inf): it is no number"),
         (f"{ROLLOUT}.val_kwargs.temperature=0", Level.WARN, "expected above 0 with val_kwargs.n=30"),
         (f"{ROLLOUT}.val_kwargs.temperature=3", Level.WARN, "expected in [0, 1.5]"),
+        ("retool.sandbox.timeout_s=0", Level.FAIL, "retool.sandbox.timeout_s is 0, expected a number in (0, 86400]"),
+        ("+retool.sandbox.queue_timeout_s=0", Level.FAIL, "queue_timeout_s is 0, expected a number in (0, inf)"),
         (f"{ROLLOUT}.top_p=0", Level.FAIL, "top_p is 0, expected in (0, 1]"),
         (f"{ROLLOUT}.val_kwargs.top_p=60", Level.FAIL, "val_kwargs.top_p is 60"),
         (f"{ROLLOUT}.gpu_memory_utilization=.99", Level.FAIL, "is 0.99, expected in (0, 0.98]: vLLM starts only where"),
