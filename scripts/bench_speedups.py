@@ -4,7 +4,7 @@
 
 Needs the data and the SFT model of a quickstart. Every step generates 16 prompts, since dynamic sampling is off: the
 number of prompts would differ between the runs. Prints a table of medians over the rounds, with the lowest and the
-highest. About nine minutes a round.
+highest. About seven minutes a round.
 """
 
 import argparse
@@ -25,31 +25,10 @@ MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 class Variant(NamedTuple):
     overrides: tuple[str, ...] = ()
     shell: str = ":"  # before a Python of the launcher starts
-    module: str = ""  # imported in every process, behind verl_ext
 
 
 VARIANTS = {
     "as shipped": Variant(),
-    "verl's log-probs, token by token (no `_vectorise_log_probs`)": Variant(
-        module="""
-import importlib.util
-
-import wrapt
-
-
-def restore(module):
-    spec = importlib.util.spec_from_file_location("as_published", module.__file__)
-    published = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(published)
-    module.logprobs_from_logits_v2 = published.logprobs_from_logits_v2
-
-
-wrapt.register_post_import_hook(restore, "verl.utils.torch_functional")
-"""
-    ),
-    "one thread in the actor (no `set_num_threads`)": Variant(
-        module="import torch\n\ntorch.set_num_threads = lambda number: None\n"
-    ),
     # The launcher starts `python -m verl_ext.cpu.warm_python -m verl.trainer.main_ppo ...`.
     "imports in every process (no cpu/warm_python.py)": Variant(
         shell='if [ "$2" = verl_ext.cpu.warm_python ]; then shift 2; fi'
@@ -63,7 +42,6 @@ wrapt.register_post_import_hook(restore, "verl.utils.torch_functional")
 }
 # In the place of the launcher's Python.
 PYTHON = """#!/bin/sh
-export VERL_USE_EXTERNAL_MODULES=verl_ext,bench_variant PYTHONPATH={folder}
 {shell}
 exec {python} "$@"
 """
@@ -85,8 +63,7 @@ def main() -> None:
     for number in range(args.rounds):
         for index, (name, variant) in enumerate(VARIANTS.items()):
             out = args.out / f"{number}-{index}"
-            (folder / "bench_variant.py").write_text(variant.module)
-            python.write_text(PYTHON.format(folder=folder, shell=variant.shell, python=sys.executable))
+            python.write_text(PYTHON.format(shell=variant.shell, python=sys.executable))
             python.chmod(0o755)
             overrides = (*variant.overrides, "algorithm.filter_groups.enable=false")
             with running_server(options=SANDBOX_OPTIONS) as sandbox, Supervisor() as supervisor:
