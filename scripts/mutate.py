@@ -6,7 +6,7 @@
 
 Each mutant is one change (`<` for `<=`, a condition for True, a statement left out) in a copy of the repository, never
 in the working tree. The unit tests of its module run, and the first failure kills the mutant. The draw goes by a hash
-of the change (file, function, operator, text, the how-manieth), so that an edit leaves most of the draw as it was.
+of the change (file, function, operator, text, its number among equal ones): an edit leaves most of the draw as it was.
 Results go to `outputs/mutation.jsonl`, keyed by the mutated file and the tests: a second call runs only what is new.
 While you write tests against survivors, `--keep-killed` leaves out mutants that were killed before, though file or
 tests have changed since. docs/mutation.md explains the survivors; `mutants.py` says what a mutant is.
