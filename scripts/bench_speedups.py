@@ -4,16 +4,17 @@
 
 Needs the data and the SFT model of a quickstart. Every step generates 16 prompts, since dynamic sampling is off: the
 number of prompts would differ between the runs. Prints a table of medians over the rounds, with the lowest and the
-highest. About seven minutes a round.
+highest; the figures of each run are in a new folder below --out. About seven minutes a round.
 """
 
 import argparse
+import json
 import statistics
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from bench_vs_trl import run_ours
+from bench_vs_trl import new_folder, run_ours
 
 from verl_ext.quickstart.pipeline import SANDBOX_OPTIONS
 from verl_ext.quickstart.supervise import Supervisor
@@ -56,13 +57,12 @@ def main() -> None:
     args = parser.parse_args()
     if not (args.run / "sft" / "merged").is_dir():
         parser.error(f"{args.run} has no SFT model. Make it: bash scripts/quickstart.sh --stage sft --stage merge")
-    args.out.mkdir(parents=True, exist_ok=True)
-    folder = args.out.resolve()
+    folder = new_folder(args.out).resolve()
     python = folder / "python"
     found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
     for number in range(args.rounds):
         for index, (name, variant) in enumerate(VARIANTS.items()):
-            out = args.out / f"{number}-{index}"
+            out = folder / f"{number}-{index}"
             python.write_text(PYTHON.format(shell=variant.shell, python=sys.executable))
             python.chmod(0o755)
             overrides = (*variant.overrides, "algorithm.filter_groups.enable=false")
@@ -70,6 +70,7 @@ def main() -> None:
                 figures = run_ours(supervisor, args.run, sandbox, args.steps, out, overrides, str(python))
             found[name].append(figures)
             print(f"round {number + 1}: {name}: {figures}", flush=True)
+    (folder / "summary.json").write_text(json.dumps(found, indent=2))
     print(
         f"\n| {args.rounds} rounds of {args.steps} steps | first step after, s | a later step, s |\n| --- | --- | --- |"
     )

@@ -4,7 +4,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import shutil
 import statistics
 import sys
 import threading
@@ -72,6 +71,13 @@ def delayed(url: str, delay_s: float) -> Iterator[str]:
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()
+
+
+def new_folder(out: Path) -> Path:
+    """A folder of this start in `out`, named after the time: the figures of earlier starts stay as they are."""
+    folder = out / time.strftime("%Y%m%d-%H%M%S")
+    folder.mkdir(parents=True)
+    return folder
 
 
 def run_ours(
@@ -146,7 +152,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps <= WARM_UP + 1:
         parser.error(f"--steps is {args.steps}, but the first {WARM_UP} are left out; take at least {WARM_UP + 2}")
-    shutil.rmtree(args.out, ignore_errors=True)
+    folder = new_folder(args.out)
 
     rows: dict[tuple[float, str], list[dict[str, float]]] = {}
     with Supervisor() as supervisor, running_server(options=SANDBOX_OPTIONS) as url:
@@ -155,7 +161,7 @@ def main() -> None:
                 for number in range(args.rounds):
                     for name in ("verl-retool", "TRL"):
                         print(f"== {name}, sandbox calls + {1000 * latency_s:g} ms, round {number + 1}", flush=True)
-                        out = args.out / f"{name}_{latency_s:g}s_{number}"
+                        out = folder / f"{name}_{latency_s:g}s_{number}"
                         out.mkdir(parents=True)
                         if name == "TRL":
                             figures = run_trl(supervisor, args.run, sandbox, args.steps, out, args.trl_python)
@@ -165,7 +171,7 @@ def main() -> None:
                         rows.setdefault((latency_s, name), []).append(figures)
 
     means = {key: {name: statistics.mean(run[name] for run in runs) for name in runs[0]} for key, runs in rows.items()}
-    (args.out / "summary.json").write_text(
+    (folder / "summary.json").write_text(
         json.dumps([{"latency_s": key[0], "trainer": key[1], "runs": runs} for key, runs in rows.items()], indent=2)
     )
     print(

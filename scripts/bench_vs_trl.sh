@@ -5,7 +5,8 @@
 #
 # Usage: bash scripts/bench_vs_trl.sh [--steps N] [--rounds N] [--latencies S ...] [--run FOLDER]
 # Takes the SFT model of the quickstart (outputs/quickstart, made if it is not there), and TRL in an environment of its
-# own (requirements/trl.txt, 1.5 GB): outputs/bench_vs_trl/venv. Prints a table; figures in outputs/bench_vs_trl/runs.
+# own (requirements/trl.txt, 1.5 GB): outputs/bench_vs_trl/venv. Prints a table; figures in a new folder below
+# outputs/bench_vs_trl/runs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ ${1-} == --help ]]; then

@@ -6,7 +6,7 @@
 
 Each mutant is one change (`<` for `<=`, a condition for True, a statement left out) in a copy of the repository, never
 in the working tree. The unit tests of its module run, and the first failure kills the mutant. The draw goes by a hash
-of the change (file, function, operator, text, the how-manieth), so that an edit leaves most of the draw as it was.
+of the change (file, function, operator, text, its number among equal ones): an edit leaves most of the draw as it was.
 Results go to `outputs/mutation.jsonl`, keyed by the mutated file and the tests: a second call runs only what is new.
 While you write tests against survivors, `--keep-killed` leaves out mutants that were killed before, though file or
 tests have changed since. docs/mutation.md explains the survivors; `mutants.py` says what a mutant is.
@@ -34,18 +34,32 @@ from mutants import Mutant, find_mutants
 
 REPO = Path(__file__).resolve().parents[1]
 UNIT = "tests/unit"
+SAMPLER = ["trainer/test_sampler.py", "trainer/test_sampler_excluded.py", "trainer/test_sampler_surplus.py"]
 TESTS = {  # source -> its unit tests, the fastest first
-    "verl_ext/rollout/loop.py": ["rollout/test_loop.py", "protocols/test_hermes.py"],
-    "verl_ext/protocols/base.py": ["protocols/test_turns.py", "protocols/test_base.py", "rollout/test_loop.py"],
+    "verl_ext/rollout/loop.py": ["rollout/test_loop.py", "rollout/test_loop_calls.py", "protocols/test_hermes_loop.py"],
+    "verl_ext/protocols/base.py": [
+        "protocols/test_turns.py",
+        "protocols/test_base.py",
+        "rollout/test_loop.py",
+        "rollout/test_loop_calls.py",
+    ],
     "verl_ext/protocols/code.py": ["protocols/test_turns.py", "protocols/test_base.py"],
-    "verl_ext/protocols/hermes.py": ["protocols/test_hermes.py", "protocols/test_turns.py"],
-    "verl_ext/protocols/call_json.py": ["protocols/test_hermes.py", "protocols/test_turns.py"],
-    "verl_ext/reward/manager.py": ["reward/test_manager.py"],
-    "verl_ext/trainer/sampler.py": ["trainer/test_sampler.py", "trainer/test_exclusions.py"],
-    "verl_ext/outcome.py": ["test_outcome.py", "trainer/test_failed_samples.py", "trainer/test_sampler.py"],
+    "verl_ext/protocols/hermes.py": [
+        "protocols/test_hermes.py",
+        "protocols/test_hermes_loop.py",
+        "protocols/test_turns.py",
+    ],
+    "verl_ext/protocols/call_json.py": [
+        "protocols/test_hermes.py",
+        "protocols/test_hermes_loop.py",
+        "protocols/test_turns.py",
+    ],
+    "verl_ext/reward/manager.py": ["reward/test_manager.py", "reward/test_manager_shaping.py"],
+    "verl_ext/trainer/sampler.py": [*SAMPLER, "trainer/test_exclusions.py"],
+    "verl_ext/outcome.py": ["test_outcome.py", "trainer/test_failed_samples.py", *SAMPLER],
     "verl_ext/trainer/exclusions.py": [
         "trainer/test_exclusions.py",
-        "trainer/test_sampler.py",
+        *SAMPLER,
         "trainer/test_failed_samples.py",
     ],
     "verl_ext/trainer/failed_samples.py": ["trainer/test_failed_samples.py", "trainer/test_run_trainer.py"],
@@ -55,12 +69,14 @@ TESTS = {  # source -> its unit tests, the fastest first
     "verl_ext/records/journal.py": ["records/test_journal.py", "checkpoints/test_power_loss.py"],
     "verl_ext/checkpoints/folder.py": [
         "checkpoints/test_folder.py",
+        "checkpoints/test_rolling.py",
         "records/test_durable.py",
         "checkpoints/test_power_loss.py",
     ],
     "verl_ext/checkpoints/manifest.py": [
         "checkpoints/test_manifest.py",
         "checkpoints/test_folder.py",
+        "checkpoints/test_rolling.py",
         "checkpoints/test_power_loss.py",
     ],
     "verl_ext/records/durable.py": [
@@ -68,7 +84,11 @@ TESTS = {  # source -> its unit tests, the fastest first
         "checkpoints/test_manifest.py",
         "checkpoints/test_power_loss.py",
     ],
-    "verl_ext/checkpoints/hooks.py": ["checkpoints/test_hooks.py", "checkpoints/test_power_loss.py"],
+    "verl_ext/checkpoints/hooks.py": [
+        "checkpoints/test_hooks.py",
+        "checkpoints/test_hooks_rl.py",
+        "checkpoints/test_power_loss.py",
+    ],
     "verl_ext/datasets/sft.py": ["datasets/test_sft.py"],
 }
 PRELOADED = (

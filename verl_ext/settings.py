@@ -71,7 +71,10 @@ class SandboxSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryLogSettings(Option):
-    """One JSON line a response; verl_ext/records/trajectories.py."""
+    """One JSON line a response; verl_ext/records/trajectories.py.
+
+    No file goes without a limit, which would fill the disk: `max_mb=0` is refused.
+    """
 
     folder: str
     max_mb: float = key(within="(0, inf)", about="a number of MB of a file")

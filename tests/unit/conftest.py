@@ -79,6 +79,11 @@ def qwen_tokenizer() -> Any:
     return tokenizer
 
 
+@pytest.fixture
+def encode(tokenizer: Any) -> Callable[[str], list[int]]:
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+
+
 @dataclass
 class ScriptedServer:
     """The far side of `server_manager`: answers each turn with the next of `turns`, cut to `max_tokens` as vLLM would.

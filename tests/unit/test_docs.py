@@ -1,5 +1,6 @@
-"""README is short; all pages name only files that exist, and docs/diagnose.md only metrics and settings that do."""
+"""README is short; all pages name only files and settings that exist, and the guides only metrics that do."""
 
+import ast
 import importlib.util
 import json
 import re
@@ -27,9 +28,10 @@ def code(name: str) -> list[str]:
 
 
 def words_of_code(page: Path) -> list[str]:
-    """What stands between back quotes, word by word: `pytest tests/unit` has a path."""
+    """What stands in blocks of code and between back quotes, word by word: `pytest tests/unit` has a path."""
     text = (REPO / page).read_text(encoding="utf-8")
     blocks, rest = re.findall(r"```(.*?)```", text, re.DOTALL), re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    blocks += re.findall(r"^    \S.*", rest, re.MULTILINE)
     return [word for span in [*blocks, *re.findall(r"`([^`\n]+)`", rest)] for word in span.split()]
 
 
@@ -92,8 +94,9 @@ def test_every_metric_in_the_guides_is_logged():
 
 
 def test_every_setting_in_the_guides_exists(settings):
-    found = {match[1] for name in DOCS for text in code(name) if (match := SETTING.fullmatch(text))}
-    assert len(found) > 20
+    words = [word.lstrip("+") for page in NO_HISTORY for word in words_of_code(page)]
+    found = {match[1] for word in words if (match := SETTING.fullmatch(word))}
+    assert len(found) > 60
     for key in found:
         trees = settings
         for part in key.split("."):
@@ -149,6 +152,19 @@ def test_readme_links_every_page_of_docs_or_a_page_that_does():
             ]
             linked |= {str((REPO / page).parent.joinpath(target).resolve().relative_to(REPO)) for target in found}
     assert sorted({str(page) for page in PAGES} - linked) == []
+
+
+def test_every_word_of_the_glossary_is_used():
+    """On another page, or in the docstring of a module."""
+    rows = re.findall(r"^\| (?!word |-)(.*?) \|", (REPO / "docs/glossary.md").read_text(encoding="utf-8"), re.MULTILINE)
+    words = [word.strip("` )") for row in rows for word in re.split(r", (?:or )?| or | / | \(", row)]
+    texts = [(REPO / page).read_text(encoding="utf-8") for page in NO_HISTORY if page.name != "glossary.md"]
+    for path in REPO.glob("verl_ext/**/*.py"):
+        texts.append(ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "")
+    text = re.sub(r"\s+", " ", " ".join(texts))
+    stems = {word: re.escape(word.replace("@k", "@").removesuffix("y")) for word in words}  # reply, replies; mean@30
+    unused = [word for word, stem in stems.items() if not re.search(rf"\b{stem}", text, re.IGNORECASE)]
+    assert len(words) > 70 and unused == []
 
 
 def test_published_figures_of_the_guide_are_those_of_the_data():

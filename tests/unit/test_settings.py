@@ -126,6 +126,7 @@ def test_what_a_start_of_a_run_and_the_doctor_check_is_one_schema():
         ),
         ({"run_last_code": "yes"}, "retool.run_last_code is 'yes', expected true or false"),
         ({"trajectory_log__max_files": 1}, "retool.trajectory_log.max_files is 1, expected a whole number in [2, inf)"),
+        ({"trajectory_log__max_mb": 0}, "retool.trajectory_log.max_mb is 0, expected a number in (0, inf)"),
         ({"checkpoints__keep_last": 0}, "retool.checkpoints.keep_last is 0"),
         ({"validation__retries": -1}, "retool.validation: expected 0 <= max_failed_share < 1 and retries >= 0"),
         ({"early_stop__enable": True, "early_stop__patience": 0}, "retool.early_stop: expected patience >= 1"),

@@ -4,6 +4,7 @@ Written by the agent-loop workers (rollout/workers.py) if `retool.trajectory_log
 """
 
 import logging
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ class TrajectoryLog:
     """Appends records to `{folder}/{host}-{pid}.jsonl`; a full file becomes `.1`, `.2`, ... and the oldest goes.
 
     Args:
-        max_mb: size of a file, in 2**20 bytes, at which the next one begins.
+        max_mb: above 0; size of a file, in 2**20 bytes, at which the next one begins.
         max_files: at least 2, that are kept of this process, the current one included.
     """
 
@@ -31,7 +32,7 @@ class TrajectoryLog:
         jsonl.cut_half_line(file)  # of a killed process: in a container the next one may have its name and number
         # A handler without a logger: nothing else may write to the file, and no level can switch it off.
         self._handler = RotatingFileHandler(
-            file, maxBytes=int(max_mb * 2**20), backupCount=max_files - 1, encoding="utf-8", delay=True
+            file, maxBytes=math.ceil(max_mb * 2**20), backupCount=max_files - 1, encoding="utf-8", delay=True
         )
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""verl's own save and load code, patched, with fakes for what is slow: the engine and the worker group."""
+"""The hooks in the save and load code of verl: SFT, and what SFT and RL share."""
 
 import time
 from pathlib import Path
@@ -7,65 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.unit.checkpoints.trainers import EPOCH, Engine, handler, loader
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.checkpoints import manifest
 from verl_ext.records import durable
-
-EPOCH = 4  # batches of 2
-
-
-@pytest.fixture
-def rolling(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The patches' module, its memory of the run reset afterwards."""
-    from verl_ext.checkpoints import hooks as checkpoint_patches
-
-    monkeypatch.setattr(checkpoint_patches, "_rolling", None)
-    return checkpoint_patches
-
-
-class Engine:
-    """The far side of a save: writes one shard, and notes what there was at that time."""
-
-    def __init__(self, run: Path, fails: bool = False):
-        self.run, self.fails, self.seen = run, fails, []
-        self.optimizer_config = SimpleNamespace(total_training_steps=12)
-        self.world_size = 1
-
-    def save_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
-        self.seen.append((checkpoints.steps(self.run), checkpoints.tracked_step(self.run)))
-        Path(local_path).mkdir(parents=True)
-        (Path(local_path) / "model_world_size_1_rank_0.pt").write_bytes(b"weights")
-        if self.fails:
-            raise OSError("No space left on device")
-
-    def load_checkpoint(self, local_path: str, **_: Any) -> None:
-        self.loaded = local_path
-
-    def is_mp_src_rank_with_outputs(self) -> bool:
-        return True
-
-    def get_data_parallel_rank(self) -> int:
-        return 0
-
-    def get_data_parallel_size(self) -> int:
-        return 1
-
-
-def loader() -> Any:
-    """As verl's SFT trainer makes it, over 8 rows; its sampler is `.sampler`."""
-    from torch.utils.data import DistributedSampler
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    rows = list(range(EPOCH * 2))
-    sampler = DistributedSampler(rows, shuffle=True, num_replicas=1, rank=0, drop_last=True)
-    return StatefulDataLoader(rows, batch_size=2, sampler=sampler, drop_last=True)
-
-
-def handler(run: Path, data: Any, engine: Engine | None = None, **settings: Any) -> Any:
-    from verl.utils.checkpoint import CheckpointHandler, OrchestrationMode
-
-    engine = engine or Engine(run)
-    return CheckpointHandler(engine, data, default_local_dir=str(run), mode=OrchestrationMode.RAY, **settings)
 
 
 def epochs(data: Any, first: int, last: int) -> list[list[int]]:
@@ -126,16 +71,6 @@ def test_data_loader_states_of_other_ranks_are_refused(rolling: Any, tmp_path: P
     manifest.vouch(checkpoint)
     with pytest.raises(ValueError, match=f"states of {len(there)} data-parallel ranks, but this run has 1"):
         handler(tmp_path, loader()).load_checkpoint()
-
-
-@pytest.fixture
-def one_process() -> Any:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def test_an_sft_run_that_is_complete_ends_without_another_step(rolling: Any, tmp_path: Path, one_process: None):
@@ -245,105 +180,6 @@ def test_sft_resumes_where_resume_mode_says(
         handler(tmp_path, loader(), resume_mode="newest").load_checkpoint()
 
 
-class Callback:
-    def __init__(self) -> None:
-        self.saved = []
-
-    def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool) -> None:
-        self.saved.append((global_step, checkpoint_dir, checkpoints.problem(Path(checkpoint_dir))))
-
-
-def rl_trainer(run: Path, engine: Engine, **settings: Any) -> Any:
-    """What `PPOTrainer._save_checkpoint` and `_load_checkpoint` of verl touch, in the mode `sync`."""
-    from omegaconf import OmegaConf
-
-    trainer = {"default_local_dir": str(run), "default_hdfs_dir": None, "del_local_ckpt_after_load": False}
-    trainer |= {"resume_mode": "auto", "resume_from_path": None} | settings
-    config = OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"actor": {"checkpoint": {}}}})
-    OmegaConf.set_struct(config, True)
-    return SimpleNamespace(
-        config=config,
-        checkpoint_callback=Callback(),
-        actor_rollout_wg=engine,
-        train_dataloader=loader(),
-        trainer_mode="sync",
-        use_critic=False,
-        global_steps=0,
-    )
-
-
-def test_rl_saves_out_of_sight_and_resumes_from_what_is_whole(rolling: Any, tmp_path: Path):
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
-    run, engine = tmp_path / "run", Engine(tmp_path / "run")
-    trainer = rl_trainer(run, engine)
-    PPOTrainer._load_checkpoint(trainer)
-    assert trainer.global_steps == 0
-    for trainer.global_steps in (2, 4):
-        PPOTrainer._save_checkpoint(trainer)
-    assert engine.seen == [([], None), ([2], 2)]
-    assert trainer.checkpoint_callback.saved == [
-        (2, str(run / "global_step_2"), None),
-        (4, str(run / "global_step_4"), None),
-    ]
-    assert trainer.config.trainer.default_local_dir == str(run)
-
-    (run / "global_step_4" / "data.pt").unlink()
-    trainer = rl_trainer(run, engine)
-    PPOTrainer._load_checkpoint(trainer)
-    assert trainer.global_steps == 2 and engine.loaded == str(run / "global_step_2" / "actor")
-    assert (trainer.config.trainer.resume_mode, trainer.config.trainer.resume_from_path) == ("auto", None)
-    trainer = rl_trainer(run, engine, resume_mode="resume_path", resume_from_path=str(run / "global_step_4"))
-    with pytest.raises(checkpoints.NotWhole, match="data.pt is missing"):
-        PPOTrainer._load_checkpoint(trainer)
-
-
-def prompts(shuffle: bool = True) -> Any:
-    """As verl's RL trainer makes its loader, with the refill of single prompts: 4 rows."""
-    from omegaconf import OmegaConf
-    from torchdata.stateful_dataloader import StatefulDataLoader
-    from verl.trainer.ppo.utils import create_rl_sampler
-
-    rows = [{"raw_prompt": str(row)} for row in range(EPOCH)]
-    sampler = create_rl_sampler(OmegaConf.create({"shuffle": shuffle, "seed": 1}), rows)
-    return StatefulDataLoader(rows, batch_size=1, sampler=sampler, drop_last=True, collate_fn=collate)
-
-
-def collate(rows: list[dict[str, str]]) -> dict[str, Any]:
-    import numpy as np
-
-    return {"raw_prompt": np.array([row["raw_prompt"] for row in rows], dtype=object)}
-
-
-def drawn(trainer: Any, number: int) -> list[str]:
-    """The next prompts, by verl's own `_fetch_one_gen_batch`."""
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
-    return [PPOTrainer._fetch_one_gen_batch(trainer)["raw_prompt"][0] for _ in range(number)]
-
-
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize("step", [EPOCH - 1, EPOCH, EPOCH + 1, 2 * EPOCH, 2 * EPOCH + 1, 3 * EPOCH])
-def test_rl_resumed_around_an_epochs_end_draws_what_was_left(rolling: Any, tmp_path: Path, step: int, shuffle: bool):
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
-    def trainer() -> Any:
-        made = rl_trainer(tmp_path, Engine(tmp_path))
-        made.train_dataloader, made.train_dataloader_it = prompts(shuffle), None
-        PPOTrainer._load_checkpoint(made)
-        return made
-
-    whole = drawn(trainer(), 4 * EPOCH)
-    assert all(sorted(whole[i : i + EPOCH]) == list("0123") for i in range(0, 4 * EPOCH, EPOCH))
-    first = trainer()
-    done = drawn(first, step)
-    first.global_steps = step
-    PPOTrainer._save_checkpoint(first)
-    second = trainer()
-    assert second.global_steps == step
-    assert done + drawn(second, 4 * EPOCH - step) == whole
-
-
 def test_a_rank_waits_for_its_own_shards(rolling: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Rank 1 of 2, on any machine, before rank 0 may say that the checkpoint is whole."""
     from verl.utils.checkpoint import fsdp_checkpoint_manager
@@ -365,47 +201,6 @@ def test_a_rank_waits_for_its_own_shards(rolling: Any, tmp_path: Path, monkeypat
     module.FSDPCheckpointManager().save_checkpoint(None)
     real = fsdp_checkpoint_manager.FSDPCheckpointManager.save_checkpoint
     assert real.__module__ == "verl_ext.checkpoints.hooks", "verl's own is the patched one"
-
-
-def test_a_copy_that_a_kill_left_out_of_place_is_put_there_at_a_resume(rolling: Any, tmp_path: Path):
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
-    trainer = rl_trainer(tmp_path, Engine(tmp_path))
-    trainer.global_steps = 2
-    PPOTrainer._save_checkpoint(trainer)
-    step, copy = tmp_path / "global_step_2", checkpoints.begin(tmp_path) / "global_step_2"
-    for settings in ({}, {"resume_mode": "resume_path", "resume_from_path": str(step)}):
-        step.rename(copy)
-        trainer = rl_trainer(tmp_path, engine := Engine(tmp_path), **settings)
-        PPOTrainer._load_checkpoint(trainer)
-        assert trainer.global_steps == 2 and engine.loaded == str(step / "actor")
-        assert step.is_dir() and not copy.exists()
-    step.rename(copy)
-    assert handler(tmp_path, loader())._determine_resume_path() == str(step)
-
-
-def test_another_number_of_gpus_is_refused(rolling: Any, tmp_path: Path, one_process: None):
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-    from verl.utils.checkpoint import CheckpointHandler
-
-    for folder in (tmp_path / "global_step_2", tmp_path / "global_step_2" / "actor"):
-        folder.mkdir()
-        for rank in range(2):
-            (folder / f"model_world_size_2_rank_{rank}.pt").touch()
-    manifest.vouch(tmp_path / "global_step_2")
-    with pytest.raises(ValueError, match="global_step_2 was saved by 2 ranks, but this run has 1"):
-        CheckpointHandler(Engine(tmp_path), loader(), default_local_dir=str(tmp_path)).load_checkpoint()
-    with pytest.raises(ValueError, match="actor was saved by 2 ranks, but this run has 1"):
-        PPOTrainer._load_checkpoint(rl_trainer(tmp_path, Engine(tmp_path)))
-
-
-def test_rl_refuses_to_save_behind_its_back(rolling: Any, tmp_path: Path):
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
-    trainer = rl_trainer(tmp_path, Engine(tmp_path))
-    trainer.config.actor_rollout_ref.actor.checkpoint = {"async_save": True}
-    with pytest.raises(ValueError, match="async_save=true"):
-        PPOTrainer._save_checkpoint(trainer)
 
 
 def test_the_best_is_found_in_what_verl_logs(rolling: Any, tmp_path: Path):

@@ -184,7 +184,7 @@ def test_the_disk_loses_what_is_not_synced_and_keeps_the_rest(fast: Path, monkey
 def test_verls_own_saves_outlive_a_power_loss(fast: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    from tests.unit.checkpoints.test_hooks import Engine, handler, loader, rl_trainer
+    from tests.unit.checkpoints.trainers import Engine, handler, loader, rl_trainer
     from verl_ext.checkpoints import hooks as checkpoint_patches
 
     monkeypatch.setattr(checkpoint_patches, "_rolling", Rolling(fast / "run", keep_last=1))

@@ -1,68 +1,20 @@
+"""The steps of the quickstart: which ones run, with what, and what is kept when one breaks."""
+
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.quickstart.conftest import RecordingSupervisor
 from verl_ext.quickstart import pipeline
-from verl_ext.quickstart.options import parse_options
 from verl_ext.quickstart.pipeline import Journal, Quickstart, run_pipeline
-from verl_ext.quickstart.source import NoSource, find_source
 from verl_ext.quickstart.supervise import CommandFailed
 
 STEP_NAMES = ["data", "sft", "merge_sft", "rl", "merge_rl", "eval_before", "eval_after"]
-
-
-class RecordingSupervisor:
-    """Stands for the commands: records them, and does what the test says in their place."""
-
-    def __init__(self, act=lambda command, env: None):
-        self.commands, self.act = [], act
-
-    def run(self, command, *, log, env=None, watch=None):
-        self.commands.append(SimpleNamespace(command=command, log=log, env=env or {}, watch=watch))
-        self.act(command, env or {})
-
-    def peak_gb(self):
-        return 1.5
-
-
-@pytest.fixture
-def make_run(tmp_path):
-    def make(act=lambda command, env: None, **settings):
-        values = {"out": tmp_path, "seed": 0, "data_args": [], "sft": [], "rl": []} | settings
-        return Quickstart(**values, supervisor=RecordingSupervisor(act))
-
-    return make
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = SimpleNamespace(now=1000.0, time=lambda: clock.now)
-    monkeypatch.setattr(pipeline, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def called(monkeypatch, clock):
-    """Names of the steps that ran; each takes 10 s instead of doing its work."""
-    called = []
-
-    def act(name):
-        def action(run):
-            called.append(name)
-            clock.now += 10
-
-        return action
-
-    monkeypatch.setattr(pipeline, "STEPS", [(n, s, t, act(n), needs) for n, s, t, _, needs in pipeline.STEPS])
-    monkeypatch.setattr(pipeline, "report", act("report"))
-    return called
 
 
 def test_steps_stand_behind_what_they_need():
@@ -275,23 +227,6 @@ def test_evaluation_rolls_out_the_merged_model_and_must_leave_samples(make_run, 
     pipeline.evaluate(make_run(act, rl=["trainer.resume_mode=auto"]), when)
 
 
-def test_help_names_every_option_also_where_nothing_is_installed(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["pipeline", "--help"])
-    with pytest.raises(SystemExit) as ended:
-        pipeline.main()
-    assert ended.value.code == 0
-    ours = capsys.readouterr().out
-    bare = {"PATH": "/usr/bin:/bin", "PYTHONPATH": "/nowhere"}
-    shown = subprocess.run(
-        ["bash", "scripts/quickstart.sh", "--help"], cwd=pipeline.REPO, env=bare, capture_output=True, text=True
-    )
-    assert shown.returncode == 0 and not shown.stderr
-    options = set(re.findall(r"--[a-z]+", ours)) - {"--help"}
-    assert options >= {"--stage", "--fresh", "--out", "--seed"}
-    for word in (*options, *pipeline.STAGES):
-        assert word in shown.stdout, f"scripts/quickstart.sh does not say {word}"
-
-
 # The doctor, in the real launcher ------------------------------------------------------------------------------------
 
 
@@ -320,160 +255,6 @@ def test_rl_does_not_start_past_the_doctor_and_its_findings_are_shown(tmp_path):
     assert "FAIL  data " in done.stderr and "run_tiny_dapo.sh: not started, see above." in done.stderr
     assert "doctor: tiny_dapo, quick checks: " in done.stdout + done.stderr
     assert "verl.trainer.main_ppo" not in (tmp_path / "rl" / "log.txt").read_text()
-
-
-# --from --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def source(tmp_path):
-    """A quickstart after SFT, seed 7, with a checkpoint and the RL run that followed."""
-    folder = tmp_path / "first"
-    for name, text in {
-        "data/rl_train.parquet": "problems",
-        "data/eval.parquet": "held out",
-        "model/config.json": "{}",
-        "sft/merged/model.safetensors": "weights",
-        "sft/merged/config.json": "{}",
-        "sft/merged/tokenizer.json": "{}",
-        "sft/metrics-1.jsonl": "",
-        "sft/global_step_500/model.pt": "",
-        "sft/latest_checkpointed_iteration.txt": "500",
-        "rl/merged/model.safetensors": "other weights",
-    }.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    run = Quickstart(folder, 7, ["--rl=64"], ["optim.lr=1"], ["a=1"], None)
-    for step in ("data", "sft", "merge_sft", "rl"):
-        Journal(folder / "stages.json").add(stage=step, status="done", wall_s=100.0, settings=run.settings(step))
-    return folder
-
-
-def test_from_takes_data_and_sft_and_runs_rl_with_settings_of_its_own(source, make_run, called, tmp_path, capsys):
-    out = tmp_path / "second"
-    out.mkdir()
-    run = make_run(out=out, seed=3, rl=["b=2"], source=find_source(source))
-    run_pipeline(run, list(pipeline.STAGES))
-    assert called == ["rl", "merge_rl", "eval_before", "eval_after", "report"]
-    files = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()} - {"stages.json"}
-    assert files == {
-        *("data/rl_train.parquet", "data/eval.parquet", "model/config.json", "sft/metrics-1.jsonl"),
-        *("sft/merged/model.safetensors", "sft/merged/config.json", "sft/merged/tokenizer.json"),
-    }
-    printed = capsys.readouterr().out
-    assert f"[from] {source}: data and SFT of seed 7, data ['--rl=64'], sft ['optim.lr=1']" in printed
-    assert "sft/merged/model.safetensors (merged SFT model), SHA-256 " in printed
-    assert f"[sft] taken from {source}" in printed
-    entries = {entry["stage"]: entry for entry in json.loads((out / "stages.json").read_text())}
-    assert (entries["sft"]["from"], entries["sft"]["wall_s"]) == (str(source), None)
-    assert entries["sft"]["settings"]["seed"] == 7 and entries["rl"]["settings"]["seed"] == 3
-    assert entries["rl"]["settings"]["rl"] == ["b=2"]
-
-    called.clear()
-    run_pipeline(run, list(pipeline.STAGES))
-    assert called == ["report"]
-
-
-def test_another_sft_in_the_folder_that_from_names_is_not_mixed_in(source, make_run, called, tmp_path):
-    out = tmp_path / "second"
-    out.mkdir()
-    run_pipeline(make_run(out=out, source=find_source(source)), ["rl"])
-    (source / "sft" / "merged" / "model.safetensors").write_text("trained again")
-    with pytest.raises(SystemExit, match="holds a run with other settings"):
-        run_pipeline(make_run(out=out, source=find_source(source)), ["rl"])
-
-
-@pytest.mark.parametrize("gone", ["sft/merged/model.safetensors", "data/eval.parquet", "merge_sft"])
-def test_from_names_what_its_folder_lacks(source, gone):
-    if "/" in gone:
-        (source / gone).unlink()
-    else:
-        journal = Journal(source / "stages.json")
-        journal.add(stage=gone, status="broken", wall_s=1.0, settings={})
-    with pytest.raises(NoSource, match=f"--from {source}: .*{gone}.*bash scripts/quickstart.sh --out"):
-        find_source(source)
-
-
-def test_each_from_gets_a_folder_of_its_own_and_the_same_command_its_own_again(source, make_run, called):
-    def start(rl):
-        run = make_run(out=Path(), rl=rl, source=find_source(source))
-        run.out = pipeline.next_folder(run)
-        run.out.mkdir(exist_ok=True)
-        run_pipeline(run, ["rl"])
-        return run.out.name
-
-    assert [start(["a=1"]), start(["b=2"]), start(["a=1"])] == ["first-2", "first-3", "first-2"]
-
-
-# Arguments before the install ----------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    """The scripts with an install that leaves a trace and fails."""
-    for name in ("scripts/quickstart.sh", "scripts/test.sh", "verl_ext/quickstart/options.py"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(pipeline.REPO / name, tmp_path / name)
-    (tmp_path / "scripts" / "setup_env.sh").write_text("touch installed; exit 9\n")
-
-    def call(script, *arguments):
-        (tmp_path / "installed").unlink(missing_ok=True)
-        command = ["bash", str(tmp_path / "scripts" / script), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-        return done, (tmp_path / "installed").exists()
-
-    return call
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--stge", "rl"], "unrecognized arguments: --stge"),
-        (["--stage", "train"], "invalid choice: 'train'"),
-        (["--seed", "one"], "invalid int value"),
-        (["--rl", "trainer.save_freq"], "expected a Hydra override of the form KEY=VALUE"),
-        (["--from", "/nowhere"], "--from /nowhere: no quickstart is there"),
-        (["outputs/quickstart"], "unrecognized arguments: outputs/quickstart"),
-    ],
-)
-def test_a_wrong_argument_is_told_before_the_install(checkout, arguments, said):
-    done, installed = checkout("quickstart.sh", *arguments)
-    assert (done.returncode, installed) == (2, False)
-    assert said in done.stderr
-
-
-def test_help_and_the_wrong_part_of_the_tests_install_nothing(checkout):
-    for script, *arguments in (["quickstart.sh", "--stage", "rl", "--help"], ["test.sh", "unit", "--help"]):
-        done, installed = checkout(script, *arguments)
-        assert (done.returncode, installed) == (0, False) and "Usage:" in done.stdout
-    done, installed = checkout("test.sh", "uint")
-    assert (done.returncode, installed) == (2, False) and "'uint' is no part (unit, slow, all)" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments"),
-    [
-        ("quickstart.sh", ["--rl=~trainer.x", "--sta", "rl", "--out", "x"]),  # as argparse has it: --stage
-        ("test.sh", ["slow", "-k", "lock"]),
-        ("test.sh", ["-k", "lock"]),
-        ("test.sh", ["unit", "scripts/test.sh::name"]),
-    ],
-)
-def test_right_arguments_come_to_the_install(checkout, script, arguments):
-    done, installed = checkout(script, *arguments)
-    assert (done.returncode, installed) == (9, True), done.stderr
-
-
-def test_from_goes_with_neither_data_nor_sft_nor_its_own_folder(source, capsys):
-    for arguments, said in (
-        (["--data=--rl=64"], "takes the data and the SFT as they are"),
-        (["--sft", "a=1"], "takes the data and the SFT as they are"),
-        (["--out", str(source)], "are the same folder"),
-        (["--out", str(source.parent)], "holds the folder of --from"),
-    ):
-        with pytest.raises(SystemExit):
-            parse_options(["--from", str(source), *arguments])
-        assert said in capsys.readouterr().err
 
 
 # A full disk ---------------------------------------------------------------------------------------------------------

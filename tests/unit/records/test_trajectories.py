@@ -23,6 +23,13 @@ def test_files_rotate_and_the_oldest_goes(tmp_path):
     assert numbers == list(range(numbers[0], 100)) and 15 < len(numbers) < 30
 
 
+def test_a_limit_below_a_byte_is_a_limit(tmp_path):
+    log = TrajectoryLog(tmp_path, max_mb=1e-9, max_files=2)  # 0 bytes would be no limit to Python
+    for i in range(4):
+        log.write({"i": i})
+    assert lines_of(tmp_path) in ([{"i": 2}, {"i": 3}], [{"i": 3}, {"i": 2}])
+
+
 def test_a_process_with_the_name_and_number_of_a_killed_one_does_not_join_its_half_line(tmp_path):
     TrajectoryLog(tmp_path, max_mb=1, max_files=2).write({"i": 1})
     (file,) = tmp_path.iterdir()

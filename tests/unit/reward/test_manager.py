@@ -1,3 +1,5 @@
+"""What the reward manager makes of a response: its verdict, its failures, its settings."""
+
 import asyncio
 import json
 import logging
@@ -5,71 +7,8 @@ import logging
 import numpy as np
 import pytest
 
+from tests.unit.reward.responses import score
 from verl_ext.reward import Score
-
-PROMPT = "what is 6*7? "
-
-
-class CharTokenizer:
-    """Stands for the tokenizer: one token per character, 0 is a special token."""
-
-    def decode(self, token_ids, skip_special_tokens=False):
-        return "".join("<eos>" if t == 0 and not skip_special_tokens else chr(t) if t else "" for t in token_ids)
-
-
-@pytest.fixture
-def make_manager():
-    from omegaconf import OmegaConf
-    from verl.trainer.ppo.reward import load_reward_manager
-
-    def make(max_response_length=160, custom_path=None, **reward_kwargs):
-        """Load the manager as verl does, from the keys that our YAMLs use."""
-        manager = {"source": "importlib", "name": "RetoolRewardManager"}
-        config = {
-            "data": {"max_response_length": max_response_length},
-            "reward": {
-                "custom_reward_function": {"path": custom_path, "name": "compute_score"},
-                "reward_manager": manager | {"module": {"path": "pkg://verl_ext.reward.manager"}},
-                "reward_kwargs": reward_kwargs,
-            },
-        }
-        return load_reward_manager(
-            OmegaConf.create(config), CharTokenizer(), reward_router_address=None, reward_model_tokenizer=None
-        )
-
-    return make
-
-
-def score(manager, *segments, ground_truth="42", padding=0, **fields):
-    """Reward of a response of (who, text) segments; a plain string is the model's own text.
-
-    Builds the batch of verl 0.9.1's `AgentLoopWorker._compute_score` (agent_loop.py:967).
-    """
-    import torch
-    from tensordict import TensorDict
-    from verl import DataProto
-
-    text, spans = "", []
-    for segment in segments:
-        who, said = segment if isinstance(segment, tuple) else ("model", segment)
-        if who == "model":
-            spans.append((len(text), len(text) + len(said)))
-        text += said
-    extra_fields = {"model_spans": spans, "finish_reason": "answer"} | fields.pop("extra_fields", {})
-    extra_fields = {key: value for key, value in extra_fields.items() if value is not None}
-    prompt, response = torch.tensor([[ord(c) for c in PROMPT]]), torch.tensor([[ord(c) for c in text]])
-    pad = torch.zeros((1, padding), dtype=torch.int64)
-    batch = {
-        "prompts": prompt,
-        "responses": torch.cat([response, pad], dim=1),
-        "attention_mask": torch.cat([torch.ones_like(prompt), torch.ones_like(response), pad], dim=1),
-    }
-    row = {"data_source": "tiny", "reward_model": {"style": "rule", "ground_truth": ground_truth}, "index": 7} | fields
-    non_tensor = {key: np.array([value]) for key, value in row.items()}
-    non_tensor["tool_extra_fields"] = np.array([extra_fields], dtype=object)
-    data = DataProto(batch=TensorDict(batch, batch_size=1), non_tensor_batch=non_tensor)
-    result = asyncio.run(manager.run_single(data))
-    return result["reward_score"], result["reward_extra_info"]
 
 
 def test_right_answer_is_plus_one_and_anything_else_minus_one(make_manager):
@@ -156,88 +95,6 @@ def test_what_infrastructure_failed_is_named_and_not_scored_as_wrong(make_manage
     assert score(manager, "<code>print(6*7)</code>")[1]["sandbox_failure"] == 0.0
 
 
-def test_overlong_penalty_is_added_and_logged(make_manager):
-    buffer = {"enable": True, "len": 40, "penalty_factor": 1.0, "log": True}
-    manager = make_manager(overlong_buffer_cfg=buffer)
-    right, wrong = r"\boxed{42}", r"\boxed{41}"
-    # 160 - 40 = 120 tokens are free; 140 is half of the buffer: -0.5
-    assert score(manager, "a" * 110 + right)[0] == 1.0
-    assert score(manager, "a" * 130 + right)[0] == 0.5
-    assert score(manager, "a" * 150 + wrong)[0] == -2.0
-    _, info = score(manager, "a" * 130 + right)
-    assert (info["acc"], info["train_acc"], info["reward_base"], info["reward_overlong"]) == (1.0, 1.0, 1.0, -0.5)
-
-
-def test_overlong_penalty_counts_tool_output_unless_told_otherwise(make_manager):
-    segments = ["<code>1</code>", ("tool", "b" * 116), r"\boxed{42}"]  # 14 + 116 + 10 = 140 tokens
-    buffer = {"enable": True, "len": 40}
-    assert score(make_manager(overlong_buffer_cfg=buffer), *segments)[0] == 0.5
-    assert score(make_manager(overlong_buffer_cfg=buffer, overlong_counts="model"), *segments)[0] == 1.0
-
-
-def test_overlong_options_of_verl_are_read(make_manager):
-    long_answer = "a" * 130 + r"\boxed{42}"
-    assert score(make_manager(overlong_buffer_cfg={"enable": False, "len": 40}), long_answer)[0] == 1.0
-    assert (
-        score(make_manager(overlong_buffer_cfg={"enable": True, "len": 40, "penalty_factor": 0.5}), long_answer)[0]
-        == 0.75
-    )
-    assert (
-        score(make_manager(max_resp_len=150, overlong_buffer_cfg={"enable": True, "len": 40}), long_answer)[0] == 0.25
-    )
-
-
-def test_floor_bounds_the_sum(make_manager):
-    manager = make_manager(overlong_buffer_cfg={"enable": True, "len": 40}, reward_floor=-1.0)
-    assert score(manager, "a" * 150 + r"\boxed{41}")[0] == -1.0
-    assert score(manager, "a" * 150 + r"\boxed{42}")[0] == 0.0
-
-
-def test_reward_parts_are_logged_each_by_itself(make_manager):
-    manager = make_manager(
-        max_response_length=20000,
-        overlong_buffer_cfg={"enable": True, "len": 10000},
-        length_penalty="piecewise",
-        tool_bonus=True,
-    )
-    # 14,000 tokens: 4,000 of 10,000 into the buffer, -0.4; piecewise -0.04 - 0.05 x 2; 3 calls, 0.3
-    reward, info = score(manager, "a" * 13990 + r"\boxed{41}", extra_fields={"tool_calls": 3})
-    parts = {key: round(value, 6) for key, value in info.items() if key.startswith("reward_")}
-    assert parts == {"reward_base": -1, "reward_overlong": -0.4, "reward_length": -0.14, "reward_tool_bonus": 0.3}
-    assert reward == pytest.approx(-1.24)
-    assert (info["acc"], info["train_acc"]) == (0.0, 0.0)
-
-
-def test_tool_bonus_is_for_wrong_answers_only_and_ends_at_its_ceiling(make_manager):
-    def reward(text, calls, **options):
-        return score(make_manager(**options), text, extra_fields={"tool_calls": calls})[0]
-
-    assert reward(r"\boxed{41}", 2, tool_bonus=True) == pytest.approx(-0.8)
-    assert reward("no box", 9, tool_bonus=True) == pytest.approx(-0.6)
-    assert reward(r"\boxed{42}", 9, tool_bonus=True) == 1.0
-    assert reward(r"\boxed{41}", 9) == -1.0
-
-
-def test_piecewise_penalty_counts_what_it_is_told_to(make_manager):
-    segments = ["<code>1</code>", ("tool", "b" * 9976), r"\boxed{42}"]  # 14 + 9976 + 10 = 10000 tokens
-    options = {"max_response_length": 20000, "length_penalty": "piecewise"}
-    assert score(make_manager(**options), *segments)[0] == pytest.approx(0.98)
-    assert score(make_manager(**options, overlong_counts="model"), *segments)[0] == 1.0
-
-
-def test_piecewise_penalty_takes_points_from_the_yaml(make_manager):
-    manager = make_manager(length_penalty=[[10, 0], [20, -0.1], [30, -0.5]])
-    assert score(manager, "a" * 15 + r"\boxed{42}")[0] == pytest.approx(0.7)  # 25 tokens: -0.3
-    assert score(manager, r"\boxed{42}")[0] == 1.0
-
-
-def test_failed_sample_gets_no_part_of_any_penalty_or_bonus(make_manager):
-    manager = make_manager(max_response_length=20000, length_penalty="piecewise", tool_bonus=True)
-    failed = {"finish_reason": "sandbox_failure", "tool_calls": 3}
-    reward, info = score(manager, "a" * 12000, extra_fields=failed)
-    assert (reward, info["reward_length"], info["reward_tool_bonus"]) == (0.0, 0.0, 0.0)
-
-
 def test_unverified_response_is_kept_for_grading_again(make_manager, monkeypatch, tmp_path):
     from verl_ext.reward.maths import symbolic
 
@@ -251,12 +108,6 @@ def test_unverified_response_is_kept_for_grading_again(make_manager, monkeypatch
     assert [row["response"] for row in rows] == ["first\n\\boxed{x}", r"\boxed{z}"]
     assert (rows[0]["ground_truth"], rows[0]["uid"], rows[0]["pred"]) == (r"\sqrt{y}", "u1", "x")
     assert (str(rows[0]["index"]), rows[0]["data_source"]) == ("7", "tiny")
-
-
-@pytest.mark.parametrize(("p", "reward"), [(0.0, -1.0), (1.0, 1.0)])
-def test_random_reward_may_be_certain(make_manager, p, reward):
-    manager = make_manager(random_reward_p=p)
-    assert {score(manager, text)[0] for text in (r"\boxed{42}", r"\boxed{41}", "none")} == {reward}
 
 
 def test_padding_behind_a_response_is_not_scored(make_manager, monkeypatch):
@@ -353,50 +204,6 @@ def test_share_of_credit_becomes_a_reward_between(make_manager):
         data_source="ifeval",
     )
     assert (reward, info["acc"], info["verdict"], info["method"]) == (0.0, 0.5, "partial", "broken: startend:quotation")
-
-
-def test_a_share_of_a_right_answer_earns_no_tool_bonus(make_manager):
-    manager = make_manager(
-        verifiers={"ifeval": {"path": "verl_ext.reward.verifiers.ifeval.IfevalVerifier", "all_or_nothing": False}},
-        tool_bonus=True,
-    )
-    constraints = [{"id": "punctuation:no_comma"}, {"id": "startend:quotation"}]
-    row = {"reward_model": {"ground_truth": json.dumps({"constraints": constraints})}, "data_source": "ifeval"}
-    reward, info = score(manager, "no comma", extra_fields={"tool_calls": 3}, **row)
-    assert (reward, info["acc"], info["reward_tool_bonus"]) == (0.0, 0.5, 0.0)
-    reward, info = score(manager, "a, comma", extra_fields={"tool_calls": 3}, **row)
-    assert (reward, info["acc"], info["reward_tool_bonus"]) == (pytest.approx(-0.7), 0.0, pytest.approx(0.3))
-
-
-def test_random_reward_keeps_the_rate_and_forgets_the_answer(make_manager):
-    manager = make_manager(random_reward_p=0.3)
-    drawn = {"42": [], "41": []}
-    for answer, seen in drawn.items():
-        for session in range(200):
-            reward, info = score(manager, rf"\boxed{{{answer}}}", session_id=session, global_steps=3)
-            assert info["acc"] == float(answer == "42")
-            assert reward == 2 * info["train_acc"] - 1
-            seen.append(info["train_acc"])
-    for seen in drawn.values():
-        assert np.mean(seen) == pytest.approx(0.3, abs=0.1)  # 200 draws: standard deviation 0.03
-
-
-@pytest.mark.parametrize("place", ["index", "global_steps", "session_id"])
-def test_random_reward_of_an_equal_response_differs_at_another_place(make_manager, place):
-    """The same answer to a problem is not rewarded as such: not at the next step, nor in another sample."""
-    manager = make_manager(random_reward_p=0.5)
-    fixed = {"index": 7, "global_steps": 3, "session_id": 0}
-    draws = [score(manager, r"\boxed{42}", **(fixed | {place: number}))[0] for number in range(40)]
-    assert set(draws) == {1.0, -1.0}
-
-
-def test_random_reward_is_repeatable_and_depends_on_the_seed(make_manager):
-    def draws(**options):
-        manager = make_manager(random_reward_p=0.5, **options)
-        return [score(manager, r"\boxed{42}", session_id=i)[0] for i in range(40)]
-
-    assert draws() == draws()
-    assert draws() != draws(random_reward_seed=1)
 
 
 @pytest.mark.parametrize(

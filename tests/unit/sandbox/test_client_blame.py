@@ -3,7 +3,7 @@
 import pytest
 from aiohttp import web
 
-from tests.unit.sandbox.test_client import answer, call, client_of, hang, in_session, start  # noqa: F401
+from tests.unit.sandbox.fake_server import answer, call, hang, in_session
 from verl_ext.sandbox.client import CONTROL_PROGRAM
 
 
@@ -19,7 +19,7 @@ def control() -> web.Response:
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=["SandboxError", "500", "dropped", "no JSON"])
-async def test_program_that_a_sound_server_lost_every_time_is_to_blame(start, loss):  # noqa: F811
+async def test_program_that_a_sound_server_lost_every_time_is_to_blame(start, loss):
     server = await start(loss, loss, control)
     result = await call(server.url, max_attempts=2)
     assert (result.status, result.return_code, result.stdout, result.message) == ("code_error", -9, "", "")
@@ -32,25 +32,25 @@ async def test_program_that_a_sound_server_lost_every_time_is_to_blame(start, lo
     [(LOSSES[0], 2, 3), (answer, 2, 3), (lambda: web.Response(status=400), 2, 3), (control, 1, 1)],
     ids=["control lost", "control answered wrongly", "control refused", "lost once"],
 )
-async def test_else_the_sandbox_failed(start, last, attempts, requests):  # noqa: F811
+async def test_else_the_sandbox_failed(start, last, attempts, requests):
     server = await start(*[LOSSES[0]] * attempts, last)
     assert (await call(server.url, max_attempts=attempts)).status == "sandbox_failure"
     assert len(server.bodies) == requests
 
 
-async def test_refused_requests_are_no_losses(start):  # noqa: F811
+async def test_refused_requests_are_no_losses(start):
     server = await start(LOSSES[0], lambda: web.Response(status=503), control)
     assert (await call(server.url, max_attempts=2)).status == "sandbox_failure"
     assert len(server.bodies) == 2
 
 
-async def test_call_of_a_session_that_was_lost_is_a_failure_of_the_sandbox(start, client_of):  # noqa: F811
+async def test_call_of_a_session_that_was_lost_is_a_failure_of_the_sandbox(start, client_of):
     server = await start(lambda: in_session(1, status="SandboxError"), control)
     result = await client_of([server.url]).run("pass", session_id="s")
     assert (result.status, len(server.bodies)) == ("sandbox_failure", 1)
 
 
-async def test_answer_comes_by_the_deadline_also_when_the_control_hangs(start):  # noqa: F811
+async def test_answer_comes_by_the_deadline_also_when_the_control_hangs(start):
     server = await start(hang)
     result = await call(server.url, timeout_s=0.1, queue_timeout_s=0.5, max_attempts=2)
     assert result.status == "sandbox_failure"

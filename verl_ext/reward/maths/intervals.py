@@ -3,6 +3,7 @@
 `-3 < x \\le 4` is `(-3,4]`, never the list `-3,4`. All texts are normalised.
 """
 
+import math
 import re
 from fractions import Fraction
 from typing import NamedTuple
@@ -34,7 +35,8 @@ def condition_of(text: str) -> str:
 def intervals_of(text: str) -> tuple[str, str] | None:
     r"""`x < -1 \lor x \ge 3` as ("x", `(-\infty,-1)\cup [3,\infty)`), `x>1 \land x<3` as ("x", "(1,3)"); else None.
 
-    A comma is an "or", but between two bounds that leave a bounded interval an "and": `x>1, x<3`.
+    A comma is an "or", but between two bounds that leave a bounded interval an "and": `x>1, x<3`. Beside another
+    condition, `-\infty<x<\infty` only says that x is a real number.
     """
     intervals, variables = [], set()
     for alternative in split_top_level(text, r"\lor"):
@@ -43,8 +45,9 @@ def intervals_of(text: str) -> tuple[str, str] | None:
         if None in conditions:
             return None
         variables |= {condition.variable for condition in conditions}
+        conditions = [each for each in conditions if not each.is_any_number] or conditions[:1]
         both = _both(conditions)
-        if len(parts) > 1 or both and len(conditions) == 2 and _holds_numbers(both):
+        if len(conditions) > 1 and (len(parts) > 1 or both and len(conditions) == 2 and _holds_numbers(both)):
             conditions = [both]
         if None in conditions:
             return None
@@ -60,6 +63,10 @@ class _Bounds(NamedTuple):
     low: str
     high: str
     closing: str
+
+    @property
+    def is_any_number(self) -> bool:
+        return (_read_end(self.low), _read_end(self.high)) == (-math.inf, math.inf)
 
 
 def _bounds_of(part: str) -> _Bounds | None:

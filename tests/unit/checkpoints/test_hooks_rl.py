@@ -1,0 +1,123 @@
+"""The hooks in the save and load code of verl: RL, and what RL and SFT refuse alike."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.checkpoints.trainers import EPOCH, Engine, handler, loader, rl_trainer
+from verl_ext.checkpoints import folder as checkpoints
+from verl_ext.checkpoints import manifest
+
+
+def test_rl_saves_out_of_sight_and_resumes_from_what_is_whole(rolling: Any, tmp_path: Path):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    run, engine = tmp_path / "run", Engine(tmp_path / "run")
+    trainer = rl_trainer(run, engine)
+    PPOTrainer._load_checkpoint(trainer)
+    assert trainer.global_steps == 0
+    for trainer.global_steps in (2, 4):
+        PPOTrainer._save_checkpoint(trainer)
+    assert engine.seen == [([], None), ([2], 2)]
+    assert trainer.checkpoint_callback.saved == [
+        (2, str(run / "global_step_2"), None),
+        (4, str(run / "global_step_4"), None),
+    ]
+    assert trainer.config.trainer.default_local_dir == str(run)
+
+    (run / "global_step_4" / "data.pt").unlink()
+    trainer = rl_trainer(run, engine)
+    PPOTrainer._load_checkpoint(trainer)
+    assert trainer.global_steps == 2 and engine.loaded == str(run / "global_step_2" / "actor")
+    assert (trainer.config.trainer.resume_mode, trainer.config.trainer.resume_from_path) == ("auto", None)
+    trainer = rl_trainer(run, engine, resume_mode="resume_path", resume_from_path=str(run / "global_step_4"))
+    with pytest.raises(checkpoints.NotWhole, match="data.pt is missing"):
+        PPOTrainer._load_checkpoint(trainer)
+
+
+def prompts(shuffle: bool = True) -> Any:
+    """As verl's RL trainer makes its loader, with the refill of single prompts: 4 rows."""
+    from omegaconf import OmegaConf
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from verl.trainer.ppo.utils import create_rl_sampler
+
+    rows = [{"raw_prompt": str(row)} for row in range(EPOCH)]
+    sampler = create_rl_sampler(OmegaConf.create({"shuffle": shuffle, "seed": 1}), rows)
+    return StatefulDataLoader(rows, batch_size=1, sampler=sampler, drop_last=True, collate_fn=collate)
+
+
+def collate(rows: list[dict[str, str]]) -> dict[str, Any]:
+    import numpy as np
+
+    return {"raw_prompt": np.array([row["raw_prompt"] for row in rows], dtype=object)}
+
+
+def drawn(trainer: Any, number: int) -> list[str]:
+    """The next prompts, by verl's own `_fetch_one_gen_batch`."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    return [PPOTrainer._fetch_one_gen_batch(trainer)["raw_prompt"][0] for _ in range(number)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("step", [EPOCH - 1, EPOCH, EPOCH + 1, 2 * EPOCH, 2 * EPOCH + 1, 3 * EPOCH])
+def test_rl_resumed_around_an_epochs_end_draws_what_was_left(rolling: Any, tmp_path: Path, step: int, shuffle: bool):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    def trainer() -> Any:
+        made = rl_trainer(tmp_path, Engine(tmp_path))
+        made.train_dataloader, made.train_dataloader_it = prompts(shuffle), None
+        PPOTrainer._load_checkpoint(made)
+        return made
+
+    whole = drawn(trainer(), 4 * EPOCH)
+    assert all(sorted(whole[i : i + EPOCH]) == list("0123") for i in range(0, 4 * EPOCH, EPOCH))
+    first = trainer()
+    done = drawn(first, step)
+    first.global_steps = step
+    PPOTrainer._save_checkpoint(first)
+    second = trainer()
+    assert second.global_steps == step
+    assert done + drawn(second, 4 * EPOCH - step) == whole
+
+
+def test_a_copy_that_a_kill_left_out_of_place_is_put_there_at_a_resume(rolling: Any, tmp_path: Path):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    trainer = rl_trainer(tmp_path, Engine(tmp_path))
+    trainer.global_steps = 2
+    PPOTrainer._save_checkpoint(trainer)
+    step, copy = tmp_path / "global_step_2", checkpoints.begin(tmp_path) / "global_step_2"
+    for settings in ({}, {"resume_mode": "resume_path", "resume_from_path": str(step)}):
+        step.rename(copy)
+        trainer = rl_trainer(tmp_path, engine := Engine(tmp_path), **settings)
+        PPOTrainer._load_checkpoint(trainer)
+        assert trainer.global_steps == 2 and engine.loaded == str(step / "actor")
+        assert step.is_dir() and not copy.exists()
+    step.rename(copy)
+    assert handler(tmp_path, loader())._determine_resume_path() == str(step)
+
+
+def test_another_number_of_gpus_is_refused(rolling: Any, tmp_path: Path, one_process: None):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils.checkpoint import CheckpointHandler
+
+    for folder in (tmp_path / "global_step_2", tmp_path / "global_step_2" / "actor"):
+        folder.mkdir()
+        for rank in range(2):
+            (folder / f"model_world_size_2_rank_{rank}.pt").touch()
+    manifest.vouch(tmp_path / "global_step_2")
+    with pytest.raises(ValueError, match="global_step_2 was saved by 2 ranks, but this run has 1"):
+        CheckpointHandler(Engine(tmp_path), loader(), default_local_dir=str(tmp_path)).load_checkpoint()
+    with pytest.raises(ValueError, match="actor was saved by 2 ranks, but this run has 1"):
+        PPOTrainer._load_checkpoint(rl_trainer(tmp_path, Engine(tmp_path)))
+
+
+def test_rl_refuses_to_save_behind_its_back(rolling: Any, tmp_path: Path):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    trainer = rl_trainer(tmp_path, Engine(tmp_path))
+    trainer.config.actor_rollout_ref.actor.checkpoint = {"async_save": True}
+    with pytest.raises(ValueError, match="async_save=true"):
+        PPOTrainer._save_checkpoint(trainer)

@@ -1,0 +1,56 @@
+"""A fake server for the client, and calls of the client."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from verl_ext.sandbox import RunResult, SandboxClient
+from verl_ext.sandbox.client import SERVER_NAME
+
+
+def answer(answer_status: str = "Success", **result: object) -> web.Response:
+    run_result = {"status": "Finished", "execution_time": 0.5, "return_code": 0, "stdout": "out", "stderr": "err"}
+    body = {"status": answer_status, "message": "why", "run_result": run_result | result, "queue_time": 0.25}
+    return web.json_response(body)
+
+
+async def hang() -> web.Response:
+    await asyncio.sleep(60)
+    raise AssertionError("not reached")
+
+
+class FakeServer:
+    """Answers request after request with what `script` says, the last entry again and again; keeps their bodies."""
+
+    def __init__(self) -> None:
+        self.script: list[Callable[[], web.Response | Awaitable[web.Response]]] = [answer]
+        self.bodies: list[dict] = []
+
+    async def handle(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.json())
+        step = self.script[min(len(self.bodies), len(self.script)) - 1]()
+        return step if isinstance(step, web.Response) else await step
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/run_code", self.handle)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self.runner.addresses[0][1]}"
+
+
+async def call(*urls: str, code: str = "print(1)", timeout_s: float = 5, **settings: object) -> RunResult:
+    client = SandboxClient(urls, **({"backoff_s": 0.01} | settings))
+    try:
+        return await client.run(code, timeout_s=timeout_s)
+    finally:
+        await client.aclose()
+
+
+def in_session(call: int, status: str = "Success") -> web.Response:
+    """Answer of our server to the call of that number of a session."""
+    body = json.loads(answer(status).text) | {"session": {"call": call, "alive": True}}
+    return web.json_response(body, headers={"Server": SERVER_NAME})
