@@ -7,8 +7,10 @@ from pathlib import Path
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.checkpoints import manifest
 from verl_ext.doctor.finding import Finding, fail, ok, warn
-from verl_ext.doctor.memory import estimate
-from verl_ext.doctor.run import ROLLOUT, Run, size
+from verl_ext.doctor.memory import plan_of
+from verl_ext.doctor.run import ROLLOUT, Run
+from verl_ext.memory.estimate import estimate
+from verl_ext.memory.words import size
 
 LARGER_DISK = "set trainer.default_local_dir (OUTPUT_DIR) to a larger disk."
 
@@ -67,7 +69,7 @@ def check_disk(run: Run) -> Iterator[Finding]:
             config.json of a dense model -> Set the path of the model's folder (MODEL_PATH of the launcher), or count 12
             bytes for each parameter.""")
         return
-    memory = estimate(run, run.shape)
+    memory = estimate(plan_of(run))
     one = memory.checkpoint
     text = f"a checkpoint takes {size(one)} ({memory.terms['checkpoint']}); {size(free)} are free in {existing}"
     if free < one:

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_ext.doctor.finding import Finding, fail, ok, warn
-from verl_ext.doctor.run import GIB, ROLLOUT, Run
+from verl_ext.doctor.run import ROLLOUT, Run
+from verl_ext.memory.words import GIB
 from verl_ext.records.run_record import memory_bytes
 
 # The least that CUDA 13 runs on, which requirements/gpu.txt pins (NVIDIA's CUDA 13.0 release notes).

@@ -8,7 +8,7 @@ from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.doctor.checkpoints import check_disk, check_resume, check_steps, count_rows
 from verl_ext.doctor.data import check_files
 from verl_ext.doctor.finding import Level
-from verl_ext.doctor.run import GIB
+from verl_ext.memory.words import GIB
 
 
 @pytest.fixture
