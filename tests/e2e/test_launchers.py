@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.conftest import launch, read_metrics, run_to_end
 from verl_ext.cpu.warm_python import ENVIRONMENT
-from verl_ext.doctor.shape import read_shape
+from verl_ext.memory.shape import read_shape
 from verl_ext.sandbox import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -95,6 +95,23 @@ def read_problems(source: str, *, split: str = "train", columns: tuple[str, str]
         yield Problem(bare_problem(text), str(answer).strip(), _find_id(row, where))
 
 
+def check_row(row: dict[str, Any], where: str, prompt_key: str) -> tuple[list[dict[str, Any]], Any]:
+    """Messages and answer of a row in verl's RL columns.
+
+    Raises:
+        DataError: one of them lacks, or is of another type, or the last message is not the user's; names the row.
+    """
+    messages = column_of(row, prompt_key, where, list)
+    for number in range(len(messages)):
+        column_of(row, f"{prompt_key}.{number}.role", where)
+        column_of(row, f"{prompt_key}.{number}.content", where)
+    column_of(row, "data_source", where)
+    answer = column_of(row, "reward_model.ground_truth", where, (str, int, float, list))
+    if not messages or messages[-1]["role"] != "user":
+        raise DataError(f"{where}, column {prompt_key}: the last message is not the user's.")
+    return messages, answer
+
+
 def evaluation_problems(sources: Iterable[str]) -> EvaluationProblems:
     """The problems of AIME 2024 and 2025, and of `sources`."""
     files = [*(str(path) for path in sorted(BUILT_IN.glob("*.jsonl"))), *sources]

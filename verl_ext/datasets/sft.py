@@ -6,6 +6,7 @@ that stands inside the assistant's text.
 """
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
@@ -107,7 +108,7 @@ class RetoolSFTDataset(Dataset):
     def _drop_long(self, traces: dict[int, list[Segment]]) -> None:
         """Leave out the traces that are too long, by their row numbers; or raise, as `data.truncation` says."""
         lengths = {
-            number: sum(map(len, self._encode(trace)))
+            number: len(tokens_of(trace, self._encoder)[0])
             for number, trace in traces.items()
             # No text has more tokens than bytes: most traces need not be tokenised to know that they fit.
             if sum(len(part.encode()) for segment in trace for part in segment.parts) > self.max_length
@@ -123,22 +124,18 @@ class RetoolSFTDataset(Dataset):
             self.dropped.append((number, reason))
             del traces[number]
 
-    def _encode(self, segments: list[Segment]) -> list[list[int]]:
-        return [self._encoder.encode(segment.parts) for segment in segments]
-
     def __len__(self) -> int:
         return len(self.segments)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        segments = self.segments[index]
-        encoded = self._encode(segments)
-        input_ids = torch.tensor([token for ids in encoded for token in ids])[: self.max_length]
-        loss_mask = torch.tensor([int(each.own) for ids, each in zip(encoded, segments, strict=True) for _ in ids])
-        return {
-            "input_ids": input_ids,
-            "position_ids": torch.arange(len(input_ids)),
-            "loss_mask": loss_mask[: self.max_length],
-        }
+        ids, mask = (torch.tensor(each)[: self.max_length] for each in tokens_of(self.segments[index], self._encoder))
+        return {"input_ids": ids, "position_ids": torch.arange(len(ids)), "loss_mask": mask}
+
+
+def tokens_of(segments: Sequence[Segment], encoder: SegmentEncoder) -> tuple[list[int], list[int]]:
+    """Token ids and loss mask (1: written by the model) of a trace."""
+    encoded = [(encoder.encode(segment.parts), int(segment.own)) for segment in segments]
+    return [token for ids, _ in encoded for token in ids], [own for ids, own in encoded for _ in ids]
 
 
 def _read(file: str, messages_key: str, tools_key: str) -> pd.DataFrame:

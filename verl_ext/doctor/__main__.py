@@ -16,6 +16,7 @@ from verl_ext.doctor import batch, checkpoints, config, data, machine, memory, n
 from verl_ext.doctor.finding import Finding, Level, fail, warn
 from verl_ext.doctor.run import Run
 from verl_ext.doctor.schema import required_keys
+from verl_ext.records.machine import Machine
 from verl_ext.settings import CONFIGS, REPO, compose_run
 
 Check = Callable[[], Iterable[Finding]]
@@ -70,8 +71,8 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
                 text = f"a check broke: {type(error).__name__}: {error} -> Report it: this is a bug of verl_ext.doctor."
                 yield replace(warn(text), topic=topic)
 
-    here: list[machine.Machine] = []
-    yield from look("machine", lambda: here.append(machine.Machine.here()) or ())
+    here: list[Machine] = []
+    yield from look("machine", lambda: here.append(Machine.here()) or ())
     quick: list[tuple[str, Check]] = [
         ("versions", versions.check_versions),
         ("versions", lambda: versions.check_external_modules(dict(os.environ))),

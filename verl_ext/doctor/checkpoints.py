@@ -2,27 +2,17 @@
 
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.checkpoints import manifest
+from verl_ext.datasets.peek import count_rows
 from verl_ext.doctor.finding import Finding, fail, ok, warn
-from verl_ext.doctor.memory import estimate
-from verl_ext.doctor.run import ROLLOUT, Run, size
+from verl_ext.doctor.memory import plan_of
+from verl_ext.doctor.run import ROLLOUT, Run
+from verl_ext.memory.estimate import estimate
+from verl_ext.memory.words import size
 
 LARGER_DISK = "set trainer.default_local_dir (OUTPUT_DIR) to a larger disk."
-
-
-def count_rows(files: list[Path]) -> int | None:
-    """Rows of parquet files, from their footers; None where one is missing or no parquet."""
-    if not files or not all(path.is_file() and path.suffix == ".parquet" for path in files):
-        return None
-    import pyarrow.parquet  # 0.3 s
-
-    try:
-        return sum(pyarrow.parquet.read_metadata(path).num_rows for path in files)
-    except pyarrow.ArrowInvalid:
-        return None
 
 
 def steps_per_epoch(run: Run) -> int | None:
@@ -67,7 +57,7 @@ def check_disk(run: Run) -> Iterator[Finding]:
             config.json of a dense model -> Set the path of the model's folder (MODEL_PATH of the launcher), or count 12
             bytes for each parameter.""")
         return
-    memory = estimate(run, run.shape)
+    memory = estimate(plan_of(run))
     one = memory.checkpoint
     text = f"a checkpoint takes {size(one)} ({memory.terms['checkpoint']}); {size(free)} are free in {existing}"
     if free < one:

@@ -1,13 +1,12 @@
 """The data: there, of the right form, without duplicates or evaluation problems, and short enough."""
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl_ext.datasets.peek import first_rows
 from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.names import agent_loops, did_you_mean
 from verl_ext.doctor.run import ROLLOUT, Run
@@ -38,7 +37,7 @@ def check_protocol(run: Run) -> Iterator[Finding]:
     default_loop = run.get(f"{ROLLOUT}.agent.default_agent_loop")
     for split, path in run.all_files():
         rows, seen = 0, Counter()  # (part, protocol) -> rows that have its tag, and not that of their own
-        for row in first_rows(path, [key, "agent_name"]):
+        for row in first_rows(path, [key, "agent_name"], FIRST_ROWS):
             own, messages = loops.get(row.get("agent_name") or default_loop if run.is_rl else None), row.get(key)
             if own not in TAGS or not isinstance(messages, list):
                 continue
@@ -66,30 +65,12 @@ def check_agent_names(run: Run) -> Iterator[Finding]:
     """Whether the agent loops that the data name are registered."""
     loops = agent_loops(run)
     for split, path in run.all_files() if run.is_rl else ():
-        names = Counter(row.get("agent_name") for row in first_rows(path, ["agent_name"], most=None))
+        names = Counter(row.get("agent_name") for row in first_rows(path, ["agent_name"], None))
         for name, number in names.items():
             if name is not None and name not in loops:
                 yield fail(f"""{split}: agent_name is {name!r} in {number} rows of {path.name}, which
                     {run.get(f"{ROLLOUT}.agent.agent_loop_config_path")} does not register
                     -> {did_you_mean(str(name), loops)} There are {", ".join(sorted(loops))}.""")
-
-
-def first_rows(path: Path, columns: list[str], *, most: int | None = FIRST_ROWS) -> Iterator[dict[str, Any]]:
-    """Some columns of the first rows (None: of all) of parquet or JSONL; none of a file that cannot be read so."""
-    if not path.is_file():
-        return
-    if path.suffix != ".parquet":
-        with path.open(encoding="utf-8") as lines, suppress(ValueError):  # told when all rows are read
-            yield from (row for line in islice(lines, most) if isinstance(row := json.loads(line), dict))
-        return
-    import pyarrow.parquet  # 0.3 s
-
-    with suppress(pyarrow.ArrowInvalid):
-        table = pyarrow.parquet.ParquetFile(path)
-        there = [name for name in columns if name in table.schema_arrow.names]
-        batches = table.iter_batches(batch_size=most or 65536, columns=there) if there else ()
-        for batch in islice(batches, most and 1):
-            yield from batch.to_pylist()
 
 
 def check_rows(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
@@ -133,8 +114,8 @@ def _check_traces(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, fi
 
 
 def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, files: list[Path]) -> Iterator[Finding]:
-    from verl_ext.datasets.problems import evaluation_problems, read_problems
-    from verl_ext.datasets.rows import DataError, field, read_rows
+    from verl_ext.datasets.problems import check_row, evaluation_problems, read_problems
+    from verl_ext.datasets.rows import DataError, read_rows
     from verl_ext.datasets.text import bare_problem, same_problem_key
 
     prompt_key, limit = run.get("data.prompt_key", "prompt"), run.get("data.max_prompt_length")
@@ -149,14 +130,7 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
     try:
         for where, row in (each for path in files for each in read_rows(str(path))):
             rows += 1
-            messages = field(row, prompt_key, where, list)
-            for number in range(len(messages)):
-                field(row, f"{prompt_key}.{number}.role", where)
-                field(row, f"{prompt_key}.{number}.content", where)
-            field(row, "data_source", where)
-            answer = field(row, "reward_model.ground_truth", where, (str, int, float, list))
-            if not messages or messages[-1]["role"] != "user":
-                raise DataError(f"{where}, column {prompt_key}: the last message is not the user's.")
+            messages, answer = check_row(row, where, prompt_key)
             problem = bare_problem(messages[-1]["content"])
             key = same_problem_key(problem)
             answers.setdefault(key, set()).add(str(answer))

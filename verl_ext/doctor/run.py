@@ -8,22 +8,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.doctor.shape import ModelShape, read_shape
+from verl_ext.memory.shape import ModelShape, read_shape
 from verl_ext.settings import Problem, Retool, SftData, SftRetool, problems
 
-GIB = 2**30
 ULYSSES = "ulysses_sequence_parallel_size"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-
-
-def size(number: float) -> str:
-    """Bytes in words: `61.0 GiB`, `4.5 MiB`."""
-    return f"{number / GIB:,.1f} GiB" if number >= 0.1 * GIB else f"{number / 2**20:,.1f} MiB"
-
-
-def count(number: int) -> str:
-    """`32.76 billion`, `390,400`."""
-    return f"{number / 1e9:.2f} billion" if number >= 1e8 else f"{number:,}"
 
 
 class Setting:

@@ -2,10 +2,6 @@
 
 import asyncio
 import inspect
-import json
-import os
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import aclosing
 
@@ -13,10 +9,10 @@ from omegaconf import OmegaConf
 
 from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.run import ROLLOUT, Run
-from verl_ext.sandbox.client import ANSWER_GRACE_S, CONTROL_OUTPUT, CONTROL_PROGRAM, SandboxClient
+from verl_ext.sandbox.client import ANSWER_GRACE_S, SandboxClient
 from verl_ext.sandbox.load import Load, load
+from verl_ext.sandbox.probe import Busy, NotWell, probe
 
-PING_S = 10.0
 CALLS_PER_RESPONSE = 2.9  # (7.82 - 2) / 2: num_turns/mean of the published run's first step
 # Of all calls of a step, one after the other through the sandbox; the published step generates for 2,529 s.
 SLOW_STEP_S = 120.0
@@ -60,29 +56,18 @@ def check_timeouts(run: Run) -> Iterator[Finding]:
 
 
 def check_reachable(run: Run) -> Iterator[Finding]:
-    """Each server executes a program, and says what isolates it. A server that only listens may answer nothing."""
+    """Each server executes a program, and says what isolates it."""
     for url in run.get("retool.sandbox.urls", []):  # SFT has none
         yield _look_at(url.rstrip("/"))
 
 
 def _look_at(base: str) -> Finding:
     try:
-        answer = json.loads(_request(f"{base}/run_code", {"code": CONTROL_PROGRAM, "language": "python"}))
-        printed = answer["run_result"]["stdout"]
-    except (TimeoutError, urllib.error.HTTPError) as error:
-        status = getattr(error, "code", None)
-        if status in (None, 503, 504) and _layers(base) is not None:  # its ping runs a program past the queue
-            return warn(f"{base} works, but is too busy to take a program -> More workers, or wait.")
-        if status is None:
-            return fail(f"{base} did not run {CONTROL_PROGRAM} within {PING_S:g} s -> {START}")
-        return fail(
-            f"{base} answers HTTP {status} {error.reason} -> {'Set SANDBOX_TOKEN.' if status == 401 else START}"
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return fail(f"{base} does not run code: {getattr(error, 'reason', error)} -> {START}")
-    if printed != CONTROL_OUTPUT:
-        return fail(f"{base}: {CONTROL_PROGRAM} gave {printed!r}, {answer.get('message', '')} -> {START}")
-    layers = _layers(base)
+        layers = probe(base)
+    except Busy as error:
+        return warn(f"{error} -> More workers, or wait.")
+    except NotWell as error:
+        return fail(f"{error} -> {'Set SANDBOX_TOKEN.' if error.status == 401 else START}")
     if layers is None:
         return warn(f"""{base} runs code, and does not say what isolates it
             -> See to it that it is a container or VM of its own.""")
@@ -90,23 +75,6 @@ def _look_at(base: str) -> Finding:
         return warn(f"""{base} runs code with {", ".join(layers) or "no isolation"}; {", ".join(missing)} is off
             -> docs/sandbox.md: what each stops, and what a container must allow; else give it a VM.""")
     return ok(f"{base} runs code, isolated by {', '.join(layers)}")
-
-
-def _layers(base: str) -> list[str] | None:
-    """Of isolation, as the server's ping tells; None where it is not well, or another server than ours."""
-    try:
-        return json.loads(_request(f"{base}/v1/ping")).get("layers")
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
-def _request(url: str, body: dict | None = None) -> bytes:
-    headers = {"Content-Type": "application/json"}
-    if token := os.environ.get("SANDBOX_TOKEN"):
-        headers["Authorization"] = f"Bearer {token}"
-    data = json.dumps(body).encode() if body is not None else None
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=PING_S) as response:
-        return response.read()
 
 
 def calls_per_step(run: Run) -> tuple[float, float]:

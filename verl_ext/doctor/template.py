@@ -4,29 +4,26 @@ Imports verl, transformers and torch: not among the quick checks.
 """
 
 import asyncio
-import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import redirect_stdout
-from itertools import groupby
-from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from omegaconf import OmegaConf
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from verl.tools.base_tool import BaseTool
+from verl.utils import hf_tokenizer
 
+from verl_ext.datasets.sft import tokens_of
 from verl_ext.doctor.finding import Finding, all_well, fail, ok, warn
 from verl_ext.doctor.run import ROLLOUT, Run
+from verl_ext.environments import toolbox
+from verl_ext.protocols.base import CODE_TOOL, Call, SegmentEncoder, ToolProtocol
+from verl_ext.protocols.by_name import make_protocol
+from verl_ext.protocols.trace import Segment, split_trace
+from verl_ext.rollout.scripted import Tokens, roll_out
 from verl_ext.settings import CONFIGS, compose_run
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-    from verl.tools.base_tool import BaseTool
-
-    from verl_ext.protocols.base import ToolProtocol
-
-Tokens = tuple[list[int], list[int]]  # (ids, loss mask) of a trace
 QUESTION, CODE, OUTPUT, ANSWER = "1+1?", "print(1+1)", "2", "\\boxed{2}"  # short, and within the tiny task's vocabulary
 TRACE = [
     {"role": "user", "content": QUESTION},
@@ -40,10 +37,8 @@ TRACE = [
 ]
 
 
-def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
+def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
     """As verl loads it. Raises OSError or ValueError where it cannot."""
-    from verl.utils import hf_tokenizer
-
     path = run.get(f"{run.model}.tokenizer_path") or run.model_path
     tokenizer = hf_tokenizer(str(path), trust_remote_code=run.get(f"{run.model}.trust_remote_code", False))
     if template := run.get(f"{run.model}.custom_chat_template"):
@@ -55,28 +50,22 @@ def template_kwargs(run: Run) -> dict[str, Any]:
     return run.get("data.apply_chat_template_kwargs", {})
 
 
-def protocol_of(run: Run, tokenizer: "PreTrainedTokenizerBase") -> "ToolProtocol":
-    from verl_ext.protocols.by_name import make_protocol
-
+def protocol_of(run: Run, tokenizer: PreTrainedTokenizerBase) -> ToolProtocol:
     calls = run.get(f"{ROLLOUT}.multi_turn.max_parallel_calls", 1)
     return make_protocol(run.protocol, tokenizer, template_kwargs(run), max_parallel_calls=calls)
 
 
-def load_tools(run: Run) -> list["BaseTool"]:
+def load_tools(run: Run) -> list[BaseTool]:
     """Those of an RL run; none of an SFT run. Raises what they raise."""
-    from verl_ext.environments import toolbox
-
     with redirect_stdout(sys.stderr):  # verl prints each schema; the report may be JSON
         return toolbox.load_tools(run.get(f"{ROLLOUT}.multi_turn", {}), run.folder)
 
 
 def tool_schemas(run: Run) -> dict[str, dict]:
-    from verl_ext.environments.toolbox import schemas_of
-
-    return schemas_of(load_tools(run))
+    return toolbox.schemas_of(load_tools(run))
 
 
-def check_tokenizer(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
+def check_tokenizer(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """The template's turns, without which no protocol can be made; then tags, end tokens, stop string, tools."""
     chat_model = "Take the tokenizer of a chat (Instruct) model."
     if tokenizer.eos_token is None or not tokenizer.chat_template:
@@ -97,12 +86,8 @@ def check_tokenizer(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[
 
 
 def _problems(
-    run: Run, tokenizer: "PreTrainedTokenizerBase", protocol: "ToolProtocol", replies: list[str]
+    run: Run, tokenizer: PreTrainedTokenizerBase, protocol: ToolProtocol, replies: list[str]
 ) -> Iterator[Finding]:
-    from transformers import GenerationConfig
-
-    from verl_ext.protocols.base import CODE_TOOL, Call
-
     for text in (protocol.write("", [Call(CODE_TOOL, {"code": CODE}, 0)]), *replies):
         back = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
         if back != text:
@@ -137,7 +122,7 @@ def _problems(
             -> Take a model whose template has tools, set model.custom_chat_template, or say it in the data.""")
 
 
-def check_agreement(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
+def check_agreement(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """Whether SFT and rollout make the same tokens and masks of one trace, and whether both YAMLs name one protocol.
 
     The rollout is the real agent loop between a scripted server, which samples what the trace has, and a scripted
@@ -155,7 +140,9 @@ def check_agreement(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[
                 with the same, e.g. data.retool.protocol={rl.protocol}; unless it is no SFT model of ours.""")
     tokens, schemas = sft_tokens(run, tokenizer)
     ids, mask = tokens
-    if difference := first_difference(tokenizer, tokens, asyncio.run(_roll_out(rl, run, tokenizer, tokens))):
+    of_model = {"tokenizer": tokenizer, "protocol": run.protocol, "model_path": str(run.model_path)}
+    rollout = roll_out(rl.config, QUESTION, OUTPUT, tokens, tools=load_tools(rl), **of_model)
+    if difference := first_difference(tokenizer, tokens, asyncio.run(rollout)):
         yield fail(f"""SFT and rollout make different tokens of the same trace: {difference}
             -> Compare data.apply_chat_template_kwargs and the tool YAML (schemas) of both.""")
         return
@@ -169,65 +156,17 @@ def check_agreement(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[
             -> Servers that render the whole conversation at every turn show the model another text than RL does.""")
 
 
-def sft_tokens(run: Run, tokenizer: "PreTrainedTokenizerBase") -> tuple[Tokens, list | None]:
+def sft_tokens(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, list | None]:
     """TRACE as RetoolSFTDataset makes it, and the tools in its prompt."""
-    from verl_ext.protocols.base import SegmentEncoder
-    from verl_ext.protocols.trace import Segment, split_trace
-
     tools = list(tool_schemas(run).values()) if run.is_rl else None
     prompt, schemas, response = split_trace(TRACE, tools, protocol_of(run, tokenizer), tokenizer.eos_token)
     text = tokenizer.apply_chat_template(
         prompt, tools=schemas, add_generation_prompt=True, tokenize=False, **template_kwargs(run)
     )
-    ids, mask, encoder = [], [], SegmentEncoder(tokenizer)
-    for segment in [Segment([text], False), *response]:
-        encoded = encoder.encode(segment.parts)
-        ids += encoded
-        mask += [int(segment.own)] * len(encoded)
-    return (ids, mask), schemas
+    return tokens_of([Segment([text], False), *response], SegmentEncoder(tokenizer)), schemas
 
 
-async def _roll_out(rl: Run, run: Run, tokenizer: "PreTrainedTokenizerBase", tokens: Tokens) -> Tokens:
-    """The real agent loop with the settings of `rl`, on the model and protocol of `run`.
-
-    Its server samples the parts of `tokens` that are the model's.
-    """
-    from verl.workers.rollout.replica import TokenOutput
-
-    from verl_ext.rollout.loop import RetoolAgentLoop
-    from verl_ext.sandbox.client import RunResult
-
-    parts = groupby(zip(*tokens, strict=True), lambda pair: pair[1])
-    turns = iter([[i for i, _ in group] for own, group in parts if own])
-
-    async def generate(**_: Any) -> TokenOutput:
-        return TokenOutput(token_ids=next(turns, [tokenizer.eos_token_id]), stop_reason="completed")
-
-    async def run_code(*_: Any, **__: Any) -> RunResult:
-        return RunResult("ok", OUTPUT, "", 0, queue_s=0.0, run_s=0.0, attempts=1, message="")
-
-    size = len(tokens[0])
-    long = {"prompt_length": size, "response_length": 2 * size}  # check_rows looks at lengths
-    quiet = {"retool": {"trajectory_log": {"enable": False}}, "actor_rollout_ref": {"rollout": long}}
-    model = Path(str(run.model_path)).expanduser() / "config.json"
-    loop = RetoolAgentLoop(
-        trainer_config=SimpleNamespace(config=OmegaConf.merge(rl.config, quiet)),
-        server_manager=SimpleNamespace(generate=generate),
-        tokenizer=tokenizer,
-        processor=None,
-        dataset_cls=None,
-        data_config=SimpleNamespace(config=rl.config.data),
-        hf_model_type=json.loads(model.read_text()).get("model_type") if model.is_file() else None,
-        tools=SimpleNamespace(tools=load_tools(rl)),
-        protocol=run.protocol,
-    )
-    loop.tools.sandbox = SimpleNamespace(run=run_code)
-    row: Mapping[str, Any] = {"uid": "doctor", "raw_prompt": [{"role": "user", "content": QUESTION}]}
-    output = await loop.run({"temperature": 1.0, "logprobs": False}, **row)
-    return output.prompt_ids + output.response_ids, [0] * len(output.prompt_ids) + list(output.response_mask)
-
-
-def first_difference(tokenizer: "PreTrainedTokenizerBase", sft: Tokens, rollout: Tokens) -> str | None:
+def first_difference(tokenizer: PreTrainedTokenizerBase, sft: Tokens, rollout: Tokens) -> str | None:
     """Where the two differ first, in words; None where they are equal."""
     pairs = list(zip(*sft, strict=True)), list(zip(*rollout, strict=True))
     if pairs[0] == pairs[1]:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 from verl_ext.doctor.finding import Finding, all_well, fail, warn
 from verl_ext.doctor.names import estimators_of_groups
-from verl_ext.doctor.run import ACTOR, ROLLOUT, Run, count
+from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
+from verl_ext.memory.words import count
 from verl_ext.settings import is_in
 
 LARGE = 1e9  # parameters

@@ -18,9 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
 from verl_ext.records import jsonl
+from verl_ext.records.machine import memory_bytes
 from verl_ext.records.run_folder import (
     SAMPLES,
     STAGES,
@@ -265,14 +264,6 @@ def environment() -> dict[str, Any]:
             "gpus": gpus.splitlines() if gpus else [],
         },
     }
-
-
-def memory_bytes() -> int:
-    """Of this machine, or of its container where that has less."""
-    memory, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
-        memory = min(memory, int(text))
-    return memory
 
 
 def _logged_rollouts(folder: Path) -> list[dict[str, Any]]:

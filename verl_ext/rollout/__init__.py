@@ -1,6 +1,7 @@
 """A rollout: the model writes, a tool answers, the model goes on.
 
 `loop.py` is the agent loop of one rollout, `workers.py` runs many, `tool_use.py` counts what a rollout did with tools.
-`log_probs.py` checks what the server sends, `seeds.py` makes the seed of a request.
+`log_probs.py` checks what the server sends, `seeds.py` makes the seed of a request, `scripted.py` rolls out
+without model and sandbox.
 In: a prompt, verl's server. Out: token ids, loss mask, log-probs, the reason of the end.
 """

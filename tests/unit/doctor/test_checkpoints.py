@@ -5,10 +5,10 @@ import shutil
 import pytest
 
 from verl_ext.checkpoints import folder as checkpoints
-from verl_ext.doctor.checkpoints import check_disk, check_resume, check_steps, count_rows
+from verl_ext.doctor.checkpoints import check_disk, check_resume, check_steps
 from verl_ext.doctor.data import check_files
 from verl_ext.doctor.finding import Level
-from verl_ext.doctor.run import GIB
+from verl_ext.memory.words import GIB
 
 
 @pytest.fixture
@@ -117,14 +117,6 @@ def test_data_that_are_too_few(make_run, rows, told):
     run = make_run("qwen2-32b_dapo", rows(1024))
     text = told(check_steps(run), Level.WARN)[0]
     assert "100 epoch(s) of 2 steps end at 200" in text and "Set trainer.total_epochs to 200" in text
-
-
-def test_rows_are_counted_from_the_footers(rows, tmp_path):
-    path = tmp_path / "7.parquet"
-    rows(7)
-    assert count_rows([path, path]) == 14
-    (tmp_path / "broken.parquet").write_text("no parquet")
-    assert count_rows([tmp_path / "broken.parquet"]) is count_rows([tmp_path / "none.parquet"]) is None
 
 
 def test_disk(make_run, monkeypatch, told):

@@ -86,7 +86,7 @@ def test_a_busy_server_is_no_reason_not_to_start(make_run, told):
 
 
 def test_a_server_that_listens_and_never_answers(make_run, told, monkeypatch):
-    monkeypatch.setattr("verl_ext.doctor.sandbox.PING_S", 0.3)
+    monkeypatch.setattr("verl_ext.sandbox.probe.PING_S", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         text = told(check_reachable(with_url(make_run, url)), Level.FAIL)[0]

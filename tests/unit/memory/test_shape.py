@@ -1,0 +1,40 @@
+"""Parameters of the recipes' models, against those that transformers makes."""
+
+import dataclasses
+
+import pytest
+
+from verl_ext.memory.shape import read_shape
+
+# sum(p.numel()) of the whole models made on the meta device
+EXPECTED = {
+    "Qwen2.5-32B-Instruct": 32763876352,
+    "Qwen2.5-7B-Instruct": 7615616512,
+    "Qwen3-4B-Instruct-2507": 4022468096,
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_parameters_are_those_that_transformers_makes(name, tmp_path):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    whole = read_shape(f"Qwen/{name}")
+    assert whole.parameters == EXPECTED[name]
+    shape = dataclasses.replace(whole, layers=2)  # of which all others are copies
+    config = AutoConfig.for_model(
+        shape.model_type,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.tied,
+        **({"head_dim": shape.head_dim} if shape.model_type == "qwen3" else {}),
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
+    config.save_pretrained(tmp_path)
+    assert read_shape(str(tmp_path)) == shape

@@ -1,0 +1,5 @@
+"""How much memory a run takes: of a GPU, of a host, of a disk. Whether there is as much, the doctor says.
+
+`shape.py` has the sizes of a model, `estimate.py` the formula, `words.py` bytes in words.
+In: a `Plan`, which is all that memory depends on. Out: bytes, and the formula with its numbers.
+"""

@@ -1,0 +1,70 @@
+"""A rollout without a model and without a sandbox: what the agent loop makes of turns that are given.
+
+Comes in: the tokens of a trace. Goes out: the tokens of the rollout in which the model samples the trace's own ones.
+"""
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from transformers import PreTrainedTokenizerBase
+from verl.workers.rollout.replica import TokenOutput
+
+from verl_ext.rollout.loop import RetoolAgentLoop
+from verl_ext.sandbox.client import RunResult
+
+Tokens = tuple[list[int], list[int]]  # (ids, loss mask) of a trace
+
+
+async def roll_out(
+    config: DictConfig,
+    question: str,
+    output: str,
+    trace: Tokens,
+    *,
+    tokenizer: PreTrainedTokenizerBase,
+    protocol: str,
+    model_path: str,
+    tools: Sequence[Any] = (),
+) -> Tokens:
+    """The real agent loop, between a server that samples `trace` and a sandbox that prints `output` of every program.
+
+    Args:
+        config: of an RL run; lengths and the trajectory log are not taken from it.
+        question: of the user.
+        trace: what its mask says is the model's is sampled, a stretch a turn; then the end token.
+        model_path: its folder, for the model's type.
+        tools: as `environments.toolbox.load_tools` gives them.
+    """
+    parts = groupby(zip(*trace, strict=True), lambda pair: pair[1])
+    turns = iter([[i for i, _ in group] for own, group in parts if own])
+
+    async def generate(**_: Any) -> TokenOutput:
+        return TokenOutput(token_ids=next(turns, [tokenizer.eos_token_id]), stop_reason="completed")
+
+    async def run_code(*_: Any, **__: Any) -> RunResult:
+        return RunResult("ok", output, "", 0, queue_s=0.0, run_s=0.0, attempts=1, message="")
+
+    size = len(trace[0])
+    long = {"prompt_length": size, "response_length": 2 * size}
+    quiet = {"retool": {"trajectory_log": {"enable": False}}, "actor_rollout_ref": {"rollout": long}}
+    model = Path(model_path).expanduser() / "config.json"
+    loop = RetoolAgentLoop(
+        trainer_config=SimpleNamespace(config=OmegaConf.merge(config, quiet)),
+        server_manager=SimpleNamespace(generate=generate),
+        tokenizer=tokenizer,
+        processor=None,
+        dataset_cls=None,
+        data_config=SimpleNamespace(config=config.data),
+        hf_model_type=json.loads(model.read_text()).get("model_type") if model.is_file() else None,
+        tools=SimpleNamespace(tools=list(tools)),
+        protocol=protocol,
+    )
+    loop.tools.sandbox = SimpleNamespace(run=run_code)
+    row = {"uid": "scripted", "raw_prompt": [{"role": "user", "content": question}]}
+    seen = await loop.run({"temperature": 1.0, "logprobs": False}, **row)
+    return seen.prompt_ids + seen.response_ids, [0] * len(seen.prompt_ids) + list(seen.response_mask)

@@ -1,0 +1,69 @@
+"""Whether a server executes a program, and what isolates it. A server that only listens may answer nothing.
+
+For who looks once before a run: blocking, and without aiohttp.
+"""
+
+import json
+import os
+import urllib.error
+import urllib.request
+
+from verl_ext.sandbox.client import CONTROL_OUTPUT, CONTROL_PROGRAM
+
+PING_S = 10.0
+
+
+class Busy(Exception):
+    """The server is well, and has no worker free; the message names it."""
+
+
+class NotWell(Exception):
+    """The server did not execute the program; the message names it and says what it did. `status`: HTTP's, if any."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def probe(url: str) -> list[str] | None:
+    """Have a server execute CONTROL_PROGRAM.
+
+    Args:
+        url: its base, without a slash at the end.
+    Returns:
+        The layers of isolation in force; None where it does not say, as another server than ours.
+    Raises:
+        Busy, NotWell: see there.
+    """
+    try:
+        answer = json.loads(_request(f"{url}/run_code", {"code": CONTROL_PROGRAM, "language": "python"}))
+        printed = answer["run_result"]["stdout"]
+    except (TimeoutError, urllib.error.HTTPError) as error:
+        status = getattr(error, "code", None)
+        if status in (None, 503, 504) and _layers(url) is not None:  # its ping runs a program past the queue
+            raise Busy(f"{url} works, but is too busy to take a program") from None
+        if status is None:
+            raise NotWell(f"{url} did not run {CONTROL_PROGRAM} within {PING_S:g} s") from None
+        raise NotWell(f"{url} answers HTTP {status} {error.reason}", status) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise NotWell(f"{url} does not run code: {getattr(error, 'reason', error)}") from None
+    if printed != CONTROL_OUTPUT:
+        raise NotWell(f"{url}: {CONTROL_PROGRAM} gave {printed!r}, {answer.get('message', '')}")
+    return _layers(url)
+
+
+def _layers(url: str) -> list[str] | None:
+    """As the server's ping tells them; None where it is not well, or another server than ours."""
+    try:
+        return json.loads(_request(f"{url}/v1/ping")).get("layers")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _request(url: str, body: dict | None = None) -> bytes:
+    headers = {"Content-Type": "application/json"}
+    if token := os.environ.get("SANDBOX_TOKEN"):
+        headers["Authorization"] = f"Bearer {token}"
+    data = json.dumps(body).encode() if body is not None else None
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=PING_S) as response:
+        return response.read()
