@@ -10,6 +10,9 @@ Usage: bash scripts/setup_env.sh [--check]
 Environment:
   PYTHON            Python 3.11 or 3.12 to make .venv with; default: the first of python3.11, python3.12, python3
   RETOOL_HARDWARE   cpu or gpu; default: gpu where `nvidia-smi -L` succeeds, else cpu
+  RETOOL_FLASH_ATTN 1 compiles flash-attn (gpu only; default), a path to a wheel installs that, 0 goes on without: slower
+                    runs, with +hardware=no_flash_attn (SFT: no_flash_attn_sft). A later call keeps the choice
+  MAX_JOBS, FLASH_ATTN_CUDA_ARCHS   of that compilation; default: by cores and memory, and of the GPU that is here
 pip's own configuration and variables (index, find-links, cache) are respected. Log: .venv/install.log
 EOF
 }
@@ -84,6 +87,75 @@ check_machine() {
     [ "$memory_gb" -ge 11 ] || say "warning: $memory_gb GB of memory; the quickstart's RL stage peaks at up to 12 GB"
 }
 
+cuda_major() { # of the lock's torch
+    grep -oE '^cuda-toolkit==[0-9]+' "$LOCK" | grep -oE '[0-9]+$'
+}
+
+find_nvcc() { # where torch/utils/cpp_extension.py (2.11) looks
+    local home=${CUDA_HOME:-${CUDA_PATH:-}} nvcc
+    nvcc=$(if [ -n "$home" ]; then echo "$home/bin/nvcc"; else command -v nvcc || echo /usr/local/cuda/bin/nvcc; fi)
+    [ -x "$nvcc" ] && echo "$nvcc"
+}
+
+# flash-attn 2.8.3 names architectures 80, 90, 100 and 120 (its setup.py:179-191): one for each major capability from 8 on.
+gpu_architectures() {
+    nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | while IFS=. read -r major _; do
+        case $major in 8) echo 80 ;; 9) echo 90 ;; 10) echo 100 ;; 12) echo 120 ;; [0-9]*) echo "none:$major" ;; esac
+    done | sort -u | paste -sd ';'
+}
+
+# $1: Python. What compiling flash-attn takes, before 10 GB are installed; sets MAX_JOBS and FLASH_ATTN_CUDA_ARCHS.
+check_flash_attn() {
+    local otherwise nvcc release memory_gb limit architectures
+    otherwise="Or go on without flash-attn: RETOOL_FLASH_ATTN=0 (slower, see --help)"
+    case $FLASH_ATTN in
+        0) return ;;
+        1) ;;
+        *.whl)
+            [ -f "$FLASH_ATTN" ] || die "RETOOL_FLASH_ATTN=$FLASH_ATTN is no file"
+            return
+            ;;
+        *) die "RETOOL_FLASH_ATTN is '$FLASH_ATTN', expected 0, 1 or a path to a wheel" ;;
+    esac
+    nvcc=$(find_nvcc) || die "nvcc was not found (PATH, CUDA_HOME, /usr/local/cuda); flash-attn has no wheel and compiles" \
+        "with it. Install the CUDA $(cuda_major) toolkit, or set CUDA_HOME. $otherwise"
+    release=$("$nvcc" --version | grep -oE 'release [0-9]+\.[0-9]+' | cut -d ' ' -f 2) || true
+    [ "${release%%.*}" = "$(cuda_major)" ] || die "$nvcc is of CUDA ${release:-?}, and the lock's torch is of CUDA" \
+        "$(cuda_major), which refuses to compile with another. Install that toolkit, or set CUDA_HOME. $otherwise"
+    command -v "${CXX:-g++}" >/dev/null || command -v c++ >/dev/null ||
+        die "no C++ compiler was found (g++ or c++), which nvcc calls. Install it, e.g. apt install g++"
+    "$1" -c 'import os, sysconfig as s; os.stat(os.path.join(s.get_paths()["include"], "Python.h"))' 2>/dev/null ||
+        die "Python.h was not found, which flash-attn includes. Install it, e.g. apt install" \
+            "python$(python_version "$1")-dev. $otherwise"
+    if [ -z "${FLASH_ATTN_CUDA_ARCHS:-}" ]; then
+        architectures=$(gpu_architectures) || true
+        case $architectures in
+            *none:*) die "a GPU here has compute capability ${architectures##*none:}.x, and flash-attn needs 8, 9, 10 or 12." \
+                "Set FLASH_ATTN_CUDA_ARCHS for the others. $otherwise" ;;
+            "") say "warning: nvidia-smi tells no compute capability; flash-attn is compiled for 80, 90, 100 and 120" ;;
+            *) export FLASH_ATTN_CUDA_ARCHS=$architectures ;;
+        esac
+    fi
+    # A compiler takes up to 5.3 GB (pytorch pull 130443; flash-attention pull 2079 says 3 to 5): 6 for each job, which
+    # compiles for one architecture at a time. A container's limit is not in /proc/meminfo.
+    memory_gb=$(awk '/^MemAvailable/ {print int($2 / 1000 / 1000)}' /proc/meminfo)
+    limit=$(cat "${CGROUP_MEMORY_MAX:-/sys/fs/cgroup/memory.max}" 2>/dev/null || true)
+    case $limit in
+        "" | *[!0-9]*) ;;
+        *) [ $((limit / 1000000000)) -ge "$memory_gb" ] || memory_gb=$((limit / 1000000000)) ;;
+    esac
+    if [ -z "${MAX_JOBS:-}" ]; then
+        MAX_JOBS=$((memory_gb / 6))
+        [ "$MAX_JOBS" -le "$(nproc)" ] || MAX_JOBS=$(nproc)
+        [ "$MAX_JOBS" -ge 1 ] || MAX_JOBS=1
+        export NVCC_THREADS=${NVCC_THREADS:-1}
+    fi
+    export MAX_JOBS
+    [ "$memory_gb" -ge 6 ] || say "warning: $memory_gb GB are free; one compiler of flash-attn's takes up to 6"
+    say "flash-attn will be compiled by CUDA $release for ${FLASH_ATTN_CUDA_ARCHS:-all architectures}, $MAX_JOBS job(s) at a" \
+        "time: half an hour with 16 jobs for one architecture (docs/gpu.md); its README names 3 to 5 minutes on 64 cores"
+}
+
 check_disk() {
     local need_gb=6 free_gb
     [ "$HARDWARE" = cpu ] || need_gb=30
@@ -100,6 +172,7 @@ fingerprint() {
     echo "$ROOT"
     "$VENV/bin/python" -V 2>&1
     cat "$LOCK" "$ROOT/setup.py" "$ROOT/pyproject.toml" | sha256sum
+    [ "$HARDWARE" = cpu ] || echo "flash-attn $FLASH_ATTN"
 }
 is_ready() { [ -x "$VENV/bin/python" ] && [ -f "$STAMP" ] && [ "$(cat "$STAMP")" = "$(fingerprint)" ]; }
 
@@ -185,6 +258,7 @@ install_all() {
     else
         say "1/4 updating the .venv that is here"
     fi
+    [ "$HARDWARE" = cpu ] || check_flash_attn "$VENV/bin/python"
     rm -f "$STAMP"
     : >"$LOG"
 
@@ -197,9 +271,14 @@ install_all() {
     say "3/4 installing the other $((lines - 2)) packages of ${LOCK#"$ROOT"/}"
     # What compiles against torch needs all the rest first.
     pip_install "$lines" -r <(grep -v '^flash-attn==' "$LOCK") || fail_with_log "A package could not be installed."
-    if grep -q '^flash-attn==' "$LOCK"; then
-        say "  flash-attn; without a prebuilt wheel it compiles for up to an hour and needs nvcc"
-        pip_install 1 "$(grep -oE '^flash-attn==[^ ]+' "$LOCK")" || fail_with_log "flash-attn could not be built."
+    if [ "$HARDWARE" = gpu ] && [ "$FLASH_ATTN" = 0 ]; then
+        say "  without flash-attn: add +hardware=no_flash_attn to a run (SFT: +hardware=no_flash_attn_sft)"
+    elif grep -q '^flash-attn==' "$LOCK"; then
+        lines=$(if [ "$FLASH_ATTN" = 1 ]; then grep -oE '^flash-attn==[^ ]+' "$LOCK"; else echo "$FLASH_ATTN"; fi)
+        say "  $lines"
+        # its build asks for `ninja` on PATH, which the lock has brought
+        PATH=$VENV/bin:$PATH pip_install 1 "$lines" ||
+            fail_with_log "flash-attn could not be built. RETOOL_FLASH_ATTN=0 goes on without it (slower, see --help)."
     fi
 
     say "4/4 linking this checkout"
@@ -221,10 +300,13 @@ esac
 
 HARDWARE=$(hardware)
 LOCK=$ROOT/requirements/$HARDWARE.txt
+FLASH_ATTN=${RETOOL_FLASH_ATTN:-$(sed -n 's/^flash-attn //p' "$STAMP" 2>/dev/null || true)}
+FLASH_ATTN=${FLASH_ATTN:-1}
 check_machine
 if [ "${1:-}" = --check ]; then
     check_disk
     python=$(find_python)
+    [ "$HARDWARE" = cpu ] || check_flash_attn "$python"
     say "ok: $HARDWARE stack, $python (Python $(python_version "$python")), $(uname -sm)"
     exit
 fi

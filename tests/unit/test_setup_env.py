@@ -80,6 +80,7 @@ def test_compiler_is_gcc_or_cc_or_what_CC_names(checkout):
 def test_setup_and_doctor_agree_on_the_hardware(driver_exit, here, other, checkout, monkeypatch):
     replace(checkout / "bin" / "nvidia-smi", f"exit {driver_exit}")
     replace(checkout / "bin" / "df", "echo h; echo / 9 9 99999999 9% /")
+    monkeypatch.setenv("RETOOL_FLASH_ATTN", "0")
     assert detect_hardware() == here
     assert f"ok: {here} stack" in check(checkout).stdout
     monkeypatch.setenv("RETOOL_HARDWARE", other)
@@ -91,3 +92,109 @@ def test_unknown_hardware_and_unknown_argument_are_refused(checkout):
     assert "RETOOL_HARDWARE is 'tpu', expected cpu or gpu" in check(checkout, RETOOL_HARDWARE="tpu").stderr
     done = check(checkout, "--chekc")
     assert done.returncode == 1 and "unknown argument '--chekc'" in done.stderr
+
+
+# flash-attn -----------------------------------------------------------------------------------------------------------
+
+GPU_TOOLS = ("grep", "cut", "sort", "paste", "sed", "cat")
+REAL = {tool: shutil.which(tool) for tool in (*GPU_TOOLS, "awk")}  # before a test has another PATH
+NVCC = "echo 'Cuda compilation tools, release {}, V1'"
+
+
+@pytest.fixture
+def gpu(checkout, monkeypatch) -> Path:
+    """The checkout on a machine with one GPU of capability 9.0, nvcc 13.0, 8 cores and 100 GB, where all is well."""
+    bin = checkout / "bin"
+    for tool in GPU_TOOLS:
+        replace(bin / tool, f'exec {REAL[tool]} "$@"')
+    replace(bin / "nvidia-smi", 'case "$1" in --query-gpu=compute_cap) echo 9.0;; esac')
+    replace(bin / "df", "echo h; echo / 9 9 99999999 9% /")
+    replace(bin / "nvcc", NVCC.format("13.0"))
+    replace(bin / "g++", "exit 0")
+    replace(bin / "nproc", "echo 8")
+    replace(bin / "awk", f'case "$1" in */^MemAvailable/*) echo 100;; *) exec {REAL["awk"]} "$@";; esac')
+    (checkout / "requirements").mkdir()
+    shutil.copy(ROOT / "requirements" / "gpu.txt", checkout / "requirements")
+    (checkout / "limit").write_text("max\n")
+    monkeypatch.setenv("CGROUP_MEMORY_MAX", str(checkout / "limit"))
+    monkeypatch.setenv("CUDA_HOME", str(checkout))  # there may be another nvcc in /usr/local/cuda
+    for name in ("RETOOL_FLASH_ATTN", "MAX_JOBS", "FLASH_ATTN_CUDA_ARCHS", "NVCC_THREADS", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    return checkout
+
+
+def test_flash_attn_is_compiled_for_the_gpu_that_is_here(gpu):
+    done = check(gpu)
+    assert done.returncode == 0, done.stderr
+    assert "flash-attn will be compiled by CUDA 13.0 for 90, 8 job(s) at a time" in done.stdout
+    assert done.stdout.splitlines()[-1].startswith("[setup] ok: gpu stack")
+
+
+@pytest.mark.parametrize(
+    ("tool", "script", "expected"),
+    [
+        ("nvcc", None, "nvcc was not found (PATH, CUDA_HOME, /usr/local/cuda)"),
+        ("nvcc", NVCC.format("12.8"), "is of CUDA 12.8, and the lock's torch is of CUDA 13, which refuses"),
+        ("nvcc", "echo nothing", "is of CUDA ?, and the lock's torch is of CUDA 13"),
+        ("g++", None, "no C++ compiler was found"),
+        ("python3", 'case "$2" in *Python.h*) exit 1;; *venv*) ;; *) echo 3.12;; esac', "apt install python3.12-dev"),
+        (
+            "nvidia-smi",
+            'case "$1" in --query*) echo 7.5;; esac',
+            "compute capability 7.x, and flash-attn needs 8, 9, 10",
+        ),
+    ],
+)
+def test_what_flash_attn_lacks_is_said_before_anything_is_installed(tool, script, expected, gpu):
+    (gpu / "bin" / tool).unlink() if script is None else replace(gpu / "bin" / tool, script)
+    done = check(gpu)
+    assert done.returncode == 1 and expected in done.stderr, done.stderr
+    assert "RETOOL_FLASH_ATTN=0 (slower, see --help)" in done.stderr or tool == "g++"
+    assert done.stderr.startswith("[setup] error: ") and done.stderr.count("\n") == 1, done.stderr
+    assert check(gpu, RETOOL_FLASH_ATTN="0").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "architectures"),
+    [("8.0", "80"), ("8.6\\n8.9", "80"), ("8.9\\n9.0", "80;90"), ("10.3", "100"), ("12.0", "120"), ("", "all")],
+)
+def test_architectures_follow_the_gpus(capabilities, architectures, gpu):
+    replace(gpu / "bin" / "nvidia-smi", f"""case "$1" in --query-gpu=compute_cap) printf '{capabilities}';; esac""")
+    done = check(gpu)
+    assert done.returncode == 0, done.stderr
+    assert f"CUDA 13.0 for {architectures}" in done.stdout
+    assert ("warning: nvidia-smi tells no compute capability" in done.stdout) == (capabilities == "")
+    (gpu / "bin" / "nvidia-smi").unlink()  # an image is built where there is no GPU
+    assert "CUDA 13.0 for all" in check(gpu, RETOOL_HARDWARE="gpu").stdout
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "limit", "jobs"),
+    [(100, "max", 8), (30, "max", 5), (3, "max", 1), (100, "20000000000", 3), (12, "99000000000", 2)],
+    ids=["cores", "memory", "little", "container", "container-larger"],
+)
+def test_jobs_follow_cores_and_memory(memory_gb, limit, jobs, gpu):
+    replace(
+        gpu / "bin" / "awk", f'case "$1" in */^MemAvailable/*) echo {memory_gb};; *) exec {REAL["awk"]} "$@";; esac'
+    )
+    (gpu / "limit").write_text(limit)
+    assert f"for 90, {jobs} job(s) at a time" in check(gpu).stdout
+    assert "for 90, 7 job(s)" in check(gpu, MAX_JOBS="7").stdout
+
+
+def test_a_wheel_or_no_flash_attn_needs_no_compiler(gpu, tmp_path):
+    (gpu / "bin" / "nvcc").unlink()
+    assert check(gpu, RETOOL_FLASH_ATTN="0").returncode == 0
+    wheel = tmp_path / "flash_attn-2.8.3-py3-none-any.whl"
+    assert "is no file" in check(gpu, RETOOL_FLASH_ATTN=str(wheel)).stderr
+    wheel.touch()
+    assert check(gpu, RETOOL_FLASH_ATTN=str(wheel)).returncode == 0
+    assert "expected 0, 1 or a path to a wheel" in check(gpu, RETOOL_FLASH_ATTN="no").stderr
+
+
+def test_a_later_call_keeps_the_choice(gpu):
+    (gpu / "bin" / "nvcc").unlink()
+    (gpu / ".venv").mkdir()
+    (gpu / ".venv" / "retool-env.txt").write_text("gpu\nflash-attn 0\n")
+    assert check(gpu).returncode == 0
+    assert "nvcc was not found" in check(gpu, RETOOL_FLASH_ATTN="1").stderr

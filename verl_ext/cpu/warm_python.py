@@ -8,7 +8,8 @@ environment, working folder and open files to the server, which forks. The comma
 multiprocessing's "spawn" all start their Pythons through the executable. If the server is gone, or the first argument
 is -I or -P, the executable runs the real Python.
 
-For CPU runs on one machine only: a process that has touched CUDA cannot be forked.
+For CPU runs on one machine only: an import of verl or vLLM asks for the GPUs, and CUDA does not survive a fork. Where
+there is an accelerator, the command above runs its module as any Python does.
 """
 
 import atexit
@@ -30,6 +31,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+from verl_ext.cpu import is_cpu_only
 from verl_ext.cpu.patches import alias_vllm_distribution
 
 EXECUTABLE_VARIABLE = "RETOOL_WARM_PYTHON"
@@ -267,6 +269,8 @@ def main() -> None:
         executable, listener, parent_pid = sys.argv[2:]
         serve(executable, socket.socket(fileno=int(listener)), int(parent_pid))
         return
+    if not is_cpu_only():
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
     os.environ.update(ENVIRONMENT | os.environ)
     with warm_python() as executable:
         command = subprocess.Popen([executable, *sys.argv[1:]])

@@ -6,11 +6,8 @@ from collections.abc import Iterator
 from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.memory.words import GIB
-from verl_ext.records.machine import Machine
+from verl_ext.records.machine import CUDA_13_DRIVER, SHM_RL, Machine
 
-# The least that CUDA 13 runs on, which requirements/gpu.txt pins (NVIDIA's CUDA 13.0 release notes).
-CUDA_13_DRIVER = 580
-SHM_RL = 8 * GIB  # Ray's objects and the weights' way to vLLM; Docker's default is 64 MB
 SHM_SFT = 1 * GIB  # NCCL and the data loader's workers
 OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "object_store_memory")
 OPEN_FILES = 4096  # sockets of Ray's workers, vLLM's servers and the calls in flight

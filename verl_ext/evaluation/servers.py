@@ -3,6 +3,7 @@
 Both take the place of verl's `LLMServerClient` in training: `generate` takes and gives token ids.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,6 +105,10 @@ class VllmServer:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if self.seeded:
+            # torch's question for the GPUs makes CUDA unusable in forks; vLLM 0.24.0 (utils/system_utils.py:148) does
+            # not notice, since CUDA is not initialised. In training vLLM runs in a Ray actor, where it spawns.
+            os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._settings))
 
     async def generate(

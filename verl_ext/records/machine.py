@@ -10,6 +10,10 @@ from pathlib import Path
 
 import psutil
 
+# The least that CUDA 13 runs on, which requirements/gpu.txt pins (NVIDIA's CUDA 13.0 release notes).
+CUDA_13_DRIVER = 580
+SHM_RL = 8 << 30  # bytes of /dev/shm: Ray's objects and the weights' way to vLLM; Docker's default is 64 MB
+
 
 @dataclass(frozen=True)
 class Gpu:

@@ -1,6 +1,7 @@
 """`OpenAiServer` against scripted HTTP servers: vLLM's form, one that answers with text, and a strict one."""
 
 import json
+import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,6 +24,7 @@ PARAMS = {  # as the agent loop sends them
     "include_stop_str_in_output": True,
     "output_kind": object(),
 }
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 OWN_HEADERS = ("authorization", "openai-organization", "openai-project")
 
 
@@ -242,3 +244,19 @@ def test_the_engine_gets_the_runs_settings_without_those_of_training(tmp_path):
     assert rollout.load_format == "dummy" and "load_format" not in settings, "random weights would be evaluated"
     rollout.max_model_len = None
     assert VllmServer(tmp_path, rollout).max_model_len == 96 + 128  # prompt and response
+
+
+def test_beside_gpus_vllms_engine_is_no_fork_of_a_process_that_asked_for_them(tmp_path, monkeypatch):
+    import torch
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from verl_ext.evaluation.settings import load_config
+
+    methods = []
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", lambda args: methods.append(os.environ.get(METHOD)))
+    rollout = load_config("tiny_dapo", []).actor_rollout_ref.rollout
+    for gpus in (0, 1):
+        monkeypatch.delenv(METHOD, raising=False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+        VllmServer(tmp_path, rollout).start()
+    assert methods == [None, "spawn"]

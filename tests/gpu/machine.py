@@ -1,0 +1,170 @@
+"""The machine itself: driver, versions, compiler, and whether its arithmetic is right."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.gpu.numbers import below, relative_error
+from tests.gpu.stage import Context, NotRun, Row, installed
+from verl_ext.versions import pinned_version, read_lock
+
+LOCK = Path(__file__).resolve().parents[2] / "requirements" / "gpu.txt"
+ARCHITECTURES = {
+    8: "80",
+    9: "90",
+    10: "100",
+    12: "120",
+}  # of flash-attn 2.8.3 (setup.py:69, 179), by capability's major
+GB_A_JOB = 6  # of memory for one nvcc: 5.3 GB (pytorch pull 130443), 3 to 5 (flash-attention pull 2079)
+
+
+def locked(name: str) -> str:
+    return next(pinned_version(pin) for pin in read_lock(LOCK) if pin.name == name)
+
+
+def nvcc_release() -> str:
+    """`13.0` of the nvcc on PATH; empty where there is none."""
+    if not shutil.which("nvcc"):
+        return ""
+    found = re.search(r"release ([\d.]+)", subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout)
+    return found[1] if found else ""
+
+
+def check_machine(context: Context) -> Iterator[Row]:
+    import torch
+
+    for name in ("torch", "transformers"):
+        version, wanted = installed(name).split("+")[0], locked(name)
+        # another one is no fault of the machine: the stages on torch alone run with it
+        yield Row(name, wanted, version, (version == wanted or None) if context.is_cuda else None)
+    if context.is_cuda:
+        yield from _check_gpu()
+    yield from _check_host(context)
+    yield from _check_products(torch, context)
+
+
+def _check_gpu() -> Iterator[Row]:
+    import torch
+
+    from verl_ext.records.machine import CUDA_13_DRIVER, query_gpus
+
+    if not torch.cuda.is_available():
+        raise NotRun("torch finds no GPU (torch.cuda.is_available())")
+    gpus = query_gpus()
+    driver = gpus[0].driver if gpus else "nvidia-smi does not answer"
+    yield Row(
+        "driver", f">= {CUDA_13_DRIVER}", driver, driver.split(".")[0].isdecimal() and int(driver.split(".")[0]) >= 580
+    )
+    properties = torch.cuda.get_device_properties(0)
+    capability = f"{properties.major}.{properties.minor}"
+    yield Row("GPU", "", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, capability {capability}")
+    yield Row("capability", ">= 8.0 (bf16, flash-attn)", capability, properties.major >= 8)
+    cuda, nvcc = torch.version.cuda or "none", nvcc_release()
+    yield Row("CUDA of torch", locked("cuda-toolkit")[:4], cuda, cuda == locked("cuda-toolkit")[:4])
+    yield Row("nvcc", f"{cuda.split('.')[0]}.*", nvcc or "none", nvcc.split(".")[0] == cuda.split(".")[0])
+    yield Row("ninja", "on PATH", shutil.which("ninja") or "none", shutil.which("ninja") is not None)
+
+
+def _check_host(context: Context) -> Iterator[Row]:
+    from verl_ext.records.machine import SHM_RL, Machine
+
+    here = Machine.here()
+    yield Row("host memory, cores", "", f"{here.memory_bytes / 2**30:.0f} GiB, {len(os.sched_getaffinity(0))}")
+    enough = here.shm_bytes >= SHM_RL
+    yield Row(
+        "/dev/shm", f">= {SHM_RL >> 30} GiB", f"{here.shm_bytes / 2**30:.1f} GiB", enough if context.is_cuda else None
+    )
+    yield Row("open files", "", f"{here.open_files[0]}, at most {here.open_files[1]}")
+
+
+def _check_products(torch, context: Context) -> Iterator[Row]:
+    """Against fp64, by the norm of the difference: 24 bits of a fraction (fp32), 8 (bf16) and their sums."""
+    size = 4096 if context.is_cuda else 128
+    generator = torch.Generator(context.device).manual_seed(0)
+    a, b = (torch.randn(size, size, device=context.device, generator=generator) for _ in range(2))
+    exact = a.double() @ b.double()
+    yield below("fp32 product against fp64", relative_error(a @ b, exact), 1e-5)  # TF32 would give about 3e-4
+    yield below("bf16 product against fp64", relative_error(a.bfloat16() @ b.bfloat16(), exact), 1e-2)
+    if context.is_cuda:
+        size = 8192
+        a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        seconds = _seconds(torch, lambda: a @ b)
+        yield Row(f"bf16 product of {size}", "", f"{2 * size**3 / seconds / 1e12:.0f} TFLOP/s")
+        big = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+        seconds = _seconds(torch, lambda: big.clone())
+        yield Row("copy on the GPU", "", f"{2 * big.numel() / seconds / 1e12:.2f} TB/s, read and written")
+
+
+def _seconds(torch, call) -> float:
+    """Median of ten, after three to warm up."""
+    times = []
+    for _ in range(13):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    return sorted(times[3:])[5]
+
+
+# flash-attn -----------------------------------------------------------------------------------------------------------
+
+
+def check_flash_attention(context: Context) -> Iterator[Row]:
+    """The package is there, or is built from a source archive in the folder of wheels, for this GPU alone.
+
+    The build goes on where it was broken off, as long as the stage's folder is kept.
+    """
+    import importlib
+
+    import torch
+
+    if not importlib.util.find_spec("flash_attn"):
+        archives = sorted(context.wheels.rglob("flash_attn-*.tar.gz")) if context.wheels else []
+        if not archives:
+            raise NotRun("flash-attn is not installed; neither wheel nor source archive of it is in --wheels FOLDER")
+        if not nvcc_release() or not shutil.which("ninja"):
+            raise NotRun("flash-attn is not installed, and nvcc or ninja, which build it, is not on PATH")
+        yield from _build(archives[-1], context, ARCHITECTURES[torch.cuda.get_device_capability()[0]])
+        importlib.invalidate_caches()
+    import flash_attn
+
+    yield Row(
+        "flash-attn", locked("flash-attn"), flash_attn.__version__, flash_attn.__version__ == locked("flash-attn")
+    )
+
+
+def _build(archive: Path, context: Context, architecture: str) -> Iterator[Row]:
+    source = context.folder / archive.name.removesuffix(".tar.gz")
+    if not source.is_dir():
+        with tarfile.open(archive) as opened:
+            opened.extractall(context.folder, filter="data")
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+    jobs = max(1, min(len(os.sched_getaffinity(0)), int(available / GB_A_JOB)))
+    # NVCC_THREADS are architectures at a time, and there is one
+    build = {"FLASH_ATTN_CUDA_ARCHS": architecture, "MAX_JOBS": str(jobs), "NVCC_THREADS": "1"}
+    start = time.monotonic()
+    print("building with", build, flush=True)
+    command = [sys.executable, "setup.py", "bdist_wheel"]
+    environment = os.environ | build | {"FLASH_ATTENTION_FORCE_BUILD": "TRUE"}
+    subprocess.run(command, cwd=source, env=environment, check=True)
+    wheel = next((source / "dist").glob("*.whl"))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-index",
+        "--no-deps",
+        f"--target={context.site}",
+        str(wheel),
+    ]
+    subprocess.run(command, check=True)
+    yield Row("build for sm_" + architecture, "", f"{time.monotonic() - start:.0f} s with {jobs} jobs; {wheel}")

@@ -1,0 +1,142 @@
+"""scripts/gpu_wheels.py: what it splits is joined to the same bytes, and what is missing or broken is said by name."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+SCRIPT = REPO / "scripts" / "gpu_wheels.py"
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("gpu_wheels", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+gpu_wheels = load()
+PART = 2**16 + 1000  # bytes, of which 2**16 are kept for the checksums
+
+
+@pytest.fixture
+def whole(tmp_path) -> Path:
+    """Three files: of 300, 500 and 2,500 bytes."""
+    folder = tmp_path / "out" / "whole"
+    folder.mkdir(parents=True)
+    for name, size in {"a-1-py3-none-any.whl": 300, "b-2-py3-none-any.whl": 500, "c-3-py3-none-any.whl": 2500}.items():
+        (folder / name).write_bytes(os.urandom(size))
+    return folder
+
+
+def split(whole: Path) -> tuple[Path, dict[str, bytes]]:
+    contents = {path.name: path.read_bytes() for path in whole.iterdir()}
+    out = whole.parent
+    # 300 + 500 fit the first part, and 1000 of c do not; c's pieces are 1000, 1000 and 500
+    assert gpu_wheels.split(whole, out, PART, "3.12") == 4
+    return out, contents
+
+
+def test_no_part_is_too_large_and_small_files_come_first(whole):
+    out, _ = split(whole)
+    parts = {path.name: sorted(each.name for each in path.iterdir()) for path in sorted(out.iterdir())}
+    assert parts == {
+        "part-01": ["a-1-py3-none-any.whl", "b-2-py3-none-any.whl", "wheels.json"],
+        "part-02": ["c-3-py3-none-any.whl.001", "wheels.json"],
+        "part-03": ["c-3-py3-none-any.whl.002", "wheels.json"],
+        "part-04": ["c-3-py3-none-any.whl.003", "wheels.json"],
+    }
+    assert all(sum(path.stat().st_size for path in part.iterdir()) <= PART for part in out.iterdir())
+
+
+def test_what_was_split_is_joined_to_the_same_bytes(whole, tmp_path):
+    out, contents = split(whole)
+    seen = dict(gpu_wheels.available(out, tmp_path))
+    assert {path.name: path.read_bytes() for path in seen} == contents and not any(seen.values())
+
+
+def test_a_missing_piece_and_a_broken_file_are_named(whole, tmp_path):
+    out, _ = split(whole)
+    (out / "part-03" / "c-3-py3-none-any.whl.002").unlink()
+    (out / "part-01" / "a-1-py3-none-any.whl").write_bytes(b"x" * 300)
+    problems = [problem for path, problem in gpu_wheels.available(out, tmp_path) if path is None]
+    assert problems == [
+        "a-1-py3-none-any.whl: its checksum is not that of wheels.json; send its parts again",
+        f"c-3-py3-none-any.whl: c-3-py3-none-any.whl.002 is not in {out}",
+    ]
+
+
+def test_pins_are_those_of_the_lock_for_that_python(monkeypatch, tmp_path):
+    lock = tmp_path / "gpu.txt"
+    lock.write_text('# pins\nA_b.c==1.0 ; python_version == "3.11"  # x\nd==2.0+cu130  # y\n')
+    monkeypatch.setattr(gpu_wheels, "LOCK", lock)
+    assert gpu_wheels.read_pins("3.11") == {"a-b-c": "1.0", "d": "2.0+cu130"}
+    assert gpu_wheels.read_pins("3.12") == {"d": "2.0+cu130"}
+
+
+def test_every_pin_of_the_lock_is_read():
+    from verl_ext.versions import read_lock
+
+    pins = read_lock(REPO / "requirements" / "gpu.txt")
+    for python in ("3.11", "3.12"):
+        applies = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python})]
+        assert gpu_wheels.read_pins(python).keys() == {gpu_wheels.canonical(pin.name) for pin in applies}
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("ray-2.60.0-cp312-cp312-manylinux2014_x86_64.whl", ("ray", "2.60.0")),
+        ("antlr4_python3_runtime-4.9.3-py3-none-any.whl", ("antlr4-python3-runtime", "4.9.3")),
+        ("torch-2.11.0+cu130-cp312-cp312-linux_x86_64.whl", ("torch", "2.11.0")),
+        ("flash_attn-2.8.3.tar.gz", ("flash-attn", "2.8.3")),
+    ],
+)
+def test_name_and_version_of_a_file(file, expected):
+    assert gpu_wheels.identity(file) == expected
+
+
+def make_wheel(folder: Path, name: str, version: str) -> None:
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        info = f"{name}-{version}.dist-info"
+        wheel.writestr(f"{name}.py", f"VERSION = {version!r}\n")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def test_install_takes_what_is_not_here_and_names_what_is_nowhere(tmp_path, monkeypatch, capfd):
+    lock, folder, site = tmp_path / "gpu.txt", tmp_path / "wheels", tmp_path / "site"
+    folder.mkdir()
+    lock.write_text("retool-one==1.5\nretool-two==2.5\nretool-three==3.5\npytest==1\n")
+    monkeypatch.setattr(gpu_wheels, "LOCK", lock)
+    monkeypatch.setattr(gpu_wheels, "installed_version", {"pytest": "1"}.get)
+    make_wheel(folder, "retool_one", "1.5")
+    (folder / "retool_two-2.5.tar.gz").write_bytes(b"")
+    (folder / "other_package-1-py3-none-any.whl").write_bytes(b"not in the lock, not installed")
+    assert gpu_wheels.install(folder, site) == 1
+    assert (site / "retool_one.py").is_file()
+    said = capfd.readouterr().out
+    assert f"1 of 4 packages of the lock are installed, 1 are in {folder}, 1 are missing: retool-three" in said
+    assert "source archives, to be built: retool-two" in said
+    (folder / "retool_three-3.5.tar.gz").write_bytes(b"")
+    assert gpu_wheels.install(folder, None) == 0
+
+
+def test_the_command_refuses_what_is_no_folder(tmp_path):
+    done = subprocess.run([sys.executable, str(SCRIPT), "check", str(tmp_path / "no")], capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.strip() == f"gpu_wheels: {tmp_path / 'no'} is no folder"
+
+
+def test_the_checksums_of_the_whole_lock_fit(whole, monkeypatch):
+    """About 240 files, each with a name of up to 100 letters."""
+    for number in range(240):
+        (whole / f"{'n' * 80}_{number}-1-py3-none-any.whl").write_bytes(b"x")
+    gpu_wheels.split(whole, whole.parent, PART, "3.12")
+    assert len(json.loads((whole.parent / "part-01" / "wheels.json").read_text())["files"]) == 243
