@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     findings = []
     for finding in examine(args):
         findings.append(finding)
-        if not args.json and (finding.level != Level.OK or not args.quick):
+        if not args.json and (finding.level != Level.OK or not args.quick or args.simulate):
             print(finding, flush=True)
     counts = {level.value: sum(finding.level == level for finding in findings) for level in Level}
     if args.json:
@@ -96,6 +96,8 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     for topic, check in quick:
         if here or topic not in ("machine", "memory"):
             yield from look(topic, check)
+    if args.simulate:
+        yield from look("memory", lambda: memory.check_simulation(run))
     if args.quick:
         return
     yield from look("config", lambda: config.check_reward(run))
@@ -129,6 +131,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--nnodes", type=int, help="of an SFT run, as for torchrun; RL has it in its YAML")
     parser.add_argument("--nproc-per-node", type=int, help="GPUs of a node of an SFT run, as for torchrun")
     parser.add_argument("--gpu-gib", type=float, help="estimate for GPUs of so much memory, not for this machine's")
+    parser.add_argument("--simulate", action="store_true", help="count a training step's memory, beside the estimate")
     parser.add_argument("--load-seconds", type=float, default=5.0, help="of the sandbox's load test; default: 5")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides, as for the launcher")
     return parser.parse_args(argv)

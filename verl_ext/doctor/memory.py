@@ -1,6 +1,7 @@
 """Whether GPUs and host have the memory that a run needs; verl_ext/memory says how much that is."""
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from verl_ext.doctor.finding import Finding, fail, ok, warn
@@ -10,7 +11,7 @@ from verl_ext.memory.words import GIB, size
 from verl_ext.records.machine import Machine
 
 FP32, HALF = ("fp32", "float32"), ("bf16", "bfloat16", "fp16", "float16")
-FEWER = "More GPUs, a larger Ulysses size with a smaller token budget per GPU, or fused kernels for the logits."
+FEWER = "More GPUs, a larger Ulysses size with a smaller token budget per GPU, or override_optimizer_config.fused=true."
 
 
 def plan_of(run: Run) -> Plan:
@@ -25,12 +26,15 @@ def plan_of(run: Run) -> Plan:
         tokens=run.tokens_per_gpu if run.is_dynamic else (run.micro_batch or 1) * run.longest // run.ulysses,
         ranks=shards if 0 < shards < run.gpus else run.gpus,
         ranks_per_node=min(run.gpus_per_node, run.gpus),
+        ulysses=run.ulysses,
         weight_bytes=2 if of_engine("model_dtype") in HALF else 4,
         compute_bytes=4 if of_engine("mixed_precision", {}).get("param_dtype") in FP32 else 2,
         checkpointing=run.get(f"{run.model}.enable_gradient_checkpointing", True),
         reshards=of_engine("reshard_after_forward", True),
         defers_gradients=bool(of_engine("use_no_sync_for_gradient_accumulation")),
         is_fsdp2=run.get(f"{ACTOR}.strategy" if run.is_rl else "engine.strategy") == "fsdp2",
+        fused=bool((run.get(f"{run.optim}.override_optimizer_config") or {}).get("fused")),
+        keeps_logits=run.is_rl and bool(run.get(f"{ACTOR}.calculate_entropy") or run.get(f"{ACTOR}.entropy_coeff")),
         offloads_weights=bool(of_engine("param_offload")),
         offloads_optimizer=bool(of_engine("optimizer_offload")),
         reference_bytes=_reference_bytes(run),
@@ -82,6 +86,23 @@ def check_memory(run: Run, machine: Machine, gpu_gib: float | None = None) -> It
         yield warn(f"{text} -> {FEWER}") if need > 0.9 * gpu_gib else ok(text)
     if run.is_rl:
         yield from _check_rollout(run, plan, memory, gpu_gib)
+
+
+def check_simulation(run: Run) -> Iterator[Finding]:
+    """A training step that is simulated, beside the estimate. Imports torch and verl."""
+    shape, why = run.shape_or_why
+    if shape is None:
+        yield warn(f"no simulation: {why}")
+        return
+    from verl_ext.memory.simulate import simulate
+
+    plan = plan_of(run)
+    seen = simulate(plan)
+    where = "backward pass" if seen.peak is seen.backward else "optimizer's step"
+    fsdp1 = "" if plan.is_fsdp2 else ", with fsdp2 in place of fsdp"
+    text = f"""a simulated training step{fsdp1} peaks at {size(seen.peak.total)} of a GPU, in the {where}; the estimate
+        is {size(estimate(plan).training)}"""
+    yield ok("\n".join([text, *(f"{name:12}{size(number):>11}" for name, number in asdict(seen.peak).items())]))
 
 
 def _check_host(memory: Memory, machine: Machine) -> Finding:

@@ -22,6 +22,8 @@ OPEN_SECTIONS = {
     "retool": "ours: verl_ext/settings.py",
     "data.retool": "ours: verl_ext/settings.py",
     "reward.reward_kwargs": "verl's `dapo` reward manager and ours read it; no YAML of verl lists it",
+    "actor_rollout_ref.actor.optim.override_optimizer_config": "arguments of the optimizer, which refuses unknown ones",
+    "optim.override_optimizer_config": "the same, of SFT",
     "ray_kwargs.ray_init": "keyword arguments of ray.init, which refuses unknown ones",
     "hydra": "Hydra's own, checked by Hydra",
 }

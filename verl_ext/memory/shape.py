@@ -48,6 +48,20 @@ class ModelShape:
             tied=config.get("tie_word_embeddings", config["model_type"] != "llama"),
         )
 
+    def config(self) -> dict[str, Any]:
+        """What `from_config` reads, and transformers' `AutoConfig.for_model` takes."""
+        return {
+            "model_type": self.model_type,
+            "num_hidden_layers": self.layers,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.intermediate,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "vocab_size": self.vocabulary,
+            "tie_word_embeddings": self.tied,
+        }
+
     @property
     def layer_parameters(self) -> int:
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
