@@ -31,3 +31,5 @@ if find_spec("verl"):
     wrapt.register_post_import_hook(activate_if_needed, "verl")
     wrapt.register_post_import_hook("verl_ext.checkpoints.hooks:install", "verl")
     wrapt.register_post_import_hook(extend_trainers, "verl.trainer.ppo.v1")
+    wrapt.register_post_import_hook("verl_ext.trainer.limits:obey_nccl_timeout", "verl.workers.engine_workers")
+    wrapt.register_post_import_hook("verl_ext.trainer.limits:let_calls_in", "verl.workers.rollout.replica")
