@@ -40,6 +40,7 @@ from verl_ext.settings import compose_run as composed
 ROOT = Path(__file__).parents[2]
 RUNS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 SHARED = sorted(f"shared/{path.stem}" for path in (ROOT / "configs" / "shared").glob("*.yaml"))
+OPTIONS = sorted(f"lora/{path.stem}" for path in (ROOT / "configs" / "lora").glob("*.yaml"))  # `+lora=rl`
 PUBLISHED_RUN = "qwen2-32b_dapo_published"  # without dynamic sampling and overlong shaping
 RL_RUNS = [run for run in RUNS if "_dapo" in run]
 SFT_RUNS = [run for run in RUNS if run.endswith("_sft")]
@@ -110,7 +111,7 @@ COUNTS = {"data.train_batch_size", "trainer.total_epochs"}
 def test_no_two_yamls_say_the_same():
     """Of runs and of what they share: a value stands in one YAML. `???` is none."""
     said = defaultdict(list)
-    for name in RUNS + SHARED:
+    for name in RUNS + SHARED + OPTIONS:
         tree = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / f"{name}.yaml"))
         tree.pop("defaults", None)
         for key, value in flatten(tree).items():
