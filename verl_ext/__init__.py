@@ -2,15 +2,22 @@
 
 `VERL_USE_EXTERNAL_MODULES=verl_ext` makes verl import this package at the end of `import verl`, in every process. It
 must stay cheap: all it does is to switch on the CPU platform where torch was built without an accelerator
-(verl_ext/cpu), to make checkpoints whole or absent (verl_ext/checkpoints), and to extend verl's trainers by the
-options of `retool.*` (verl_ext/trainer).
+(verl_ext/cpu), to let YAMLs add numbers, to make checkpoints whole or absent (verl_ext/checkpoints), and to extend
+verl's trainers by the options of `retool.*` (verl_ext/trainer).
 Agent loop, reward manager, sampler and SFT data set are loaded by verl from the paths that the YAMLs in configs/ name.
 Where verl is not installed, the sandbox is alone and this package does nothing.
 """
 
 from importlib.util import find_spec
+from types import ModuleType
 
 from verl_ext import moved
+
+
+def _let_yamls_add(omegaconf: ModuleType) -> None:
+    """`${retool.sum:a,b}` in a YAML: their sum. Ray's task runner resolves a run (verl's main_ppo.py:145)."""
+    omegaconf.OmegaConf.register_new_resolver("retool.sum", lambda *numbers: sum(numbers), replace=True)
+
 
 moved.install()  # old names of modules, as users' YAMLs and runs of before have them
 if find_spec("verl"):
@@ -19,7 +26,10 @@ if find_spec("verl"):
     from verl_ext.cpu import activate_if_needed
     from verl_ext.trainer import extend_trainers
 
+    wrapt.register_post_import_hook(_let_yamls_add, "omegaconf")
     # At once where verl is being imported already; without verl in the process (sandbox server, report) never.
     wrapt.register_post_import_hook(activate_if_needed, "verl")
     wrapt.register_post_import_hook("verl_ext.checkpoints.hooks:install", "verl")
     wrapt.register_post_import_hook(extend_trainers, "verl.trainer.ppo.v1")
+    wrapt.register_post_import_hook("verl_ext.trainer.limits:obey_nccl_timeout", "verl.workers.engine_workers")
+    wrapt.register_post_import_hook("verl_ext.trainer.limits:let_calls_in", "verl.workers.rollout.replica")

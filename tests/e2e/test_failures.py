@@ -238,11 +238,7 @@ def hermes_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_model_that_writes_malformed_hermes_calls_is_told(hermes_model: Path, tmp_path: Path) -> None:
-    overrides = (
-        "retool.protocol=hermes",
-        "data.max_response_length=300",
-        "actor_rollout_ref.rollout.max_model_len=400",
-    )
+    overrides = ("retool.protocol=hermes", "data.max_response_length=300")
     with running_server() as url:
         run = Run(tmp_path / "rl", hermes_model, url, *overrides, steps=4).finish()
     kinds = check_malformed_calls_were_answered(run)

@@ -15,12 +15,11 @@ from verl_ext.sandbox import running_server
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("run", ["qwen2-32b_sft", "qwen2-7b_sft"])
-def test_sft(small: Path, python: str, tmp_path: Path, run: str) -> None:
+def test_sft(small: Path, python: str, tmp_path: Path) -> None:
     """Two ranks that share each sequence (Ulysses), six steps."""
     log = tmp_path / "log"
     process = launch(
-        f"run_{run}.sh",
+        "run_qwen2-32b_sft.sh",
         log,
         "+hardware=cpu_tiny_sft",
         MODEL_PATH=str(small / "model"),
@@ -34,7 +33,7 @@ def test_sft(small: Path, python: str, tmp_path: Path, run: str) -> None:
     losses = [data["train/loss"] for _, data in read_metrics(tmp_path / "out", keep=lambda data: "train/loss" in data)]
     assert len(losses) == 6
     assert losses[-1] < losses[0]
-    assert f"doctor: {run}, quick checks" in log.read_text() and "1 FAIL" not in log.read_text()
+    assert "doctor: qwen2-32b_sft, quick checks" in log.read_text() and "1 FAIL" not in log.read_text()
     checkpoint = tmp_path / "out" / "global_step_6"
     written = sum(path.stat().st_size for kind in ("model", "optim") for path in checkpoint.glob(f"{kind}_*.pt"))
     shape = read_shape(str(small / "model"))
@@ -42,9 +41,9 @@ def test_sft(small: Path, python: str, tmp_path: Path, run: str) -> None:
     assert 12 * shape.parameters < written < 12 * shape.parameters + 500_000
 
 
-@pytest.mark.parametrize("run", ["qwen2-32b_dapo", "qwen2-32b_dapo_published", "qwen2-7b_dapo", "qwen3-4b_dapo"])
+@pytest.mark.parametrize("run", ["qwen2-32b_dapo", "qwen2-32b_dapo_published", "qwen2-7b_dapo"])
 def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
-    """Two steps, with validation before and after; the published and the 4B form with hermes' tool calls."""
+    """Two steps, with validation before and after; the published form with hermes' tool calls."""
     log = tmp_path / "log"
     plain = {"PYTHON": sys.executable}  # one run starts as a user starts it, the others with the imports at hand
     environment = plain if run == "qwen2-32b_dapo" else ENVIRONMENT | {"PYTHON": python}

@@ -5,6 +5,7 @@ checkpointing, two micro-batches of as many tokens as the 4B's YAML allows), so 
 """
 
 import gc
+import importlib.util
 import time
 from collections.abc import Iterator
 
@@ -71,6 +72,7 @@ def _steps(context: Context, loss_of) -> Iterator[Row]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     shape, tokens = four_b(context), TOKENS[context.device]
+    expected = {fused: expected_peaks(Plan(shape, tokens, fused=fused), context) for fused in (True, False)}
     with one_rank(context):
         model = build_model(shape, context)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -84,6 +86,17 @@ def _steps(context: Context, loss_of) -> Iterator[Row]:
         )
         for fused in (True, False):
             yield from _step(context, model, shape, tokens, loss_of, fused=fused)
+            yield from _peaks(context, expected[fused], "fused" if fused else "foreach")
+
+
+def expected_peaks(plan: Plan, context: Context) -> dict[str, float]:
+    """Bytes that the doctor's formula says; on a GPU, where verl is installed, its simulation's, too (15 s)."""
+    peaks = {"the doctor": estimate(plan).training}
+    if context.is_cuda and importlib.util.find_spec("verl"):
+        from verl_ext.memory.simulate import simulate
+
+        peaks["the simulation"] = simulate(plan).peak.total
+    return peaks
 
 
 def _step(context: Context, model, shape: ModelShape, tokens: int, loss_of, *, fused: bool) -> Iterator[Row]:
@@ -127,15 +140,12 @@ def _step(context: Context, model, shape: ModelShape, tokens: int, loss_of, *, f
     text = ", ".join(f"{loss:.4f} (norm {norm:.3g})" for loss, norm in losses)
     yield Row(f"{name} AdamW: losses of two steps", "finite, with a gradient", text, finite and losses[0][1] > 0)
     yield Row(f"{name} AdamW: speed", "", f"{seconds:.2f} s a step, {MICRO_BATCHES * tokens / seconds:,.0f} tokens/s")
-    yield from _peaks(context, shape, tokens, name)
 
 
-def _peaks(context: Context, shape: ModelShape, tokens: int, name: str) -> Iterator[Row]:
-    """Of the last step, as torch counts what is allocated, against estimate and simulation."""
+def _peaks(context: Context, expected: dict[str, float], name: str) -> Iterator[Row]:
+    """Of the last step, as torch counts what is allocated, against what was said before."""
     import torch
 
-    plan = Plan(shape, tokens)
-    expected = {"the doctor": estimate(plan).training}
     for whose, figure in expected.items():
         what = f"{name} AdamW: peak against {whose}"
         if not context.is_cuda:

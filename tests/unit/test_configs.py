@@ -8,7 +8,11 @@ import ast
 import copy
 import functools
 import importlib.util
+import os
+import pickle
 import re
+import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -36,6 +40,7 @@ from verl_ext.settings import compose_run as composed
 ROOT = Path(__file__).parents[2]
 RUNS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 SHARED = sorted(f"shared/{path.stem}" for path in (ROOT / "configs" / "shared").glob("*.yaml"))
+OPTIONS = sorted(f"lora/{path.stem}" for path in (ROOT / "configs" / "lora").glob("*.yaml"))  # `+lora=rl`
 PUBLISHED_RUN = "qwen2-32b_dapo_published"  # without dynamic sampling and overlong shaping
 RL_RUNS = [run for run in RUNS if "_dapo" in run]
 SFT_RUNS = [run for run in RUNS if run.endswith("_sft")]
@@ -48,7 +53,6 @@ PUBLISHED = {
         "data.use_dynamic_bsz": False,
         "data.max_length": 16384,
         "model.use_remove_padding": True,
-        "engine.strategy": "fsdp",
         "engine.ulysses_sequence_parallel_size": 4,
         "optim.lr": 1e-5,
         "optim.lr_scheduler_type": "cosine",
@@ -107,7 +111,7 @@ COUNTS = {"data.train_batch_size", "trainer.total_epochs"}
 def test_no_two_yamls_say_the_same():
     """Of runs and of what they share: a value stands in one YAML. `???` is none."""
     said = defaultdict(list)
-    for name in RUNS + SHARED:
+    for name in RUNS + SHARED + OPTIONS:
         tree = OmegaConf.to_container(OmegaConf.load(ROOT / "configs" / f"{name}.yaml"))
         tree.pop("defaults", None)
         for key, value in flatten(tree).items():
@@ -245,8 +249,37 @@ def test_rl_batches_divide_and_sequences_fit(run: str):
     assert gpus % ulysses == 0 and gpus % rollout.tensor_model_parallel_size == 0
     assert actor.ppo_mini_batch_size * rollout.n % (gpus // ulysses) == 0
     assert actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu * ulysses >= longest
-    assert rollout.max_model_len is None or rollout.max_model_len >= longest
+    assert rollout.max_model_len == longest
     assert config.retool.max_tool_response_tokens < config.data.max_response_length
+
+
+@pytest.mark.parametrize("run", RL_RUNS)
+def test_vllm_holds_the_longest_sequence_whatever_lengths_a_user_sets(run: str):
+    rollout = composed(run, ["data.max_prompt_length=300", "data.max_response_length=700"]).actor_rollout_ref.rollout
+    assert rollout.max_model_len == 1000
+
+
+def test_a_process_that_only_imports_verl_can_resolve_a_run():
+    """As Ray's task runner, which gets the run as it was composed (verl/trainer/main_ppo.py:145)."""
+    code = (
+        "import pickle, sys, verl\nfrom omegaconf import OmegaConf\n"
+        "print(OmegaConf.to_container(pickle.load(sys.stdin.buffer), resolve=True))"
+    )
+    config = OmegaConf.create({"a": 2, "sum": "${retool.sum:${a},3}"})
+    environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "verl_ext"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(config), env=environment, capture_output=True, timeout=50
+    )
+    assert ast.literal_eval(done.stdout.decode().splitlines()[-1]) == {"a": 2, "sum": 5}, done.stderr.decode()
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_every_run_shards_by_fsdp2_as_those_do_that_were_run(run: str):
+    config = composed_once(run)
+    if run in SFT_RUNS:
+        assert config.engine.strategy == "fsdp2"
+    else:
+        assert {config.actor_rollout_ref[part].strategy for part in ("actor", "ref")} == {"fsdp2"}
 
 
 @pytest.mark.parametrize("run", SFT_RUNS)

@@ -66,10 +66,13 @@ def test_every_launcher_is_in_the_table_and_the_other_way_round():
 
 
 def test_the_test_that_a_row_names_starts_that_launcher():
-    """A name in the test's source: of the launcher, of its run, or, for the quickstart, in the pipeline it starts."""
+    """A name in the test's source: of the launcher, of its run, or, for the quickstart, in the pipeline it starts.
+
+    A row may say `no: ` and which run, that a test starts, has all that is in it.
+    """
     for name, (_, _, cpu_run, _) in launcher_rows().items():
         tests = re.findall(r"tests/e2e/\w+\.py", cpu_run)
-        assert tests, name
+        assert tests or cpu_run.startswith("no: "), name
         for test in tests:
             source = (REPO / test).read_text(encoding="utf-8")
             if test.endswith("test_quickstart.py"):

@@ -33,6 +33,7 @@ def install(verl: ModuleType) -> None:
     wrapt.register_post_import_hook(_guard_rl, "verl.trainer.ppo.v1.trainer_base")
     wrapt.register_post_import_hook(_sync_shards, "verl.utils.checkpoint.fsdp_checkpoint_manager")
     wrapt.register_post_import_hook(_watch_metrics, "verl.utils.tracking")
+    wrapt.register_post_import_hook("verl_ext.checkpoints.lora:fold_when_merged", "verl.model_merger.base_model_merger")
 
 
 def _publish(folder: Path, step: int) -> Path:

@@ -38,9 +38,13 @@ def _check_rl(run: Run) -> Iterator[Finding]:
     if run.get(f"{ROLLOUT}.log_prob_use_dynamic_bsz"):
         yield from _check_tokens(run, ROLLOUT, "log_prob_max_token_len_per_gpu")
     max_model_len = run.get(f"{ROLLOUT}.max_model_len")
-    if max_model_len is not None and max_model_len < longest:
+    if max_model_len is None:
+        yield warn(f"""rollout.max_model_len is null: vLLM takes the model's maximum, and refuses to start
+            where its KV cache holds no sequence of that length
+            -> Set it to {longest}, or leave it to configs/shared/rl.yaml.""")
+    elif max_model_len < longest:
         yield fail(f"""rollout.max_model_len={max_model_len} is below prompt + response = {longest} tokens: vLLM would
-            refuse -> Set it to {longest}, or to null.""")
+            refuse -> Set it to {longest}, or leave it to configs/shared/rl.yaml.""")
     response, reply = run.get("data.max_response_length"), run.get("retool.max_tool_response_tokens", 0)
     if reply >= response:
         yield fail(f"""retool.max_tool_response_tokens={reply} leaves nothing of a response of {response} tokens

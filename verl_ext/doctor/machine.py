@@ -11,6 +11,7 @@ from verl_ext.records.machine import CUDA_13_DRIVER, SHM_RL, Machine
 SHM_SFT = 1 * GIB  # NCCL and the data loader's workers
 OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "object_store_memory")
 OPEN_FILES = 4096  # sockets of Ray's workers, vLLM's servers and the calls in flight
+STORAGE_UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 
 
 def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
@@ -75,7 +76,7 @@ def check_ray(run: Run, machine: Machine) -> Iterator[Finding]:
         yield warn(f"""the run wants {run.nodes} nodes, but no Ray cluster is known here
             -> Start it first: bash scripts/ray_cluster.sh head, then worker on the others (recipe/README.md).""")
     elif not address:
-        yield ok("no Ray cluster runs here: the run starts its own")
+        yield _own_cluster(run)
     elif not _answers(address):
         yield fail(f"""{source} names a Ray cluster at {address}, which does not answer; verl would wait for it
             -> {remove}""")
@@ -88,6 +89,27 @@ def check_ray(run: Run, machine: Machine) -> Iterator[Finding]:
             -> If that is not meant: ray stop, or RAY_TMPDIR=another folder.""")
     else:
         yield ok(f"a Ray cluster answers at {address}")
+
+
+def _own_cluster(run: Run) -> Finding:
+    """Whether Ray has the CPUs that verl 0.9.1 and TransferQueue 0.1.11 reserve; both wait for them without a time-out.
+
+    They are 3 for each GPU (single_controller/ray/base.py:146, 192), 2 for each of a server of its own
+    (workers/rollout/replica.py:205), 1 for each storage unit (storage/simple_storage.py:722) and for the controller
+    (controller.py:943) of TransferQueue.
+    """
+    units, servers = run.get(STORAGE_UNITS, 8), run.rollout_gpus if run.is_separate else 0
+    need = 3 * run.gpus + 2 * servers + units + 1
+    if not (have := run.get("ray_kwargs.ray_init.num_cpus")):
+        from ray._private.utils import get_num_cpus  # imports Ray
+
+        have = int(get_num_cpus())
+    if have >= need:
+        return ok(f"no Ray cluster runs here: the run starts its own, and reserves {need} of its {have} CPUs")
+    parts = f"3 for each of {run.gpus} GPU(s), {f'2 for each of {servers} of servers, ' * bool(servers)}"
+    parts += f"{units} for TransferQueue's storage"
+    return fail(f"""the run reserves {need} CPUs of Ray, which has {have}, and would wait for ever: {parts}, 1 for its
+        controller -> Set ray_kwargs.ray_init.num_cpus={need}, which Ray only counts, or {STORAGE_UNITS}=1.""")
 
 
 def _answers(address: str) -> bool:

@@ -123,6 +123,7 @@ def test_reward_settings_are_read_by_the_class_that_uses_them(make_run, told, on
             "ppo_micro_batch_size_per_gpu is null, and dynamic batches are off",
         ),
         ([f"{ROLLOUT}.max_model_len=16384"], Level.FAIL, "is below prompt + response = 18432 tokens"),
+        ([f"{ROLLOUT}.max_model_len=null"], Level.WARN, "refuses to start where its KV cache holds no sequence"),
         (["retool.max_tool_response_tokens=16384"], Level.FAIL, "leaves nothing of a response"),
         (["reward.reward_kwargs.overlong_buffer_cfg.len=20000"], Level.FAIL, "is outside of (0, max_resp_len=16384]"),
         (["reward.reward_kwargs.max_resp_len=8192"], Level.WARN, "counts from reward_kwargs.max_resp_len=8192"),

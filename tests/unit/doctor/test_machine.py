@@ -3,11 +3,12 @@
 import dataclasses
 import socket
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
 from verl_ext.doctor.finding import Level
-from verl_ext.doctor.machine import check_gpus, check_limits, check_ray
+from verl_ext.doctor.machine import STORAGE_UNITS, check_gpus, check_limits, check_ray
 from verl_ext.doctor.memory import check_memory
 from verl_ext.doctor.versions import check_external_modules, check_versions
 from verl_ext.records.machine import Gpu
@@ -80,11 +81,47 @@ def closed_port() -> str:
         return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_no_cluster_is_fine_on_one_node_only(make_run, make_machine, told, only_ok):
+def test_no_cluster_is_fine_on_one_node_only(make_run, make_machine, told, only_ok, monkeypatch):
+    monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: 33)
     only_ok(check_ray(make_run("qwen2-32b_dapo", "trainer.nnodes=1"), make_machine()))
     assert (
         "no Ray cluster is known here -> Start it first" in told(check_ray(make_run(), make_machine()), Level.WARN)[0]
     )
+
+
+SEPARATE = ("trainer.n_gpus_per_node=4", "trainer.v1.trainer_mode=separate_async")
+SEPARATE += ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=4")
+CPUS = [  # by hand: 3 a GPU, TransferQueue's storage units, 1 for its controller
+    (("qwen2-32b_dapo", "trainer.nnodes=1"), 8 * 3 + 8 + 1),
+    (("qwen2-7b_dapo", f"{STORAGE_UNITS}=2"), 8 * 3 + 2 + 1),
+    (("qwen2-7b_dapo", *SEPARATE), 4 * 3 + 4 * 2 + 8 + 1),  # 2 for each GPU of a separate server
+]
+
+
+@pytest.mark.parametrize(("run", "need"), CPUS)
+def test_more_cpus_than_ray_has_are_refused(make_run, make_machine, told, only_ok, monkeypatch, run, need):
+    monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: need)
+    only_ok(check_ray(make_run(*run), make_machine()))
+    monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: need - 1)
+    text = told(check_ray(make_run(*run), make_machine()), Level.FAIL)[0]
+    assert f"the run reserves {need} CPUs of Ray, which has {need - 1}, and would wait for ever: 3 for each of" in text
+    assert f"Set ray_kwargs.ray_init.num_cpus={need}, which Ray only counts, or {STORAGE_UNITS}=1." in text
+    only_ok(check_ray(make_run(*run, f"ray_kwargs.ray_init.num_cpus={need}"), make_machine()))
+
+
+def test_cpus_that_are_reserved_are_those_of_verl_and_transfer_queue():
+    import inspect
+    from importlib.util import find_spec
+
+    import verl  # noqa: F401
+    from verl.single_controller.ray.base import ResourcePoolManager
+    from verl.workers.rollout.replica import RolloutReplica
+
+    assert ResourcePoolManager.max_colocate_count == 3
+    assert "max_colocate_count=2" in inspect.getsource(RolloutReplica.init_standalone)
+    queue = Path(find_spec("transfer_queue").origin).parent
+    for name in ("controller.py", "storage/simple_storage.py"):
+        assert "@ray.remote(num_cpus=1)\nclass " in (queue / name).read_text()
 
 
 def test_a_cluster_that_is_gone_is_noticed_by_the_file_it_left(cluster, make_run, make_machine, told, tmp_path):

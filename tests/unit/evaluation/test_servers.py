@@ -238,7 +238,8 @@ def test_the_engine_gets_the_runs_settings_without_those_of_training(tmp_path):
     server = VllmServer(tmp_path, rollout)
     assert server.seeded == (torch.cuda.device_count() > 0), "the engine dies of seeds on a CPU"
     settings = server._settings
-    assert (settings["model"], settings["max_model_len"], server.max_model_len) == (str(tmp_path), 256, 256)
+    assert (settings["model"], settings["max_model_len"], server.max_model_len) == (str(tmp_path), 224, 224)
+    assert settings["logprobs_mode"] == rollout.logprobs_mode == "processed_logprobs", "as in training"
     assert (settings["dtype"], settings["block_size"], settings["enforce_eager"]) == ("float32", 32, True)
     assert rollout.engine_kwargs.vllm.worker_extension_cls and "worker_extension_cls" not in settings
     assert rollout.load_format == "dummy" and "load_format" not in settings, "random weights would be evaluated"

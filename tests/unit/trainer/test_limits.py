@@ -1,0 +1,65 @@
+"""How long RL's ranks wait for each other, and how many calls a server takes."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_ext.trainer.limits import CALLS, let_calls_in, obey_nccl_timeout
+
+
+def test_ranks_wait_as_long_as_the_run_says():
+    """On a stand-in of verl.workers.engine_workers: the group is there before a `TrainingWorker` could make one."""
+
+    class ActorRolloutRefWorker:
+        config = OmegaConf.create({"nccl_timeout": 3600})
+
+        def init_model(self):
+            asked.append("init_model")
+
+        init_model.noted = "by verl's register"
+
+    asked = []
+    module = SimpleNamespace(
+        ActorRolloutRefWorker=ActorRolloutRefWorker,
+        initialize_global_process_group_ray=lambda timeout_second: asked.append(timeout_second),
+    )
+    obey_nccl_timeout(module)
+    ActorRolloutRefWorker().init_model()
+    assert asked == [3600, "init_model"]
+    assert ActorRolloutRefWorker.init_model.noted == "by verl's register"
+
+
+def test_verls_worker_is_the_one_that_is_replaced():
+    import verl  # noqa: F401
+    from verl.utils.distributed import initialize_global_process_group_ray
+    from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
+
+    assert "initialize_global_process_group_ray(timeout_second=None)" in inspect.getsource(TrainingWorker)
+    assert "if not torch.distributed.is_initialized():" in inspect.getsource(initialize_global_process_group_ray)
+    assert ActorRolloutRefWorker.init_model.__code__.co_name == "init_model_in_group", "verl_ext puts its own there"
+
+
+def test_torch_has_no_time_out_of_its_own_for_an_hour():
+    """What a process group gets that asks for none; the number in the docstring."""
+    from torch.distributed import distributed_c10d as torchs
+
+    assert torchs._get_default_timeout(torchs.Backend("cpu:gloo,cuda:nccl")).total_seconds() == 30 * 60
+
+
+@pytest.mark.parametrize(("verls", "expected"), [(1000, CALLS), (100_000, 100_000)])
+def test_no_call_waits_in_front_of_a_server(verls, expected):
+    class RolloutReplica:
+        max_concurrency = property(lambda self: verls)
+
+    let_calls_in(SimpleNamespace(RolloutReplica=RolloutReplica))
+    assert RolloutReplica().max_concurrency == expected
+
+
+def test_verls_replica_takes_more_calls_than_a_step_of_32b_has():
+    import verl  # noqa: F401
+    from verl.workers.rollout.replica import RolloutReplica
+
+    replica = SimpleNamespace(config=SimpleNamespace(max_num_seqs=256))
+    assert RolloutReplica.max_concurrency.fget(replica) > 512 * 16

@@ -1,0 +1,55 @@
+"""Merged checkpoints of LoRA runs have their adapters in the weights.
+
+verl 0.9.1 writes the untrained weights and, beside them, a folder `lora_adapter` that nobody who loads the model reads:
+an evaluation, or RL after SFT, would have the base model without a word.
+"""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+A, B = ".lora_A.default.weight", ".lora_B.default.weight"
+
+
+def fold(state: dict[str, torch.Tensor], scale: float) -> int:
+    """Add every adapter's `scale` B A to its weight, in place, computed in fp32; returns the number of adapters.
+
+    Args:
+        state: of peft's model: `X.base_layer.weight` [out, in], `X.lora_A.default.weight` [rank, in] and
+            `X.lora_B.default.weight` [out, rank] of each layer X.
+        scale: lora_alpha / lora_rank.
+    Raises:
+        ValueError: the weight of an adapter is not there, as in a checkpoint of `save_lora_only`.
+    """
+    layers = [name.removesuffix(A) for name in state if name.endswith(A)]
+    for layer in layers:
+        name = f"{layer}.base_layer.weight"
+        if name not in state:
+            raise ValueError(f"there is no {name} for its adapter. Merge a checkpoint that has all weights.")
+        weight = state[name]
+        state[name] = (weight.float() + scale * state[layer + B].float() @ state[layer + A].float()).to(weight.dtype)
+    return len(layers)
+
+
+def fold_when_merged(module: ModuleType) -> None:
+    """verl/model_merger/base_model_merger.py (0.9.1): `BaseModelMerger`.
+
+    - :311 `save_lora_adapter`, which takes the adapters out of the weights' state, gets it with the adapters folded in.
+    """
+    merger = module.BaseModelMerger
+    save = merger.save_lora_adapter
+
+    def save_lora_adapter(self: Any, state_dict: dict[str, torch.Tensor]) -> str | None:
+        if any(name.endswith(A) for name in state_dict):
+            told = self._load_lora_train_meta() or {}
+            rank, alpha = told.get("r"), told.get("lora_alpha")
+            if not rank or not alpha:
+                raise ValueError(
+                    f"{self.config.local_dir}/lora_train_meta.json says r={rank}, lora_alpha={alpha}: how much its "
+                    "adapters count is unknown. Write both numbers there, as the run's YAML has them."
+                )
+            print(f"{fold(state_dict, alpha / rank)} adapters are in the merged weights")
+        return save(self, state_dict)
+
+    merger.save_lora_adapter = save_lora_adapter
