@@ -105,7 +105,7 @@ else
     esac
     if [ "$PART" != unit ]; then
         say "end-to-end tests (a GPU test skips where there is no GPU)"
-        run_pytest "${SLOW[@]}" tests/e2e
+        run_pytest "${SLOW[@]}" tests/e2e tests/gpu
     fi
 fi
 [ "$SELECTED" = 1 ] || exit 5
