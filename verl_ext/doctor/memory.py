@@ -34,6 +34,8 @@ def plan_of(run: Run) -> Plan:
         defers_gradients=bool(of_engine("use_no_sync_for_gradient_accumulation")),
         is_fsdp2=run.get(f"{ACTOR}.strategy" if run.is_rl else "engine.strategy") == "fsdp2",
         fused=bool((run.get(f"{run.optim}.override_optimizer_config") or {}).get("fused")),
+        lora_rank=run.get(f"{run.model}.lora_rank", 0),
+        sleeps_on_actor=run.has_hybrid_servers,
         keeps_logits=run.is_rl and bool(run.get(f"{ACTOR}.calculate_entropy") or run.get(f"{ACTOR}.entropy_coeff")),
         offloads_weights=bool(of_engine("param_offload")),
         offloads_optimizer=bool(of_engine("optimizer_offload")),
@@ -97,6 +99,9 @@ def check_simulation(run: Run) -> Iterator[Finding]:
     from verl_ext.memory.simulate import simulate
 
     plan = plan_of(run)
+    if plan.lora_rank:
+        yield warn("no simulation: LoRA is not simulated -> Watch the first steps' memory.")
+        return
     seen = simulate(plan)
     where = "backward pass" if seen.peak is seen.backward else "optimizer's step"
     fsdp1 = "" if plan.is_fsdp2 else ", with fsdp2 in place of fsdp"

@@ -37,6 +37,7 @@ class Plan:
     defers_gradients: bool = False  # use_no_sync_for_gradient_accumulation: shared once a step, not each micro-batch
     is_fsdp2: bool = True
     fused: bool = True  # AdamW's kernel; foreach, torch's choice on CUDA, copies all second moments
+    lora_rank: int = 0  # of adapters on all linear layers, which alone are trained; 0: all is trained
     keeps_logits: bool = False  # their gradient is beside them; verl puts it in their place where no entropy is wanted
     offloads_weights: bool = False  # to the host, while the actor does not train
     offloads_optimizer: bool = False
@@ -44,6 +45,21 @@ class Plan:
     tensor_parallel: int = 0  # GPUs of a vLLM server; 0 without one
     vllm_bytes: int = 2  # of a weight there
     vllm_share: float = 0.0  # of each GPU's memory, that vLLM takes (gpu_memory_utilization)
+    sleeps_on_actor: bool = False  # vLLM is on the actor's GPUs, and sleeps while the actor trains
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have gradients and moments."""
+        return self.shape.adapter_parameters(self.lora_rank) if self.lora_rank else self.shape.parameters
+
+    @property
+    def trained_of_layer(self) -> int:
+        return self.trained // self.shape.layers if self.lora_rank else self.shape.layer_parameters
+
+    @property
+    def held(self) -> int:
+        """Parameters that have bytes."""
+        return self.shape.parameters + (self.trained if self.lora_rank else 0)
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,8 @@ def estimate(plan: Plan) -> Memory:
 
     P parameters over W GPUs, l of them in a layer, E in the embedding and as many in the head; T tokens of a GPU's
     micro-batch, L layers of width H, MLP width I, queries Q and keys K wide; vocabulary V. Weights are sent in bf16:
-        weights, gradients, Adam   4 b P / W               b = 4 (model_dtype fp32) or 2 bytes, of each of the four
+        weights, gradients, Adam   4 b P / W               b = 4 (model_dtype fp32) or 2 bytes, of each of the four;
+                                   (b (P + A) + 3 b A) / W   with LoRA, of A parameters in its adapters
         activations                2 L T H                 inputs of the layers, with gradient checkpointing;
                                    L times a layer's own   without it
         and the largest of
@@ -78,31 +95,43 @@ def estimate(plan: Plan) -> Memory:
     that is more. Where the head is the embedding, 4 E are its weights and gradient in bf16, which stay, and a layer's
     gradient is beside them. Norms of queries and keys (Qwen3) save 3 Q + 3 K more, the exchange of Ulysses Q. With
     `use_no_sync_for_gradient_accumulation` gradients take 4 P (FSDP1: 2 P) in place of their shards. FSDP1 keeps
-    embedding and head unsharded, 4 E more; that is read in torch's source, and not simulated.
+    embedding and head unsharded, 4 E more; that is read in torch's source, and not simulated. With LoRA no gradient of
+    E, nor of a layer's weights, is on its way.
 
     verl_ext/memory/simulate.py counts the same step operation by operation; both agree within 3% (its test), as do the
     formula and an H100 (test_estimate.py). The reference model of a KL term is on the host: FSDP offloads what is
     forward only (engine/fsdp/transformer_impl.py:432, 459), and its forward pass takes less of the GPU than training.
     """
-    shape, ranks, total = plan.shape, plan.ranks, plan.shape.parameters
-    sharded = 4 * plan.weight_bytes * total / ranks
-    deferred = plan.defers_gradients * total * (4 if plan.is_fsdp2 else plan.compute_bytes)
-    waiting = deferred - plan.weight_bytes * total / ranks if deferred else 0  # in place of their shards
+    shape, ranks, total, trained, held = plan.shape, plan.ranks, plan.shape.parameters, plan.trained, plan.held
+    sharded = plan.weight_bytes * (held + 3 * trained) / ranks
+    deferred = plan.defers_gradients * trained * (4 if plan.is_fsdp2 else plan.compute_bytes)
+    waiting = deferred - plan.weight_bytes * trained / ranks if deferred else 0  # in place of their shards
     peaks = _peaks(plan, waiting)  # beside the shards and those
     where = max(peaks, key=lambda name: peaks[name])
 
-    weights, moments = plan.weight_bytes * total / ranks, 2 * plan.weight_bytes * total / ranks
+    weights, moments = plan.weight_bytes * held / ranks, 2 * plan.weight_bytes * trained / ranks
     offloaded = weights * plan.offloads_weights + moments * plan.offloads_optimizer
     vllm_weights = plan.vllm_bytes * total / plan.tensor_parallel if plan.tensor_parallel else 0
     # from_pretrained: rank 0 reads the weights, or every rank where embedding and head are tied (fsdp_utils.py:64)
     loading = plan.weight_bytes * total * (plan.ranks_per_node if shape.tied else 1)
     reference = plan.reference_bytes * total * plan.ranks_per_node / ranks
-    on_host = max(offloaded * plan.ranks_per_node, loading) + reference
+    # with adapters vLLM sleeps at level 1, which moves its weights to the host (vllm_async_server.py:1303)
+    asleep = vllm_weights * plan.ranks_per_node if plan.lora_rank and plan.sleeps_on_actor else 0
+    on_host = max(offloaded * plan.ranks_per_node, loading) + reference + asleep
     unsharded = f"unsharded gradients {size(deferred)} in place of their shards, " * bool(deferred)
     referred = f"the reference model {size(reference)}, " * bool(reference)
+    referred += f"vLLM's weights while it sleeps {size(asleep)}, " * bool(asleep)
+    each = plan.weight_bytes
+    parts, stored = (
+        f"({each} + {each} + {2 * each}) x {count(total)}",
+        f"({each} + {2 * each}) x {count(total)} parameters",
+    )
+    if plan.lora_rank:
+        parts = f"({each} x {count(held)} + {3 * each} x {count(trained)} of adapters)"
+        stored = f"{each} x {count(held)} parameters + {2 * each} x {count(trained)} of adapters"
     terms = {
         "training": (
-            f"({plan.weight_bytes} + {plan.weight_bytes} + {2 * plan.weight_bytes}) x {count(total)} parameters / "
+            f"{parts} parameters / "
             f"{ranks} GPUs = {size(sharded)}, {unsharded}and at the peak {where} {size(peaks[where])}, with "
             f"{plan.tokens:,} tokens"
         ),
@@ -110,7 +139,7 @@ def estimate(plan: Plan) -> Memory:
             f"offloaded {size(offloaded * plan.ranks_per_node)}, or {size(loading)} while the weights are read, "
             f"{referred}and {PROCESS_GIB:g} GiB x {plan.ranks_per_node} for the processes"
         ),
-        "checkpoint": f"({plan.weight_bytes} + {2 * plan.weight_bytes}) x {count(total)} parameters",
+        "checkpoint": stored,
     }
     return Memory(
         training=sharded + waiting + peaks[where],
@@ -119,7 +148,7 @@ def estimate(plan: Plan) -> Memory:
         vllm_weights=vllm_weights,
         weights_on_host=on_host,
         host=on_host + PROCESS_GIB * GIB * plan.ranks_per_node,
-        checkpoint=3 * plan.weight_bytes * total,
+        checkpoint=plan.weight_bytes * (held + 2 * trained),
         terms=terms,
     )
 
@@ -127,7 +156,10 @@ def estimate(plan: Plan) -> Memory:
 def _peaks(plan: Plan, waiting: float) -> dict[str, float]:
     """Bytes at the moments that may be the peak of a step, beside shards and gradients that wait to be shared."""
     shape, compute, layer = plan.shape, plan.compute_bytes, plan.shape.layer_parameters
+    if plan.lora_rank:
+        layer += plan.trained_of_layer
     embedding, per_token = shape.vocabulary * shape.hidden, compute * plan.tokens
+    of_weights = 0 if plan.lora_rank else 1  # whether these have gradients
     gathered = compute * (2 * layer if plan.reshards else shape.parameters)
     resting = gathered * (not plan.reshards)
     saved, work = (per_token * width for width in _layer_widths(plan))
@@ -135,20 +167,21 @@ def _peaks(plan: Plan, waiting: float) -> dict[str, float]:
     activations = shape.layers * inputs
     if not plan.checkpointing:
         activations, work = shape.layers * saved, work - saved
-    logits, weight = per_token * shape.vocabulary, compute * shape.hidden * shape.intermediate
-    sent = max(0, 4 * layer - inputs)  # of the layer above, whose input is gone
-    head = 4 * embedding + sent if shape.tied else max(4 * embedding, sent)
+    logits, weight = per_token * shape.vocabulary, compute * shape.hidden * shape.intermediate * of_weights
+    sent = max(0, 4 * plan.trained_of_layer - inputs)  # of the layer above, whose input is gone
+    kept = (2 + 2 * of_weights) * embedding  # the head's weights, and their gradient
+    head = kept + sent if shape.tied else max(kept * of_weights, sent)
     root = 0 if plan.is_fsdp2 or shape.tied else 2 * compute * embedding
     return {
         "of a layer's backward pass": activations + gathered + head + root + work + weight,
         "of the logits": activations
         + root
         + max(
-            logits + 6 * inputs + gathered - compute * layer + 4 * embedding,
+            logits + 6 * inputs + gathered - compute * layer + kept,
             2 * logits * plan.keeps_logits + resting + compute * embedding * shape.tied,
         ),
-        "of the embedding's gradient": resting + 8 * embedding,
-        "of the optimizer's step (foreach)": (0 if plan.fused else plan.weight_bytes * shape.parameters / plan.ranks)
+        "of the embedding's gradient": resting + 8 * embedding * of_weights,
+        "of the optimizer's step (foreach)": (0 if plan.fused else plan.weight_bytes * plan.trained / plan.ranks)
         - waiting,
     }
 

@@ -12,6 +12,7 @@ _QKV_BIAS = {"qwen2": True, "qwen3": False, "llama": False}
 _KNOWN = {
     "Qwen2.5-32B-Instruct": ("qwen2", 64, 5120, 27648, 40, 8, 128, 152064, False),
     "Qwen2.5-7B-Instruct": ("qwen2", 28, 3584, 18944, 28, 4, 128, 152064, False),
+    "Qwen3-0.6B": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True),
     "Qwen3-4B-Instruct-2507": ("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, True),
 }
 
@@ -80,6 +81,12 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.embedding_parameters
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Of LoRA on all linear layers but the output head: rank x (inputs + outputs) of each."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = 2 * (self.hidden + query) + 2 * (self.hidden + key)
+        return self.layers * rank * (attention + 3 * (self.hidden + self.intermediate))
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -18,6 +18,7 @@ from verl_ext.records.machine import Gpu, Machine
 from verl_ext.settings import compose_run
 
 SHAPES = {"32b": "Qwen/Qwen2.5-32B-Instruct", "7b": "Qwen/Qwen2.5-7B-Instruct", "4b": "Qwen/Qwen3-4B-Instruct-2507"}
+SHAPES["0.6b"] = "Qwen/Qwen3-0.6B"
 
 composed = functools.cache(compose_run)  # 0.5 s each
 

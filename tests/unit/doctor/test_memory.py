@@ -9,6 +9,7 @@ from verl_ext.doctor.memory import check_memory, check_simulation, plan_of
 from verl_ext.memory.estimate import estimate, kv_tokens
 from verl_ext.memory.shape import ModelShape
 from verl_ext.memory.words import GIB
+from verl_ext.settings import REPO
 
 FSDP = "actor_rollout_ref.actor.fsdp_config"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -112,7 +113,7 @@ def test_the_reference_model_of_a_kl_term_is_on_the_host(switch, make_run):
     half = make_run("qwen2-32b_dapo", switch, "actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16")
     assert estimate(plan_of(half)).host - without.host == 32763876352
     lora = make_run("qwen2-32b_dapo", switch, "actor_rollout_ref.model.lora_rank=8")  # the actor without its adapters
-    assert estimate(plan_of(lora)).host == without.host
+    assert "the reference model" not in estimate(plan_of(lora)).terms["host"]
 
 
 def test_a_critic_is_not_in_the_estimate(make_run, make_machine, told):
@@ -176,3 +177,52 @@ def test_a_simulation_has_a_row_for_each_kind_beside_the_estimate(make_run, told
     assert (unit, float(weights)) == ("MiB", pytest.approx(4 * shape.parameters / 2**20, abs=0.1))
     other = make_run("tiny_dapo", "actor_rollout_ref.actor.strategy=fsdp")
     assert "with fsdp2 in place of fsdp" in next(iter(check_simulation(other))).message
+
+
+# LoRA ----------------------------------------------------------------------------------------------------------------
+
+
+def test_only_adapters_have_gradients_and_moments(make_run):
+    run = make_run("qwen3-4b_lora_dapo")
+    weights, adapters = 4_022_468_096, 66_060_288  # of rank 32, as counted above
+    memory = estimate(plan_of(run))
+    assert memory.checkpoint == 4 * (weights + adapters) + 8 * adapters
+    assert memory.sync == 2 * weights + 4 * (weights + adapters)  # vLLM's, and the actor's without its moments
+    whole = make_run("qwen3-4b_dapo")
+    saved = estimate(plan_of(whole)).training - memory.training
+    assert 12 * (weights - adapters) * 0.98 < saved < 12 * weights  # of 1 layer's gradients, too
+    assert "vLLM's weights while it sleeps 7.5 GiB" in memory.terms["host"]
+
+
+ON_24_GB = [
+    "data.max_response_length=4096",
+    "reward.reward_kwargs.overlong_buffer_cfg.len=1024",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=6144",
+    "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.75",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "gpu_gib", "host_gib"),
+    [
+        ("qwen3-0.6b_sft", [], 23.6, 16),
+        ("qwen3-0.6b_sft", ["+lora=sft"], 15.6, 16),
+        ("qwen3-0.6b_dapo", [], 23.6, 24),
+        ("qwen3-0.6b_dapo", ["+lora=rl", "actor_rollout_ref.rollout.gpu_memory_utilization=0.7"], 15.6, 24),
+        ("qwen3-4b_lora_dapo", [], 47.5, 48),
+        ("qwen3-4b_lora_dapo", ON_24_GB, 23.6, 32),
+    ],
+)
+def test_a_small_run_fits_the_gpu_that_its_launcher_names(
+    name, overrides, gpu_gib, host_gib, make_run, make_machine, only_ok
+):
+    run = make_run(name, *overrides, **({"nnodes": 1, "nproc_per_node": 1} if name.endswith("_sft") else {}))
+    only_ok(check_memory(run, make_machine(1, gpu_gib=gpu_gib, memory_bytes=host_gib * GIB)))
+    header = (REPO / "recipe" / "retool" / f"run_{name}.sh").read_text()
+    assert all(override in header for override in overrides) and f"{round(gpu_gib)} GB" in header
+
+
+def test_fewer_gigabytes_than_that_are_told(make_run, make_machine, told):
+    told(check_memory(make_run("qwen3-0.6b_dapo"), make_machine(1, gpu_gib=15.6)), Level.WARN)
+    told(check_memory(make_run("qwen3-4b_lora_dapo"), make_machine(1, gpu_gib=23.6)), Level.FAIL)

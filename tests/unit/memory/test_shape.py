@@ -10,6 +10,7 @@ from verl_ext.memory.shape import read_shape
 EXPECTED = {
     "Qwen2.5-32B-Instruct": 32763876352,
     "Qwen2.5-7B-Instruct": 7615616512,
+    "Qwen3-0.6B": 596049920,
     "Qwen3-4B-Instruct-2507": 4022468096,
 }
 
@@ -38,3 +39,27 @@ def test_parameters_are_those_that_transformers_makes(name, tmp_path):
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     config.save_pretrained(tmp_path)
     assert read_shape(str(tmp_path)) == shape
+
+
+def test_adapters_have_the_parameters_that_peft_gives_them():
+    import peft
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shape = dataclasses.replace(read_shape("Qwen/Qwen3-0.6B"), layers=2)
+    config = AutoConfig.for_model(
+        "qwen3",
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        tie_word_embeddings=shape.tied,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert shape.adapter_parameters(32) == trained
