@@ -231,7 +231,7 @@ def test_prompts_that_verl_drops_are_a_warning(look, told):
 def test_the_functions_of_a_file_are_counted_with_the_prompt(look, tiny_run, qwen, tmp_path, told, only_ok):
     """verl's rollout gives the chat template the schemas of `function_tool_path`, too."""
     (tmp_path / "tools.py").write_text(
-        "from verl.tools.function_tool import function_tool\n\n\n@function_tool\ndef price_of(item: str) -> str:\n"
+        "from verl.tools.function_tool import function_tool\n\n\n@function_tool\ndef cost_of(item: str) -> str:\n"
         f"    '''Look up {'1 ' * 500}\n\n    Args:\n        item: its name\n    '''\n    return '7'\n"
     )
     hermes, limit = "retool.protocol=hermes", "data.max_prompt_length=1000"

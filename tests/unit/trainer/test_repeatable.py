@@ -152,7 +152,7 @@ def test_seconds_and_memory_go_where_a_comparison_leaves_them_out() -> None:
     [
         ("actor_rollout_ref.rollout.max_num_seqs", 2, "max_num_seqs=2 (needed: 1)"),
         ("actor_rollout_ref.rollout.enable_prefix_caching", True, "enable_prefix_caching=True (needed: False)"),
-        ("actor_rollout_ref.rollout.max_num_batched_tokens", 255, "max_num_batched_tokens=255 (needed: 256 or more)"),
+        ("actor_rollout_ref.rollout.max_num_batched_tokens", 223, "max_num_batched_tokens=223 (needed: 224 or more)"),
         ("actor_rollout_ref.actor.fsdp_config.full_determinism", False, "full_determinism=False (needed: True)"),
         ("trainer.v1.trainer_mode", "colocate_async", "trainer_mode=colocate_async (needed: sync)"),
         ("trainer.device", "cuda", "trainer.device=cuda (needed: cpu)"),
