@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
 
-import psutil
 import pytest
 
+from tests.processes import kill_tree
 from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
 
 REPO = Path(__file__).resolve().parents[2]
@@ -81,20 +81,6 @@ def run_to_end(process: subprocess.Popen, log: Path, timeout_s: float = 600) -> 
         assert process.wait(timeout_s) == 0, log.read_text(errors="replace")[-4000:]
     finally:
         kill_tree(process.pid)
-
-
-def kill_tree(pid: int) -> None:
-    """SIGKILL a process and all its descendants, by pid."""
-    try:
-        processes = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
-    except psutil.NoSuchProcess:
-        return
-    for process in processes:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(processes, timeout=10)
 
 
 def read_metrics(folder: Path, keep: Callable[[dict], bool] = lambda data: True) -> list[tuple[int, dict]]:

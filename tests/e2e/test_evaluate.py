@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import REPO, kill_tree
+from tests.e2e.conftest import REPO
+from tests.processes import kill_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PROBLEMS = 16

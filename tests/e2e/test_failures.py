@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from tests.e2e.conftest import REPO, kill_tree, launch, pipeline, read_metrics, run_to_end
+from tests.e2e.conftest import REPO, launch, pipeline, read_metrics, run_to_end
+from tests.processes import kill_tree
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import REPO, kill_tree
+from tests.e2e.conftest import REPO
+from tests.processes import kill_tree
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

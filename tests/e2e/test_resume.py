@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tests.e2e.conftest import OWN_SERVER, kill_tree, launch, read_metrics, run_to_end
+from tests.e2e.conftest import OWN_SERVER, launch, read_metrics, run_to_end
+from tests.processes import kill_tree
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.evaluation.settings import load_config
 from verl_ext.sandbox.launch import running_server

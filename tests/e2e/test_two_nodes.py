@@ -14,7 +14,8 @@ from socket import create_connection, create_server
 
 import pytest
 
-from tests.e2e.conftest import REPO, kill_tree, launch, read_metrics, run_to_end
+from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
+from tests.processes import kill_tree
 from verl_ext.cpu.warm_python import ENVIRONMENT
 from verl_ext.sandbox import running_server
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.conftest import kill_tree
+from tests.processes import kill_tree
 
 START_S = 240
 

@@ -38,18 +38,7 @@ def build_model(shape: ModelShape, context: Context, attention: str = "sdpa"):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(
-        shape.model_type,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=shape.tied,
-        use_cache=False,
-    )
+    config = AutoConfig.for_model(**shape.config(), use_cache=False)
     torch.manual_seed(0)
     with torch.device(context.device):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float32)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.gpu.stage import Context, Row
+from tests.processes import kill_tree
 
 REPO = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -121,22 +122,6 @@ def check_sft(context: Context) -> Iterator[Row]:
     target = context.folder / "merged"
     run(merge_command(checkpoints.path_of(broken, STEPS), target), context.folder / "merge.log")
     yield Row("merged", "a model that loads", load(target, context), True)
-
-
-def kill_tree(pid: int) -> None:
-    """SIGKILL a process and what it started."""
-    import psutil
-
-    try:
-        processes = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
-    except psutil.NoSuchProcess:
-        return
-    for process in processes:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(processes, timeout=10)
 
 
 def load(folder: Path, context: Context) -> str:

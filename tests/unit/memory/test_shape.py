@@ -23,17 +23,7 @@ def test_parameters_are_those_that_transformers_makes(name, tmp_path):
     whole = read_shape(f"Qwen/{name}")
     assert whole.parameters == EXPECTED[name]
     shape = dataclasses.replace(whole, layers=2)  # of which all others are copies
-    config = AutoConfig.for_model(
-        shape.model_type,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=shape.tied,
-        **({"head_dim": shape.head_dim} if shape.model_type == "qwen3" else {}),
-    )
+    config = AutoConfig.for_model(**shape.config())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -47,17 +37,7 @@ def test_adapters_have_the_parameters_that_peft_gives_them():
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = dataclasses.replace(read_shape("Qwen/Qwen3-0.6B"), layers=2)
-    config = AutoConfig.for_model(
-        "qwen3",
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        vocab_size=shape.vocabulary,
-        tie_word_embeddings=shape.tied,
-    )
+    config = AutoConfig.for_model(**shape.config())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
         model = peft.get_peft_model(model, peft.LoraConfig(r=32, target_modules="all-linear", task_type="CAUSAL_LM"))
