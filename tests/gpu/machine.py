@@ -15,12 +15,8 @@ from tests.gpu.stage import Context, NotRun, Row, installed
 from verl_ext.versions import pinned_version, read_lock
 
 LOCK = Path(__file__).resolve().parents[2] / "requirements" / "gpu.txt"
-ARCHITECTURES = {
-    8: "80",
-    9: "90",
-    10: "100",
-    12: "120",
-}  # of flash-attn 2.8.3 (setup.py:69, 179), by capability's major
+# Of flash-attn 2.8.3 (setup.py:69, 179), by the capability's major number.
+ARCHITECTURES = {8: "80", 9: "90", 10: "100", 12: "120"}
 GB_A_JOB = 6  # of memory for one nvcc: 5.3 GB (pytorch pull 130443), 3 to 5 (flash-attention pull 2079)
 
 
@@ -59,7 +55,10 @@ def _check_gpu() -> Iterator[Row]:
     gpus = query_gpus()
     driver = gpus[0].driver if gpus else "nvidia-smi does not answer"
     yield Row(
-        "driver", f">= {CUDA_13_DRIVER}", driver, driver.split(".")[0].isdecimal() and int(driver.split(".")[0]) >= 580
+        "driver",
+        f">= {CUDA_13_DRIVER}",
+        driver,
+        driver.split(".")[0].isdecimal() and int(driver.split(".")[0]) >= CUDA_13_DRIVER,
     )
     properties = torch.cuda.get_device_properties(0)
     capability = f"{properties.major}.{properties.minor}"

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -12,6 +13,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+
+from tests.processes import kill_tree
 
 LIMIT_S = 8 * 60  # of any stage
 IMPORTED_AS = {"pyzmq": "zmq", "hydra-core": "hydra", "TransferQueue": "transfer_queue"}  # where the names differ
@@ -62,6 +65,7 @@ class Stage:
     run: Callable[[Context], Iterator[Row]]
     limit_s: int = LIMIT_S
     cuda_only: bool = False
+    keeps_folder: bool = False  # goes on with what an earlier start of it wrote
 
 
 @dataclass
@@ -119,6 +123,8 @@ def run_stage(stage: Stage, context: Context, show: Callable[[Row], None] = lamb
     if result.not_run:
         return result
     folder = context.folder / stage.name
+    if not stage.keeps_folder:
+        shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     receiver, sender = multiprocessing.Pipe(duplex=False)
     log, start = context.folder / f"{stage.name}.log", time.monotonic()
@@ -129,6 +135,7 @@ def run_stage(stage: Stage, context: Context, show: Callable[[Row], None] = lamb
         _collect(result, receiver, start + stage.limit_s, show)
     finally:
         process.join(0 if result.error == TOO_LONG else 10)
+        kill_tree(process.pid)  # torchrun's workers have sessions of their own
         _kill_group(process.pid)
         process.join()
     result.seconds = time.monotonic() - start

@@ -38,6 +38,7 @@ def install() -> None:
     alias_vllm_distribution()
     wrapt.register_post_import_hook(_stand_in_for_flash_attention, "transformers.modeling_flash_attention_utils")
     wrapt.register_post_import_hook(_allow_flash_attention, "transformers.modeling_utils")
+    wrapt.register_post_import_hook(_vectorise_log_probs, "verl.utils.torch_functional")
     wrapt.register_post_import_hook(_copy_saved_weights, "verl.utils.fsdp_utils")
     wrapt.register_post_import_hook(_log_without_flush, "verl.trainer.ppo.v1.trainer_separate_async")
 
@@ -51,14 +52,19 @@ def install() -> None:
 def _accept_gloo_for_cpu() -> None:
     """verl/utils/distributed.py:63,89 (0.9.1) asks for the backend f"cpu:gloo,{device}:{backend}".
 
-    On this platform that is "cpu:gloo,cpu:gloo", which torch.distributed refuses as a duplicate.
+    On this platform that is "cpu:gloo,cpu:gloo", which torch.distributed refuses as a duplicate. The ranks that verl
+    starts with it share the machine's cores.
     """
     import torch.distributed
 
     original = torch.distributed.init_process_group
 
     def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        original("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
+        if backend != "cpu:gloo,cpu:gloo":
+            return original(backend, *args, **kwargs)
+        original("cpu:gloo", *args, **kwargs)
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.distributed.get_world_size())
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
     torch.distributed.init_process_group = init_process_group
 
@@ -101,6 +107,14 @@ def _allow_flash_attention(module: ModuleType) -> None:
         return original(self, flash_attn_version, is_init_check)
 
     module.PreTrainedModel._flash_attn_can_dispatch = _flash_attn_can_dispatch
+
+
+def _vectorise_log_probs(module: ModuleType) -> None:
+    """verl/utils/torch_functional.py:173 `logprobs_from_logits_v2` (0.9.1), its fallback without flash-attn's kernel.
+
+    It loops over the tokens of a packed batch, to save memory; that is most of the loss's time for a tiny model.
+    """
+    module.logprobs_from_logits_v2 = module.logprobs_from_logits_naive
 
 
 def _copy_saved_weights(module: ModuleType) -> None:

@@ -27,6 +27,26 @@ def test_a_refused_version_stays_refused_at_the_next_try(monkeypatch):
             patches.install()
 
 
+@pytest.mark.parametrize("shape", [(7,), (2, 7)], ids=["packed", "padded"])
+def test_vectorised_log_probs_are_those_of_verl(cpu_platform, shape):
+    import torch
+    import verl.utils.torch_functional as patched
+
+    spec = importlib.util.spec_from_file_location("verl_torch_functional_as_published", patched.__file__)
+    published = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(published)
+    assert patched.logprobs_from_logits_v2 is not published.logprobs_from_logits_v2
+    assert patched.logprobs_from_logits_v2.__name__ == "logprobs_from_logits_naive"
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn((*shape, 50), generator=generator)
+    labels = torch.randint(50, shape, generator=generator)
+    ours, theirs = (
+        module.logprobs_from_logits(logits, labels, inplace_backward=False) for module in (patched, published)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
 def test_gloo_is_asked_for_once(cpu_platform, monkeypatch):
     """verl asks for "cpu:gloo,cpu:gloo" on this platform, which torch.distributed refuses."""
     import torch.distributed
@@ -34,11 +54,16 @@ def test_gloo_is_asked_for_once(cpu_platform, monkeypatch):
     from verl_ext.cpu import patches
 
     asked = []
+    threads = []
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend=None, **kw: asked.append((backend, kw)))
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     patches._accept_gloo_for_cpu()
     torch.distributed.init_process_group(backend="cpu:gloo,cpu:gloo", rank=0)
+    assert threads == [4]  # the ranks share the cores
     torch.distributed.init_process_group("nccl")
-    assert asked == [("cpu:gloo", {"rank": 0}), ("nccl", {})]
+    assert asked == [("cpu:gloo", {"rank": 0}), ("nccl", {})] and threads == [4]
 
 
 def test_the_cpu_build_of_vllm_answers_for_vllm(cpu_platform):
