@@ -1,4 +1,4 @@
-"""Small helpers of the stages on torch alone."""
+"""Models by their shape, errors against a reference, and a process group of one: for the stages on torch alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,7 @@
 """How much memory a run needs: GPU while it trains and while it generates, host, and disk for a checkpoint.
 
 Counted are dense decoders under FSDP. Behind these formulas stand tests/unit/memory/test_simulate.py (a step that is
-counted operation by operation) and test_estimate.py (the published run's log).
+counted operation by operation) and test_estimate.py (peaks of an H100, and the published run's log).
 
 Of verl's own figures, verl 0.9.1: `actor/perf/max_memory_allocated_gb` is torch's peak of the actor's process
 (workers/engine_workers.py:219), never reset, of one rank: metrics of data-parallel ranks are not gathered but the first
@@ -58,7 +58,7 @@ class Plan:
 
     @property
     def held(self) -> int:
-        """Parameters that have bytes."""
+        """All parameters, those of adapters included."""
         return self.shape.parameters + (self.trained if self.lora_rank else 0)
 
 
