@@ -48,13 +48,18 @@ DENIED = {
     **{"mq_open": 240, "mq_unlink": 241, "io_setup": 206},
     **{"landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446, "seccomp": 317},
 }
-# fsync() of a file in memory does nothing anyway. Of a file of the machine it may wait for a slow disk, beyond SIGKILL.
-PRETENDED = {"fsync": 74, "fdatasync": 75, "sync_file_range": 277, "msync": 26, "fadvise64": 221, "readahead": 187}
+PRETENDED = {
+    # fsync() of a file in memory does nothing anyway. Of a file of the machine it may wait for a slow disk, beyond
+    # SIGKILL.
+    **{"fsync": 74, "fdatasync": 75, "sync_file_range": 277, "msync": 26, "fadvise64": 221, "readahead": 187},
+    # With -1 for user and group, anybody may call it on any file, whose ctime it sets for all programs to see.
+    **{"chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260},
+}
 # Where programs have the server's user and no mount is read-only, these would change any file of that user, which
-# Landlock does not stop. Modes, owners and times are advice that programs give their own files, too (shutil.copy).
+# Landlock does not stop. Modes and times are advice that programs give their own files, too (shutil.copy).
 ATTRIBUTES = {
-    **{"chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452, "chown": 92, "fchown": 93, "lchown": 94},
-    **{"fchownat": 260, "utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280},
+    **{"chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452},
+    **{"utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280},
 }
 EXTENDED_ATTRIBUTES = {
     **{"setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463, "removexattr": 197},
