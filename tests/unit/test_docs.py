@@ -198,6 +198,15 @@ def test_published_figures_of_the_guide_are_those_of_the_data():
         assert f"| {' | '.join(cells)} |" in text
 
 
+def test_the_functions_of_verl_are_on_the_lines_that_readme_names():
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    lines = (VERL / "trainer/ppo/core_algos.py").read_text(encoding="utf-8").splitlines()
+    found = re.findall(r"`(\w+)` \((?:line )?(\d+)\)", text)
+    assert [name for name, _ in found] == ["compute_grpo_outcome_advantage", "compute_policy_loss_vanilla", "agg_loss"]
+    for name, number in found:
+        assert lines[int(number) - 1].startswith(f"def {name}("), name
+
+
 def test_the_line_of_verl_that_switches_traces_off_is_where_the_guide_says():
     text = (REPO / "recipe" / "README.md").read_text(encoding="utf-8")
     [(file, number)] = re.findall(r"`(trainer/ppo/v1/agent_loop_tq\.py):(\d+)`", text)

@@ -95,7 +95,7 @@ def test_a_wrong_argument_is_the_models_error(tools, roll_out, qwen_tokenizer):
         ("\\boxed{36}", 1.0, "correct"),
         ("\\boxed{ 36 }", 1.0, "correct"),
         ("\\boxed{35}", 0.0, "wrong"),
-        ("36", 0.0, "wrong"),
+        ("36", 0.0, "no_answer"),
     ],
 )
 def test_the_verifier_compares_the_box(verify, response, acc, verdict):
