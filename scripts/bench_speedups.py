@@ -4,17 +4,18 @@
 
 Needs the data and the SFT model of a quickstart. Every step generates 16 prompts, since dynamic sampling is off: the
 number of prompts would differ between the runs. Prints a table of medians over the rounds, with the lowest and the
-highest; the figures of each run are in a new folder below --out. About seven minutes a round.
+highest; the figures of each run are in a new folder below --out. About eight minutes a round.
 """
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from bench_vs_trl import new_folder, run_ours
+from bench_vs_trl import REPO, new_folder, run_ours
 
 from verl_ext.quickstart.pipeline import SANDBOX_OPTIONS
 from verl_ext.quickstart.supervise import Supervisor
@@ -26,6 +27,7 @@ MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 class Variant(NamedTuple):
     overrides: tuple[str, ...] = ()
     shell: str = ":"  # before a Python of the launcher starts
+    without: str = ""  # lines that are missing in a copy of verl_ext/cpu/patches.py: those that hold this text
 
 
 VARIANTS = {
@@ -40,12 +42,30 @@ VARIANTS = {
     "verl's own agent-loop manager, which logs no trajectories": Variant(
         (f"{MANAGER}=null", "retool.trajectory_log.enable=false")
     ),
+    "verl's log-probs, token by token (no `_vectorise_log_probs`)": Variant(
+        without="register_post_import_hook(_vectorise_log_probs"
+    ),
+    "one thread in the actor (no `set_num_threads`)": Variant(without="torch.set_num_threads("),
 }
 # In the place of the launcher's Python.
 PYTHON = """#!/bin/sh
+export PYTHONPATH={repo}
 {shell}
 exec {python} "$@"
 """
+
+
+def copy_without(text: str, folder: Path) -> Path:
+    """The code in `folder`, with verl_ext/cpu/patches.py shortened by its one line that holds `text`."""
+    for part in ("recipe", "configs", "verl_ext", "data"):
+        shutil.copytree(REPO / part, folder / part)
+    patches = folder / "verl_ext/cpu/patches.py"
+    lines = patches.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if text not in line]
+    if len(kept) != len(lines) - 1:
+        raise SystemExit(f"verl_ext/cpu/patches.py has {len(lines) - len(kept)} lines with {text!r}, not one")
+    patches.write_text("".join(kept))
+    return folder
 
 
 def main() -> None:
@@ -63,20 +83,20 @@ def main() -> None:
     for number in range(args.rounds):
         for index, (name, variant) in enumerate(VARIANTS.items()):
             out = folder / f"{number}-{index}"
-            python.write_text(PYTHON.format(shell=variant.shell, python=sys.executable))
+            repo = copy_without(variant.without, out / "code") if variant.without else REPO
+            python.write_text(PYTHON.format(repo=repo, shell=variant.shell, python=sys.executable))
             python.chmod(0o755)
             overrides = (*variant.overrides, "algorithm.filter_groups.enable=false")
             with running_server(options=SANDBOX_OPTIONS) as sandbox, Supervisor() as supervisor:
-                figures = run_ours(supervisor, args.run, sandbox, args.steps, out, overrides, str(python))
+                figures = run_ours(supervisor, args.run, sandbox, args.steps, out, overrides, str(python), repo)
             found[name].append(figures)
             print(f"round {number + 1}: {name}: {figures}", flush=True)
     (folder / "summary.json").write_text(json.dumps(found, indent=2))
-    print(
-        f"\n| {args.rounds} rounds of {args.steps} steps | first step after, s | a later step, s |\n| --- | --- | --- |"
-    )
+    print(f"\n| {args.rounds} rounds of {args.steps} steps | first step after, s | a later step, s | its update, s |")
+    print("| --- | --- | --- | --- |")
     for name, rounds in found.items():
         cells = []
-        for key in ("first_step_s", "step_s"):
+        for key in ("first_step_s", "step_s", "update_s"):
             values = [figures[key] for figures in rounds]
             cells.append(f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
         print(f"| {name} | {' | '.join(cells)} |")

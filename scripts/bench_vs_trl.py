@@ -88,12 +88,13 @@ def run_ours(
     out: Path,
     overrides: Sequence[str] = (),
     python: str = sys.executable,
+    repo: Path = REPO,
 ) -> dict[str, float]:
-    """RL by the launcher, without checkpoints."""
+    """RL by the launcher of `repo`, without checkpoints."""
     started = time.time()
     supervisor.run(
         [
-            *("bash", str(REPO / "recipe/retool/run_tiny_dapo.sh"), f"trainer.total_training_steps={steps}"),
+            *("bash", str(repo / "recipe/retool/run_tiny_dapo.sh"), f"trainer.total_training_steps={steps}"),
             *("trainer.save_freq=-1", "trainer.resume_mode=disable", *overrides),
         ],
         log=out / "log.txt",
@@ -110,10 +111,12 @@ def run_ours(
     metrics = read_metrics([file])
     _, step_s = metrics.curve("timing_s/step")
     _, prompts = metrics.curve("filter_groups/generated")
+    _, update_s = metrics.curve("timing_s/update_actor")
     _, accuracy = metrics.curve("train/acc")
     return {
         "first_step_s": file.stat().st_mtime - started - sum(step_s[1:]),  # last written at the last step
         "step_s": statistics.median(step_s[WARM_UP:]),
+        "update_s": statistics.median(update_s[WARM_UP:]),
         "responses_per_s": sum(prompts[WARM_UP:]) * SAMPLES / sum(step_s[WARM_UP:]),
         "last_accuracy": accuracy[-1],
     }

@@ -27,7 +27,8 @@ class Launched:
             figures = Path(command[command.index("--out") + 1])
             figures.write_text(json.dumps({"step_ends": [10, 12, 14, 16], "reward": [0.0]}))
             return
-        data = {"timing_s/step": 2.0, "filter_groups/generated": 16, "train/acc": 0.5}
+        data = {"timing_s/step": 2.0, "timing_s/update_actor": 0.5}
+        data |= {"filter_groups/generated": 16, "train/acc": 0.5}
         rows = [json.dumps({"step": step, "data": data}) for step in (1, 2, 3, 4)]
         # The launcher names the file after the time it starts.
         (Path(env["OUTPUT_DIR"]) / f"metrics-{len(self.started)}.jsonl").write_text("\n".join(rows) + "\n")
