@@ -1,7 +1,7 @@
 """Merged checkpoints of LoRA runs have their adapters in the weights.
 
-verl 0.9.1 writes the untrained weights and, below them, a folder `lora_adapter` that neither transformers nor vLLM looks
-for: an evaluation, or RL after SFT, would have the base model without a word. Here the folder goes: who names it beside
+verl 0.9.1 writes the untrained weights and, below them, a folder `lora_adapter` that neither transformers nor vLLM
+reads: an evaluation, or RL after SFT, would have the base model without a word. Here the folder goes: who names it with
 the merged weights (verl's `lora_adapter_path`, vLLM's `--lora-modules`) would count the adapters twice.
 """
 

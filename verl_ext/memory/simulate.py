@@ -110,11 +110,14 @@ def _run(plan: Plan) -> Simulation:
         }
         return Parts(**named, temporary=kinds["Total"] - sum(named.values()))
 
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    def set_gradients() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    set_gradients()
     update(model, optimizer)  # makes the optimizer's state
     if not plan.defers_gradients:
-        forward_backward(model, plan, is_last=False)
+        set_gradients()  # of the first micro-batch
     with tracker:
         now = tracker.get_tracker_snapshot()[torch.device("cpu")]
         if plan.defers_gradients:  # the tracker must see them being made
