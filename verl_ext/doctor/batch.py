@@ -73,7 +73,7 @@ def _check_separate(run: Run, mini: int, per_server: int) -> Iterator[Finding]:
     if run.sends_adapters:  # workers/engine_workers.py:764; the modes that share the actor's GPUs send the adapters
         yield fail(f"""model.lora_rank={run.lora_rank} with separate_async: verl 0.9.1 sends the servers no adapters, so
             every rollout would be the untrained model's
-            -> Set trainer.v1.trainer_mode=colocate_async, or actor_rollout_ref.model.lora.merge=true.""")
+            -> Set trainer.v1.trainer_mode=colocate_async; or, untried, actor_rollout_ref.model.lora.merge=true.""")
 
 
 def _check_sft(run: Run) -> Iterator[Finding]:
@@ -90,7 +90,7 @@ def _check_sft(run: Run) -> Iterator[Finding]:
 
 
 def _check_tokens(run: Run, section: str, key: str, micro: str = "") -> Iterator[Finding]:
-    """Whether a token budget, times GPUs that share a sequence, holds the longest; `micro` counts if not dynamic."""
+    """Whether a token budget times Ulysses holds the longest sequence; `micro`: key of sequences, if not dynamic."""
     tokens = (run.get(f"{section}.{key}") or 0) * run.ulysses
     if micro and not run.get(f"{section}.use_dynamic_bsz"):
         if run.get(f"{section}.{micro}") is None:

@@ -173,7 +173,7 @@ def test_separate_async_sends_no_adapters(make_run, told, only_ok):
     lora = ["actor_rollout_ref.model.lora_rank=32", "trainer.v1.separate_async.parameter_sync_step=8"]
     text = told(check_batch(make_run("qwen2-32b_dapo", *SEPARATE, *lora)), Level.FAIL)[0]
     assert "sends the servers no adapters, so every rollout would be the untrained model's" in text
-    assert "Set trainer.v1.trainer_mode=colocate_async, or actor_rollout_ref.model.lora.merge=true." in text
+    assert "Set trainer.v1.trainer_mode=colocate_async; or, untried, actor_rollout_ref.model.lora.merge=true." in text
     only_ok(check_batch(make_run("qwen2-32b_dapo", *SEPARATE, *lora, "actor_rollout_ref.model.lora.merge=true")))
     for mode in ("colocate_async", "sync"):
         only_ok(check_batch(make_run("qwen2-32b_dapo", *lora, f"trainer.v1.trainer_mode={mode}")))
