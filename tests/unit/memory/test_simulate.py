@@ -177,14 +177,13 @@ BIGGER = ModelShape("qwen2", 80, 8192, 29568, 64, 8, 128, 152064, False)  # 72B
 PLANS = {  # -> where the peak is
     "0.5B": (Plan(HALF_B, tokens=8192), "of the logits"),
     "4B, foreach": (Plan(FOUR_B, tokens=10_240, fused=False), "of the optimizer's step (foreach)"),
-    "7B, SP 4, deferred": (
-        Plan(SEVEN_B, tokens=18_432, ranks=4, ulysses=4, defers_gradients=True),
-        "of a layer's backward pass",
+    "7B, SP 4, deferred, no checkpointing": (
+        Plan(SEVEN_B, tokens=8192, ranks=4, ulysses=4, defers_gradients=True, checkpointing=False),
+        "of the logits",
     ),
     "32B": (Plan(BIG, tokens=18_432, ranks=8), "of a layer's backward pass"),
     "72B, SP 4": (Plan(BIGGER, tokens=16_384, ranks=16, ulysses=4), "of a layer's backward pass"),
     "entropy, bf16 weights": (Plan(HALF_B, tokens=8192, ranks=2, keeps_logits=True, weight_bytes=2), "of the logits"),
-    "no checkpointing": (Plan(SEVEN_B, tokens=2048, ranks=4, checkpointing=False), "of a layer's backward pass"),
     "few tokens": (Plan(HALF_B, tokens=256, ranks=2), "of the embedding's gradient"),
 }
 
