@@ -41,9 +41,9 @@ def test_sft(small: Path, python: str, tmp_path: Path) -> None:
     assert 12 * shape.parameters < written < 12 * shape.parameters + 500_000
 
 
-@pytest.mark.parametrize("run", ["qwen2-32b_dapo", "qwen2-32b_dapo_published", "qwen2-7b_dapo"])
+@pytest.mark.parametrize("run", ["qwen2-32b_dapo", "qwen2-32b_dapo_published", "qwen3-0.6b_dapo"])
 def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
-    """Two steps, with validation before and after; the published form with hermes' tool calls."""
+    """Two steps, with validation before and after; the published form with hermes' tool calls, the 0.6B with sdpa."""
     log = tmp_path / "log"
     plain = {"PYTHON": sys.executable}  # one run starts as a user starts it, the others with the imports at hand
     environment = plain if run == "qwen2-32b_dapo" else ENVIRONMENT | {"PYTHON": python}
@@ -51,7 +51,7 @@ def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
         process = launch(
             f"run_{run}.sh",
             log,
-            "+hardware=cpu_tiny",
+            "+hardware=[cpu_tiny,no_flash_attn]" if run == "qwen3-0.6b_dapo" else "+hardware=cpu_tiny",
             MODEL_PATH=str(small / "sft" / "merged"),
             TRAIN_FILE=str(small / "data" / "rl_train.parquet"),
             VAL_FILE=str(small / "data" / "eval.parquet"),

@@ -1,9 +1,11 @@
 """Merged checkpoints of LoRA runs have their adapters in the weights.
 
-verl 0.9.1 writes the untrained weights and, beside them, a folder `lora_adapter` that nobody who loads the model reads:
-an evaluation, or RL after SFT, would have the base model without a word.
+verl 0.9.1 writes the untrained weights and, below them, a folder `lora_adapter` that neither transformers nor vLLM
+reads: an evaluation, or RL after SFT, would have the base model without a word. Here the folder goes: who names it with
+the merged weights (verl's `lora_adapter_path`, vLLM's `--lora-modules`) would count the adapters twice.
 """
 
+import shutil
 from types import ModuleType
 from typing import Any
 
@@ -35,12 +37,13 @@ def fold(state: dict[str, torch.Tensor], scale: float) -> int:
 def fold_when_merged(module: ModuleType) -> None:
     """verl/model_merger/base_model_merger.py (0.9.1): `BaseModelMerger`.
 
-    - :311 `save_lora_adapter`, which takes the adapters out of the weights' state, gets it with the adapters folded in.
+    - :311 `save_lora_adapter`, which takes the adapters out of the weights' state and writes them to a folder, gets it
+      with the adapters folded in, and the folder is removed.
     """
     merger = module.BaseModelMerger
     save = merger.save_lora_adapter
 
-    def save_lora_adapter(self: Any, state_dict: dict[str, torch.Tensor]) -> str | None:
+    def save_lora_adapter(self: Any, state_dict: dict[str, torch.Tensor]) -> None:
         if any(name.endswith(A) for name in state_dict):
             told = self._load_lora_train_meta() or {}
             rank, alpha = told.get("r"), told.get("lora_alpha")
@@ -50,6 +53,7 @@ def fold_when_merged(module: ModuleType) -> None:
                     "adapters count is unknown. Write both numbers there, as the run's YAML has them."
                 )
             print(f"{fold(state_dict, alpha / rank)} adapters are in the merged weights")
-        return save(self, state_dict)
+        if folder := save(self, state_dict):
+            shutil.rmtree(folder)
 
     merger.save_lora_adapter = save_lora_adapter

@@ -74,7 +74,7 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
     here: list[Machine] = []
     yield from look("machine", lambda: here.append(Machine.here()) or ())
     quick: list[tuple[str, Check]] = [
-        ("versions", versions.check_versions),
+        ("versions", lambda: versions.check_versions(run)),
         ("versions", lambda: versions.check_external_modules(dict(os.environ))),
         ("config", lambda: config.check_config(run)),
         ("names", lambda: names.check_names(run)),
@@ -126,7 +126,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--config-name", required=True, help="a YAML of configs/, without suffix: qwen2-32b_dapo")
     parser.add_argument("--config-dir", type=Path, default=CONFIGS)
-    parser.add_argument("--quick", action="store_true", help="settings and files only; prints WARN and FAIL")
+    parser.add_argument("--quick", action="store_true", help="settings, files and machine; prints WARN and FAIL")
     parser.add_argument("--json", action="store_true", help="print all findings as one JSON object")
     parser.add_argument("--nnodes", type=int, help="of an SFT run, as for torchrun; RL has it in its YAML")
     parser.add_argument("--nproc-per-node", type=int, help="GPUs of a node of an SFT run, as for torchrun")

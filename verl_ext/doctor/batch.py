@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from verl_ext.doctor.finding import Finding, fail, ok, warn
-from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
+from verl_ext.doctor.run import ACTOR, FLASH_ATTN, ROLLOUT, Run
 
 
 def check_batch(run: Run) -> Iterator[Finding]:
@@ -70,6 +70,10 @@ def _check_separate(run: Run, mini: int, per_server: int) -> Iterator[Finding]:
         yield fail(f"""actor_rollout_ref.rollout.nnodes x n_gpus_per_node = {run.rollout_gpus} GPUs for
             separate_async's servers, of which each takes {per_server}
             -> Give rollouts a multiple of {per_server} GPUs.""")
+    if run.sends_adapters:  # workers/engine_workers.py:764; the modes that share the actor's GPUs send the adapters
+        yield fail(f"""model.lora_rank={run.lora_rank} with separate_async: verl 0.9.1 sends the servers no adapters, so
+            every rollout would be the untrained model's
+            -> Set trainer.v1.trainer_mode=colocate_async; or, untried, actor_rollout_ref.model.lora.merge=true.""")
 
 
 def _check_sft(run: Run) -> Iterator[Finding]:
@@ -86,11 +90,7 @@ def _check_sft(run: Run) -> Iterator[Finding]:
 
 
 def _check_tokens(run: Run, section: str, key: str, micro: str = "") -> Iterator[Finding]:
-    """Whether a token budget of a GPU, times those that share a sequence, holds the longest one.
-
-    Args:
-        micro: key of the sequences of a micro-batch, which count where batches are not dynamic.
-    """
+    """Whether a token budget times Ulysses holds the longest sequence; `micro`: key of sequences, if not dynamic."""
     tokens = (run.get(f"{section}.{key}") or 0) * run.ulysses
     if micro and not run.get(f"{section}.use_dynamic_bsz"):
         if run.get(f"{section}.{micro}") is None:
@@ -107,6 +107,9 @@ def _check_ranks(run: Run) -> Iterator[Finding]:
             -> Change one of them.""")
     if run.ulysses > 1 and not run.get(f"{run.model}.use_remove_padding"):
         yield fail("Ulysses needs model.use_remove_padding=true; verl refuses to start -> Set it.")
+    if run.ulysses > 1 and run.attention != FLASH_ATTN:
+        yield fail("""Ulysses needs flash_attention_2; with other attention each GPU sees its part of a sequence alone
+            -> Set ulysses_sequence_parallel_size=1, or leave out override_config.attn_implementation.""")
     if (shape := run.shape) is None:
         return
     if shape.heads % run.ulysses or (shape.kv_heads % run.ulysses and run.ulysses % shape.kv_heads):

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.run import ROLLOUT, Run
@@ -16,11 +17,8 @@ STORAGE_UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 
 def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
     gpus, cluster = machine.gpus, machine.environment.get("RAY_ADDRESS")
-    if run.device == "cpu":
-        yield ok("the run is on the CPU")
-        return
     if run.device != "cuda":
-        yield ok(f"device {run.device}: not looked at")
+        yield ok(f"the run is on {run.device}: no GPU is looked at")
         return
     if run.is_rl and cluster:
         yield ok(f"RAY_ADDRESS={cluster}: the GPUs are that cluster's, not looked at here")
@@ -44,6 +42,11 @@ def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
     if int(driver.partition(".")[0]) < CUDA_13_DRIVER:
         yield fail(f"""NVIDIA driver {driver}; requirements/gpu.txt has CUDA 13, which needs {CUDA_13_DRIVER} or newer
             -> Update the driver, or set up a stack of your own for an older CUDA.""")
+    if old := {f"{gpu.name} ({gpu.capability})" for gpu in gpus if (gpu.capability or 8) < 8}:
+        yield fail(f"""{", ".join(sorted(old))} has a compute capability below 8: no bf16, in which actor and vLLM
+            compute, and no flash-attn 2 -> Take GPUs of Ampere's generation or later: A100, L4, RTX 30.""")
+    if (home := machine.environment.get("CUDA_HOME")) and not Path(home, "bin/nvcc").is_file():
+        yield warn(f"CUDA_HOME={home} has no bin/nvcc, which compiles some packages' kernels -> Unset or correct it.")
     memory = "memory unknown" if gpus[0].total_gib is None else f"{gpus[0].total_gib:.0f} GiB"
     yield ok(f"{len(gpus)} x {gpus[0].name}, {memory}, driver {driver}")
 
@@ -60,6 +63,9 @@ def check_limits(run: Run, machine: Machine) -> Iterator[Finding]:
     if 0 <= soft < files:
         yield warn(f"""ulimit -n is {soft} (at most {hard}); a step may hold {files} files and sockets open
             -> ulimit -n {files if hard < 0 else min(hard, max(files, 65536))}, in the shell that starts the run.""")
+    if run.device == "cuda" and machine.address_space >= 0:
+        yield warn(f"""ulimit -v is {machine.address_space // 1024}, and CUDA reserves more addresses than there is
+            memory -> ulimit -v unlimited, in the shell that starts the run.""")
 
 
 def check_ray(run: Run, machine: Machine) -> Iterator[Finding]:

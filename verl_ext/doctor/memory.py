@@ -11,7 +11,7 @@ from verl_ext.memory.words import GIB, size
 from verl_ext.records.machine import Machine
 
 FP32, HALF = ("fp32", "float32"), ("bf16", "bfloat16", "fp16", "float16")
-FEWER = "More GPUs, a larger Ulysses size with a smaller token budget per GPU, or override_optimizer_config.fused=true."
+FEWER = "More GPUs, or a larger Ulysses size with a smaller token budget per GPU"
 
 
 def plan_of(run: Run) -> Plan:
@@ -21,9 +21,15 @@ def plan_of(run: Run) -> Plan:
         return run.get(f"{run.engine}.{key}", default)
 
     shards = of_engine("fsdp_size", -1)
+    targets, excluded = (run.get(f"{run.model}.{key}") for key in ("target_modules", "exclude_modules"))
+    # a KL term has no reference model where adapters are trained (trainer_base.py:234-237, ppo/utils.py:75)
+    is_lora = any(run.get(f"{run.model}.{key}") for key in ("lora.rank", "lora_rank", "lora_adapter_path"))
+    has_reference = (run.get("algorithm.use_kl_in_reward") or run.get(f"{ACTOR}.use_kl_loss")) and not is_lora
+    bytes_of_reference = 4 if run.get("actor_rollout_ref.ref.fsdp_config.model_dtype") in FP32 else 2
     return Plan(
         shape=run.shape,
         tokens=run.tokens_per_gpu if run.is_dynamic else (run.micro_batch or 1) * run.longest // run.ulysses,
+        padded=0 if run.is_packed else run.micro_batch or 1,
         ranks=shards if 0 < shards < run.gpus else run.gpus,
         ranks_per_node=min(run.gpus_per_node, run.gpus),
         ulysses=run.ulysses,
@@ -34,24 +40,15 @@ def plan_of(run: Run) -> Plan:
         defers_gradients=bool(of_engine("use_no_sync_for_gradient_accumulation")),
         is_fsdp2=run.get(f"{ACTOR}.strategy" if run.is_rl else "engine.strategy") == "fsdp2",
         fused=bool((run.get(f"{run.optim}.override_optimizer_config") or {}).get("fused")),
-        lora_rank=run.get(f"{run.model}.lora_rank", 0),
-        sleeps_on_actor=run.has_hybrid_servers,
+        adapters=run.shape.adapter_parameters(run.lora_rank, targets or "all-linear", excluded),
         keeps_logits=run.is_rl and bool(run.get(f"{ACTOR}.calculate_entropy") or run.get(f"{ACTOR}.entropy_coeff")),
         offloads_weights=bool(of_engine("param_offload")),
         offloads_optimizer=bool(of_engine("optimizer_offload")),
-        reference_bytes=_reference_bytes(run),
-        tensor_parallel=run.tensor_parallel if run.is_rl else 0,
-        vllm_bytes=4 if run.get(f"{ROLLOUT}.dtype") == "float32" else 2,
-        vllm_share=run.get(f"{ROLLOUT}.gpu_memory_utilization", 0.0),
+        reference_bytes=bytes_of_reference if has_reference else 0,
+        vllm_bytes=(4 if run.get(f"{ROLLOUT}.dtype") == "float32" else 2) / run.tensor_parallel if run.is_rl else 0,
+        # with adapters vLLM sleeps at level 1, which moves its weights to the host (vllm_async_server.py:1303)
+        vllm_sleeps_on_host=run.sends_adapters and run.has_hybrid_servers,
     )
-
-
-def _reference_bytes(run: Run) -> int:
-    """Of a parameter of the reference model; 0 where there is none (trainer_base.py:234-237, ppo/utils.py:75)."""
-    wanted = run.get("algorithm.use_kl_in_reward") or run.get(f"{ACTOR}.use_kl_loss")
-    if not wanted or any(run.get(f"{run.model}.{key}") for key in ("lora.rank", "lora_rank", "lora_adapter_path")):
-        return 0
-    return 4 if run.get("actor_rollout_ref.ref.fsdp_config.model_dtype") in FP32 else 2
 
 
 def check_memory(run: Run, machine: Machine, gpu_gib: float | None = None) -> Iterator[Finding]:
@@ -72,6 +69,9 @@ def check_memory(run: Run, machine: Machine, gpu_gib: float | None = None) -> It
             yield warn(f"""about {need / GIB:.0f} GiB are needed; the host has {machine.memory_bytes / GIB:.0f}
                 -> Take less ranks.""")
         return
+    if run.is_dynamic and not run.is_packed:
+        yield warn("""use_dynamic_bsz counts no padding, and use_remove_padding=false adds it: a micro-batch may take
+            several times the estimate -> Set use_dynamic_bsz=false and a micro_batch_size_per_gpu of 1.""")
     yield _check_host(memory, machine)
     gpu_gib = gpu_gib or min((gpu.total_gib for gpu in machine.gpus if gpu.total_gib is not None), default=None)
     need = memory.training * RESERVED / GIB + CONTEXT_GIB
@@ -82,10 +82,11 @@ def check_memory(run: Run, machine: Machine, gpu_gib: float | None = None) -> It
         yield ok(f"{text} ({here})")
         return
     text += f"; there are {gpu_gib:.0f}"
+    advice = FEWER + ", or override_optimizer_config.fused=true" * (not plan.fused)
     if memory.training / GIB > TOLERANCE * gpu_gib:
-        yield fail(f"{text} -> {FEWER}")
+        yield fail(f"{text} -> {advice}.")
     else:
-        yield warn(f"{text} -> {FEWER}") if need > 0.9 * gpu_gib else ok(text)
+        yield warn(f"{text} -> {advice}.") if need > 0.9 * gpu_gib else ok(text)
     if run.is_rl:
         yield from _check_rollout(run, plan, memory, gpu_gib)
 
@@ -99,8 +100,9 @@ def check_simulation(run: Run) -> Iterator[Finding]:
     from verl_ext.memory.simulate import simulate
 
     plan = plan_of(run)
-    if plan.lora_rank:
-        yield warn("no simulation: LoRA is not simulated -> Watch the first steps' memory.")
+    if plan.adapters or plan.padded:
+        what = "LoRA" if plan.adapters else "a batch with padding"
+        yield warn(f"no simulation: {what} is not simulated -> Watch the first steps' memory.")
         return
     seen = simulate(plan)
     where = "backward pass" if seen.peak is seen.backward else "optimizer's step"
@@ -132,7 +134,8 @@ def _check_rollout(run: Run, plan: Plan, memory: Memory, gpu_gib: float) -> Iter
     if run.has_hybrid_servers and memory.sync / GIB + 2 * CONTEXT_GIB > gpu_gib:
         yield say(f"""while weights are sent, vLLM's {memory.vllm_weights / GIB:.0f} GiB and the actor's make
             {memory.sync / GIB:.0f} -> A larger tensor_model_parallel_size, or optimizer_offload.""")
-    tokens, parallel, longest = kv_tokens(plan, gpu_gib), run.tensor_parallel, run.longest
+    parallel, longest = run.tensor_parallel, run.longest
+    tokens = kv_tokens(plan.shape, (vllm - CONTEXT_GIB) * GIB - memory.vllm_weights, parallel)
     sequences = run.batch * run.n / max(1, run.rollout_gpus // parallel)
     text = f"""a vLLM server has {share:g} x {gpu_gib:.0f} - {memory.vllm_weights / GIB:.1f} (weights) - {CONTEXT_GIB:g}
         GiB on each of {parallel} GPU(s): {tokens:,.0f} tokens of KV cache, {tokens / longest:.1f} sequences of

@@ -12,6 +12,7 @@ from verl_ext.memory.shape import ModelShape, read_shape
 from verl_ext.settings import Problem, Retool, SftData, SftRetool, problems
 
 ULYSSES = "ulysses_sequence_parallel_size"
+ATTENTION, FLASH_ATTN = "model.override_config.attn_implementation", "flash_attention_2"  # verl's default
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -27,23 +28,14 @@ class Setting:
 
 @dataclass
 class Run:
-    """A composed run.
+    """A composed run."""
 
-    Args:
-        name: of its YAML.
-        config: as verl would get it.
-        required: keys that the YAML leaves to the launcher (`???`), see `schema.required_keys`.
-        nnodes: nodes of an SFT run, which torchrun is told and the configuration is not; RL has them there.
-        nproc_per_node: the same for its ranks (GPUs) on a node.
-        folder: that relative paths of the configuration count from.
-    """
-
-    name: str
-    config: DictConfig
-    required: frozenset[str] = frozenset()
-    nnodes: int | None = None
-    nproc_per_node: int | None = None
-    folder: Path = field(default_factory=Path.cwd)
+    name: str  # of its YAML
+    config: DictConfig  # as verl would get it
+    required: frozenset[str] = frozenset()  # keys that the YAML leaves to the launcher (`???`), see `required_keys`
+    nnodes: int | None = None  # of an SFT run, which torchrun is told and the configuration is not; RL has it there
+    nproc_per_node: int | None = None  # the same for its ranks (GPUs) on a node
+    folder: Path = field(default_factory=Path.cwd)  # that relative paths of the configuration count from
 
     def __post_init__(self) -> None:
         self.is_rl = "actor_rollout_ref" in self.config
@@ -61,6 +53,9 @@ class Run:
     tokens_per_gpu = Setting(f"{ACTOR}.ppo_max_token_len_per_gpu", sft="data.max_token_len_per_gpu")
     micro_batch = Setting(f"{ACTOR}.ppo_micro_batch_size_per_gpu", sft="data.micro_batch_size_per_gpu")
     model_path = Setting("actor_rollout_ref.model.path", sft="model.path")
+    lora_rank = Setting("actor_rollout_ref.model.lora_rank", 0, sft="model.lora_rank")  # 0: no adapters
+    attention = Setting(f"actor_rollout_ref.{ATTENTION}", FLASH_ATTN, sft=ATTENTION)
+    is_packed = Setting("actor_rollout_ref.model.use_remove_padding", True, sft="model.use_remove_padding")
     protocol = Setting("retool.protocol", sft="data.retool.protocol")  # of tool calls: code or hermes
     device = Setting("trainer.device")
 
@@ -113,6 +108,11 @@ class Run:
     def has_hybrid_servers(self) -> bool:
         """Whether vLLM is on the actor's GPUs, too; in `separate_async` for validation (or as hybrid_rollout says)."""
         return self.is_rl and not (self.is_separate and not self.get("actor_rollout_ref.hybrid_engine", True))
+
+    @property
+    def sends_adapters(self) -> bool:
+        """Whether vLLM gets LoRA's adapters, and not the weights with the adapters added to them."""
+        return self.is_rl and self.lora_rank > 0 and not self.get("actor_rollout_ref.model.lora.merge")
 
     @property
     def rollout_gpus(self) -> int:

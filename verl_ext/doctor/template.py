@@ -25,13 +25,10 @@ from verl_ext.rollout.scripted import Tokens, roll_out
 from verl_ext.settings import CONFIGS, compose_run
 
 QUESTION, CODE, OUTPUT, ANSWER = "1+1?", "print(1+1)", "2", "\\boxed{2}"  # short, and within the tiny task's vocabulary
+CALL = {"type": "function", "function": {"name": "code_interpreter", "arguments": {"code": CODE}}}
 TRACE = [
     {"role": "user", "content": QUESTION},
-    {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "function": {"name": "code_interpreter", "arguments": {"code": CODE}}}],
-    },
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": OUTPUT},
     {"role": "assistant", "content": ANSWER},
 ]

@@ -77,7 +77,7 @@ def _check_optimizer(run: Run) -> Iterator[Finding]:
     lr, warmup = _number(run, f"{run.optim}.lr"), _number(run, f"{run.optim}.lr_warmup_steps")
     steps = _number(run, "trainer.total_training_steps")
     parameters = run.shape.parameters if run.shape else 0
-    is_whole = not (run.get(f"{run.model}.lora_rank") or run.get(f"{run.model}.lora_adapter_path"))
+    is_whole = not (run.lora_rank or run.get(f"{run.model}.lora_adapter_path"))
     if parameters >= LARGE and is_whole and lr is not None and LARGE_LR < lr <= 0.01:
         yield warn(f"""{run.optim}.lr is {lr:g}, expected at most {LARGE_LR:g} for {count(parameters)} parameters: such
             a model would forget what it knows -> Set it to {RECIPES}.""")

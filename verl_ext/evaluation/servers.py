@@ -86,7 +86,7 @@ class VllmServer:
             "trust_remote_code": trust_remote_code,
             "max_model_len": self.max_model_len,
             # as in training (vllm_async_server.py:338). With vLLM's own, raw_logprobs, FlashInfer may sample on CUDA
-            # (vLLM 0.28.0, v1/sample/ops/topk_topp_sampler.py:92)
+            # (v1/sample/ops/topk_topp_sampler.py, line 90 in vLLM 0.24.0, 97 in 0.28.0)
             "logprobs_mode": rollout.logprobs_mode,
             "dtype": rollout.dtype,
             "tensor_parallel_size": rollout.tensor_model_parallel_size,

@@ -26,7 +26,8 @@ class Plan:
     """All that the memory of a run depends on. By default: one GPU, bf16 under fp32 weights, no vLLM, as in SFT."""
 
     shape: ModelShape
-    tokens: int  # of the largest micro-batch, on one GPU
+    tokens: int  # of the largest micro-batch, on one GPU; padding included where there is any
+    padded: int = 0  # sequences of a micro-batch that is padded, with attention by sdpa; 0: packed, with flash-attn
     ranks: int = 1  # GPUs that share weights, gradients and optimizer
     ranks_per_node: int = 1  # GPUs of a node
     ulysses: int = 1  # GPUs that share a sequence
@@ -37,29 +38,27 @@ class Plan:
     defers_gradients: bool = False  # use_no_sync_for_gradient_accumulation: shared once a step, not each micro-batch
     is_fsdp2: bool = True
     fused: bool = True  # AdamW's kernel; foreach, torch's choice on CUDA, copies all second moments
-    lora_rank: int = 0  # of adapters on all linear layers, which alone are trained; 0: all is trained
+    adapters: int = 0  # parameters of LoRA's adapters, which alone are trained; 0: all is trained
     keeps_logits: bool = False  # their gradient is beside them; verl puts it in their place where no entropy is wanted
     offloads_weights: bool = False  # to the host, while the actor does not train
     offloads_optimizer: bool = False
     reference_bytes: int = 0  # of a weight of the reference model of a KL term; 0 without one
-    tensor_parallel: int = 0  # GPUs of a vLLM server; 0 without one
-    vllm_bytes: int = 2  # of a weight there
-    vllm_share: float = 0.0  # of each GPU's memory, that vLLM takes (gpu_memory_utilization)
-    sleeps_on_actor: bool = False  # vLLM is on the actor's GPUs, and sleeps while the actor trains
+    vllm_bytes: float = 0  # of a weight of vLLM, on each GPU of a server; 0 without one
+    vllm_sleeps_on_host: bool = False  # its weights are there while the actor trains (sleep level 1)
 
     @property
     def trained(self) -> int:
-        """Parameters that have gradients and moments."""
-        return self.shape.adapter_parameters(self.lora_rank) if self.lora_rank else self.shape.parameters
+        """Number of parameters with gradients and moments."""
+        return self.adapters or self.shape.parameters
 
     @property
     def trained_of_layer(self) -> int:
-        return self.trained // self.shape.layers if self.lora_rank else self.shape.layer_parameters
+        return self.adapters // self.shape.layers or self.shape.layer_parameters
 
     @property
     def held(self) -> int:
         """All parameters, those of adapters included."""
-        return self.shape.parameters + (self.trained if self.lora_rank else 0)
+        return self.shape.parameters + self.adapters
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,8 @@ def estimate(plan: Plan) -> Memory:
         a layer computed anew      2 T (9 H + 2 Q + 2 K + 6 I) + 4 l + 2 H I + 4 E
         the logits                 2 T (V + 6 H) + 2 l + 4 E     their gradient is in their place
                                    4 T V                   or beside them, where the entropy is wanted
+                                   8 T V                   without flash-attn: a copy without padding, and log-probs
+                                                           of all tokens in fp32 (utils/torch_functional.py:173)
         the end, less activations  8 E                     the embedding, its gradient, and that once more in fp32
         the optimizer's step       b P / W, less activations     foreach; with fused: nothing
     4 l are two layers' weights, one sent ahead. 4 E is the head's gradient on its way in fp32, or a layer's, 4 l, where
@@ -96,11 +97,14 @@ def estimate(plan: Plan) -> Memory:
     gradient is beside them. Norms of queries and keys (Qwen3) save 3 Q + 3 K more, the exchange of Ulysses Q. With
     `use_no_sync_for_gradient_accumulation` gradients take 4 P (FSDP1: 2 P) in place of their shards. FSDP1 keeps
     embedding and head unsharded, 4 E more; that is read in torch's source, and not simulated. With LoRA no gradient of
-    E, nor of a layer's weights, is on its way.
+    E, nor of a layer's weights, is on its way. Where n > 1 sequences are padded to a length of T / n, T counts padding,
+    sdpa's mask takes T^2 / n, and 2 T^2 / n more as numbers (of each layer without checkpointing); keys and values are
+    as wide as queries.
 
     verl_ext/memory/simulate.py counts the same step operation by operation; both agree within 3% (its test), as do the
-    formula and an H100 (test_estimate.py). The reference model of a KL term is on the host: FSDP offloads what is
-    forward only (engine/fsdp/transformer_impl.py:432, 459), and its forward pass takes less of the GPU than training.
+    formula and an H100 (test_estimate.py); batches with padding were measured on a CPU alone. The reference model of a
+    KL term is on the host: FSDP offloads what is forward only (engine/fsdp/transformer_impl.py:432, 459), and its
+    forward pass takes less of the GPU than training.
     """
     shape, ranks, total, trained, held = plan.shape, plan.ranks, plan.shape.parameters, plan.trained, plan.held
     sharded = plan.weight_bytes * (held + 3 * trained) / ranks
@@ -111,12 +115,11 @@ def estimate(plan: Plan) -> Memory:
 
     weights, moments = plan.weight_bytes * held / ranks, 2 * plan.weight_bytes * trained / ranks
     offloaded = weights * plan.offloads_weights + moments * plan.offloads_optimizer
-    vllm_weights = plan.vllm_bytes * total / plan.tensor_parallel if plan.tensor_parallel else 0
+    vllm_weights = plan.vllm_bytes * total
     # from_pretrained: rank 0 reads the weights, or every rank where embedding and head are tied (fsdp_utils.py:64)
     loading = plan.weight_bytes * total * (plan.ranks_per_node if shape.tied else 1)
     reference = plan.reference_bytes * total * plan.ranks_per_node / ranks
-    # with adapters vLLM sleeps at level 1, which moves its weights to the host (vllm_async_server.py:1303)
-    asleep = vllm_weights * plan.ranks_per_node if plan.lora_rank and plan.sleeps_on_actor else 0
+    asleep = vllm_weights * plan.ranks_per_node * plan.vllm_sleeps_on_host
     on_host = max(offloaded * plan.ranks_per_node, loading) + reference + asleep
     unsharded = f"unsharded gradients {size(deferred)} in place of their shards, " * bool(deferred)
     referred = f"the reference model {size(reference)}, " * bool(reference)
@@ -126,7 +129,7 @@ def estimate(plan: Plan) -> Memory:
         f"({each} + {each} + {2 * each}) x {count(total)}",
         f"({each} + {2 * each}) x {count(total)} parameters",
     )
-    if plan.lora_rank:
+    if plan.adapters:
         parts = f"({each} x {count(held)} + {3 * each} x {count(trained)} of adapters)"
         stored = f"{each} x {count(held)} parameters + {2 * each} x {count(trained)} of adapters"
     terms = {
@@ -156,14 +159,17 @@ def estimate(plan: Plan) -> Memory:
 def _peaks(plan: Plan, waiting: float) -> dict[str, float]:
     """Bytes at the moments that may be the peak of a step, beside shards and gradients that wait to be shared."""
     shape, compute, layer = plan.shape, plan.compute_bytes, plan.shape.layer_parameters
-    if plan.lora_rank:
+    if plan.adapters:
         layer += plan.trained_of_layer
     embedding, per_token = shape.vocabulary * shape.hidden, compute * plan.tokens
-    of_weights = 0 if plan.lora_rank else 1  # whether these have gradients
+    of_weights = 0 if plan.adapters else 1  # whether these have gradients
     gathered = compute * (2 * layer if plan.reshards else shape.parameters)
     resting = gathered * (not plan.reshards)
     saved, work = (per_token * width for width in _layer_widths(plan))
     inputs = per_token * shape.hidden
+    masks = 1 + compute * (1 if plan.checkpointing else shape.layers)  # booleans of all layers, numbers of each
+    mask = masks * plan.tokens**2 / plan.padded if plan.padded > 1 else 0  # one sequence has no padding
+    of_loss = 4 if plan.padded else 2 * plan.keeps_logits  # tensors of the logits' size
     activations = shape.layers * inputs
     if not plan.checkpointing:
         activations, work = shape.layers * saved, work - saved
@@ -173,12 +179,13 @@ def _peaks(plan: Plan, waiting: float) -> dict[str, float]:
     head = kept + sent if shape.tied else max(kept * of_weights, sent)
     root = 0 if plan.is_fsdp2 or shape.tied else 2 * compute * embedding
     return {
-        "of a layer's backward pass": activations + gathered + head + root + work + weight,
+        "of a layer's backward pass": activations + gathered + head + root + work + weight + mask,
         "of the logits": activations
         + root
+        + mask
         + max(
             logits + 6 * inputs + gathered - compute * layer + kept,
-            2 * logits * plan.keeps_logits + resting + compute * embedding * shape.tied,
+            of_loss * logits + resting + compute * embedding * shape.tied,
         ),
         "of the embedding's gradient": resting + 8 * embedding * of_weights,
         "of the optimizer's step (foreach)": (0 if plan.fused else plan.weight_bytes * plan.trained / plan.ranks)
@@ -190,6 +197,8 @@ def _layer_widths(plan: Plan) -> tuple[int, int]:
     """Numbers per token: what a layer saves for its backward pass, and its peak there, where the gate meets `up`."""
     shape = plan.shape
     query, key = shape.heads * shape.head_dim, max(shape.kv_heads, plan.ulysses) * shape.head_dim
+    if plan.padded > 1:
+        key = query  # sdpa with a mask has them repeated
     saved = 8 * shape.hidden + 2 * query + 2 * key + 4 * shape.intermediate
     if shape.model_type == "qwen3":  # in fp32, and normed
         saved += 3 * query + 3 * shape.kv_heads * shape.head_dim
@@ -198,7 +207,6 @@ def _layer_widths(plan: Plan) -> tuple[int, int]:
     return saved, saved + shape.hidden + 2 * shape.intermediate
 
 
-def kv_tokens(plan: Plan, gpu_gib: float) -> float:
-    """Tokens of KV cache of one vLLM server: what its GPUs have beside weights and CONTEXT_GIB."""
-    free = (plan.vllm_share * gpu_gib - CONTEXT_GIB) * GIB - estimate(plan).vllm_weights
-    return free / (plan.shape.kv_bytes_per_token / min(plan.tensor_parallel, plan.shape.kv_heads))
+def kv_tokens(shape: ModelShape, free: float, parallel: int) -> float:
+    """Tokens of KV cache of one vLLM server, whose `parallel` GPUs have `free` bytes each for it."""
+    return free / (shape.kv_bytes_per_token / min(parallel, shape.kv_heads))

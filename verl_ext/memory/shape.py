@@ -1,6 +1,7 @@
 """Sizes of a decoder from its `config.json`: parameters, and bytes of its KV cache."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,16 +83,38 @@ class ModelShape:
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.embedding_parameters
 
-    def adapter_parameters(self, rank: int) -> int:
-        """Of LoRA on all linear layers but the output head: rank x (inputs + outputs) of each."""
-        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        attention = 2 * (self.hidden + query) + 2 * (self.hidden + key)
-        return self.layers * rank * (attention + 3 * (self.hidden + self.intermediate))
+    def adapter_parameters(self, rank: int, targets: str | list[str] = "all-linear", excluded: Any = None) -> int:
+        """Of LoRA on the linear layers that peft takes: rank x (inputs + outputs) of each.
+
+        Args:
+            targets: `target_modules` of the model: the last parts of names, a pattern of whole names, or "all-linear",
+                which leaves out the output head.
+            excluded: `exclude_modules`, likewise, or None.
+        """
+        hidden, query, key = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        sizes = {"q_proj": hidden + query, "k_proj": hidden + key, "v_proj": hidden + key, "o_proj": query + hidden}
+        linear = {f"self_attn.{name}": size for name, size in sizes.items()}
+        linear |= {f"mlp.{name}": hidden + self.intermediate for name in ("gate_proj", "up_proj", "down_proj")}
+        names = {f"model.layers.{i}.{name}": size for i in range(self.layers) for name, size in linear.items()}
+        if targets != "all-linear":
+            names |= dict.fromkeys(("lm_head", "model.embed_tokens"), hidden + self.vocabulary)
+        return rank * sum(
+            size
+            for name, size in names.items()
+            if (targets == "all-linear" or _is_among(name, targets)) and not (excluded and _is_among(name, excluded))
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Of keys and values of all layers, 2 bytes each."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+def _is_among(name: str, modules: str | list[str]) -> bool:
+    """As peft matches them (tuners/tuners_utils.py, `check_target_module_exists`): a text is a regular expression."""
+    if isinstance(modules, str):
+        return re.fullmatch(modules, name) is not None
+    return any(name == each or name.endswith(f".{each}") for each in modules)
 
 
 def read_shape(model: str) -> ModelShape | None:

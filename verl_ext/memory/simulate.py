@@ -5,8 +5,9 @@ allocates and frees. Two shallow models are run; every layer more adds the same,
 straight line. The wrapping (`apply_fsdp2`) and the exchange of heads in Ulysses are verl's own code. In place of what
 only a GPU has stand functions that allocate the same: flash-attention's kernels and its cross entropy.
 
-Not in it: FSDP1, LoRA, the critic, fused kernels for the logits, the entropy (but for the logits, which it keeps), a
-temperature other than 1, what a kernel or NCCL takes for itself, CUDA's contexts, and what torch reserves beyond that.
+Not in it: FSDP1, LoRA, padding, the critic, fused kernels for the logits, the entropy (but for the logits, which it
+keeps), a temperature other than 1, what a kernel or NCCL takes for itself, CUDA's contexts, and what torch reserves
+beyond that.
 """
 
 import contextlib
@@ -110,11 +111,14 @@ def _run(plan: Plan) -> Simulation:
         }
         return Parts(**named, temporary=kinds["Total"] - sum(named.values()))
 
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    def set_gradients() -> None:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    set_gradients()
     update(model, optimizer)  # makes the optimizer's state
     if not plan.defers_gradients:
-        forward_backward(model, plan, is_last=False)
+        set_gradients()  # of the first micro-batch
     with tracker:
         now = tracker.get_tracker_snapshot()[torch.device("cpu")]
         if plan.defers_gradients:  # the tracker must see them being made

@@ -21,6 +21,7 @@ class Gpu:
     total_gib: float | None  # None: nvidia-smi does not tell, as of a MIG part or of memory shared with the host
     used_gib: float | None
     driver: str
+    capability: float | None = None  # compute capability; None: nvidia-smi does not tell
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,13 @@ class Machine:
     shm_bytes: int  # size of /dev/shm
     open_files: tuple[int, int]  # soft and hard limit
     environment: Mapping[str, str] = field(default_factory=dict)
+    address_space: int = -1  # soft limit in bytes; -1: none
 
     @classmethod
     def here(cls) -> "Machine":
         shm = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
-        return cls(query_gpus(), memory_bytes(), shm, resource.getrlimit(resource.RLIMIT_NOFILE), dict(os.environ))
+        files, (addresses, _) = map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_AS))
+        return cls(query_gpus(), memory_bytes(), shm, files, dict(os.environ), addresses)
 
     @property
     def ray_address_file(self) -> Path:
@@ -47,29 +50,44 @@ class Machine:
 
 def query_gpus() -> tuple[Gpu, ...]:
     """The GPUs that this process may see, by nvidia-smi; none where it does not answer."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid,name,memory.total,memory.used,driver_version"]
-    try:
-        done = subprocess.run([*command, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return ()
+    fields = "index,uuid,name,memory.total,memory.used,driver_version"
+    for query in (f"{fields},compute_cap", fields):  # an old driver refuses the last one
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return ()
+        if done.returncode == 0:
+            break
     variable = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = None if variable is None else [item.strip() for item in variable.split(",")]
     gpus, driver = [], ""
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
-        index, uuid, name, total_mib, used_mib, driver = (part.strip() for part in line.split(","))
+        index, uuid, name, total_mib, used_mib, driver, *rest = (part.strip() for part in line.split(","))
         starts = tuple(item for item in visible or [] if item.startswith("GPU-"))
         if visible is None or index in visible or uuid.startswith(starts):
             # not a number: [N/A], [Insufficient Permissions]
             memory = (float(mib) / 1024 if mib.isdecimal() else None for mib in (total_mib, used_mib))
-            gpus.append(Gpu(name, *memory, driver))
+            capability = float(rest[0]) if rest and rest[0].replace(".", "").isdecimal() else None
+            gpus.append(Gpu(name, *memory, driver, capability))
     if driver:
         gpus += [Gpu("MIG part", None, None, driver) for item in visible or [] if item.startswith("MIG-")]
     return tuple(gpus)
 
 
-def memory_bytes() -> int:
-    """Of this machine, or of its container where that has less."""
-    memory, limit = psutil.virtual_memory().total, Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdecimal():
-        memory = min(memory, int(text))
-    return memory
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Of this machine, or of the smallest control group (container, job) that this process is in.
+
+    Args:
+        root: of the file system that has `proc` and `sys`.
+    """
+    limits = [psutil.virtual_memory().total]
+    groups = root / "proc/self/cgroup"
+    for line in groups.read_text().splitlines() if groups.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):  # version 2; version 1
+            base, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+            folder = root / "sys/fs/cgroup" / base / path.strip("/")
+            files = [each / name for each in (folder, *folder.parents)]
+            limits += [int(text) for file in files if file.is_file() and (text := file.read_text().strip()).isdecimal()]
+    return min(limits)

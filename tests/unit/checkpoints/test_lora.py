@@ -60,10 +60,11 @@ def merger(tmp_path):
     )
 
 
-def test_verls_merger_gives_the_trained_weights(merger, tmp_path):
+def test_verls_merger_gives_the_trained_weights_and_no_adapters_that_would_count_twice(merger, tmp_path):
     (tmp_path / "lora_train_meta.json").write_text(json.dumps({"r": 1, "lora_alpha": 2, "task_type": "CAUSAL_LM"}))
     merged = state()
-    assert merger.save_lora_adapter(merged) == str(tmp_path / "out" / "lora_adapter")
+    assert merger.save_lora_adapter(merged) is None
+    assert list((tmp_path / "out").iterdir()) == []
     assert merged["model.layers.0.self_attn.q_proj.weight"].tolist() == [[3.0, 5.0, 7.0], [0.0, -2.0, -4.0]]
     assert merged.keys() == {"model.layers.0.self_attn.q_proj.weight", "model.norm.weight"}
 

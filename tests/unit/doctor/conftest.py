@@ -51,9 +51,17 @@ def make_run(tmp_path: Path) -> Callable[..., Run]:
 def make_machine(tmp_path: Path) -> Callable[..., Machine]:
     """A machine of 8 H200 that wants nothing, but for what is said."""
 
-    def make(gpus: int = 8, *, gpu_gib: float = 139.8, used_gib: float = 0.0, driver: str = "580.65", **changes: Any):
+    def make(
+        gpus: int = 8,
+        *,
+        gpu_gib: float = 139.8,
+        used_gib: float = 0.0,
+        driver: str = "580.65",
+        capability: float = 9.0,
+        **changes: Any,
+    ) -> Machine:
         settings = {
-            "gpus": tuple(Gpu("NVIDIA H200", gpu_gib, used_gib, driver) for _ in range(gpus)),
+            "gpus": tuple(Gpu("NVIDIA H200", gpu_gib, used_gib, driver, capability) for _ in range(gpus)),
             "memory_bytes": 2000 * GIB,
             "shm_bytes": 64 * GIB,
             "open_files": (65536, 65536),

@@ -7,7 +7,7 @@ from verl_ext.doctor.config import check_config, check_reward
 from verl_ext.doctor.finding import Level
 from verl_ext.doctor.sandbox import check_timeouts
 from verl_ext.doctor.schema import required_keys
-from verl_ext.settings import CONFIGS, FailedSamples
+from verl_ext.settings import CONFIGS, VERL, FailedSamples
 
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 DATA = ("data.train_files=train.parquet", "data.val_files=val.parquet")
@@ -167,6 +167,34 @@ def test_separate_async_has_batches_and_gpus_of_its_own(overrides, message, make
     only_ok(check_batch(make_run("qwen2-32b_dapo", *fits)))
     texts = told(check_batch(make_run("qwen2-32b_dapo", *fits, *overrides)), Level.FAIL)
     assert len(texts) == 1 and message in texts[0], texts
+
+
+def test_separate_async_sends_no_adapters(make_run, told, only_ok):
+    lora = ["actor_rollout_ref.model.lora_rank=32", "trainer.v1.separate_async.parameter_sync_step=8"]
+    text = told(check_batch(make_run("qwen2-32b_dapo", *SEPARATE, *lora)), Level.FAIL)[0]
+    assert "sends the servers no adapters, so every rollout would be the untrained model's" in text
+    assert "Set trainer.v1.trainer_mode=colocate_async; or, untried, actor_rollout_ref.model.lora.merge=true." in text
+    only_ok(check_batch(make_run("qwen2-32b_dapo", *SEPARATE, *lora, "actor_rollout_ref.model.lora.merge=true")))
+    for mode in ("colocate_async", "sync"):
+        only_ok(check_batch(make_run("qwen2-32b_dapo", *lora, f"trainer.v1.trainer_mode={mode}")))
+
+
+def test_verl_sends_adapters_by_the_actors_gpus_alone():
+    """What the check above relies on; `_` is the adapters' description, without which vLLM takes weights."""
+    sent = (VERL / "workers/engine_workers.py").read_text()
+    assert "            per_tensor_param, _ = self.actor.engine.get_per_tensor_param()\n" in sent
+    assert "per_tensor_param, peft_config=peft_config, base_sync_done=True" in sent
+    assert 'checkpoint_engine_config.backend = "naive"' in (VERL / "trainer/ppo/v1/trainer_base.py").read_text()
+
+
+def test_ulysses_exchanges_the_heads_of_flash_attention_alone(make_run, told):
+    run = make_run("qwen2-32b_dapo", "+actor_rollout_ref.model.override_config={attn_implementation: sdpa}")
+    assert any("Ulysses needs flash_attention_2" in text for text in told(check_batch(run), Level.FAIL))
+
+
+def test_without_flash_attn_a_batch_is_one_sequence(make_run, only_ok):
+    only_ok(check_batch(make_run("qwen2-32b_dapo", "+hardware=no_flash_attn")))
+    only_ok(check_batch(make_run("qwen2-32b_sft", "+hardware=no_flash_attn_sft", nnodes=1, nproc_per_node=8)))
 
 
 @pytest.mark.parametrize(

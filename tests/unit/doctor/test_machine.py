@@ -1,6 +1,7 @@
 """GPUs, limits, Ray and packages, on machines that the tests make up."""
 
 import dataclasses
+import functools
 import socket
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +27,8 @@ def test_a_machine_that_fits(make_run, make_machine, only_ok):
         (4, {}, Level.FAIL, "4 GPU(s) here"),
         (8, {"driver": "550.54"}, Level.FAIL, "driver 550.54; requirements/gpu.txt has CUDA 13, which needs 580"),
         (8, {"used_gib": 40.0}, Level.WARN, "memory of GPU 0 (40.0 GiB), 1 (40.0 GiB)"),
+        (8, {"capability": 7.5}, Level.FAIL, "NVIDIA H200 (7.5) has a compute capability below 8: no bf16"),
+        (8, {"environment": {"CUDA_HOME": "/nowhere"}}, Level.WARN, "CUDA_HOME=/nowhere has no bin/nvcc"),
     ],
 )
 def test_gpus_that_do_not_fit(gpus, changes, level, message, make_run, make_machine, told):
@@ -57,6 +60,12 @@ def test_small_shared_memory_and_few_open_files(make_run, make_machine, told):
     assert "/dev/shm has 0.06 GiB" in texts[0] and "--shm-size=8g" in texts[0]
     # 4,096 and 8 agent-loop workers x 16 calls
     assert "ulimit -n is 1024 (at most 4096); a step may hold 4224" in texts[1] and "-> ulimit -n 4096" in texts[1]
+
+
+def test_few_addresses(make_run, make_machine, told, only_ok):
+    machine = make_machine(address_space=64 << 30)
+    assert "ulimit -v is 67108864, and CUDA reserves more" in told(check_limits(make_run(), machine), Level.WARN)[0]
+    assert not list(check_limits(make_run("tiny_dapo"), machine))
 
 
 @pytest.fixture
@@ -151,16 +160,30 @@ def test_the_address_in_the_environment_comes_first(cluster, listener, make_run,
     assert "-> Unset it." in told(check_ray(make_run(), gone), Level.FAIL)[0]
 
 
-def test_versions_against_a_lock(tmp_path, told, only_ok):
+def test_versions_against_a_lock(tmp_path, make_run, told, only_ok):
+    check = functools.partial(check_versions, make_run())
     lock = tmp_path / "cpu.txt"
     verl, psutil = metadata.version("verl"), metadata.version("psutil")
     lock.write_text(f"verl=={verl}\npsutil=={psutil}\n")
-    only_ok(check_versions(lock))
+    only_ok(check(lock))
     lock.write_text(f"verl=={verl}\npsutil==0.1\nno-such-package==2.0\n")
-    text = told(check_versions(lock), Level.WARN)[0]
+    text = told(check(lock), Level.WARN)[0]
     assert f"psutil: installed {psutil}, locked 0.1; no-such-package: not installed" in text and "setup_env.sh" in text
     lock.write_text("verl==0.6.0\n")
-    assert f"verl: installed {verl}, locked 0.6.0; verl_ext is written" in told(check_versions(lock), Level.FAIL)[0]
+    assert f"verl: installed {verl}, locked 0.6.0; verl_ext is written" in told(check(lock), Level.FAIL)[0]
+
+
+@pytest.mark.parametrize(
+    ("run", "hardware"), [("qwen2-32b_dapo", "no_flash_attn"), ("qwen2-32b_sft", "no_flash_attn_sft")]
+)
+def test_flash_attn_is_missed_where_the_run_calls_it(run, hardware, tmp_path, make_run, told, only_ok):
+    lock = tmp_path / "gpu.txt"
+    lock.write_text(f"verl=={metadata.version('verl')}\nflash-attn==2.8.3\n")
+    text = told(check_versions(make_run(run), lock), Level.FAIL)[0]
+    assert "flash-attn is not installed, and the run's attention is flash_attention_2" in text
+    assert f"Add +hardware={hardware}, which is slower" in text
+    only_ok(check_versions(make_run(run, f"+hardware={hardware}"), lock))
+    only_ok(check_versions(make_run("tiny_dapo"), lock))  # on a CPU, where attention is our own
 
 
 def test_external_modules(told):

@@ -1,6 +1,7 @@
 """What is said of a run's memory; the formula itself: tests/unit/memory."""
 
 import json
+import re
 
 import pytest
 
@@ -70,7 +71,8 @@ def test_kv_cache_of_a_server(make_run, make_machine, told):
     # 0.9 x 139.8 - 3 - 2 x 32.764e9 / 4 / 2^30 (15.26) = 107.56 GiB a GPU; a token has 2 x 2 x 64 layers x 8 heads x
     # 128 = 262,144 bytes, over 4 GPUs 65,536: 107.56 x 2^30 / 65,536 = 1.762 million
     run = make_run("qwen2-32b_dapo")
-    assert kv_tokens(plan_of(run), H200_GIB) == pytest.approx(1.762e6, rel=1e-3)
+    assert kv_tokens(run.shape, 107.56 * GIB, 4) == pytest.approx(1.762e6, rel=1e-3)
+    assert any("1,762,314 tokens of KV cache" in text for text in told(check_memory(run, make_machine()), Level.OK))
     small = make_run("qwen2-32b_dapo", "actor_rollout_ref.rollout.tensor_model_parallel_size=1")
     text = told(check_memory(small, make_machine(gpu_gib=79.1)), Level.WARN)
     assert any("Generation will be slow" in each or "KV cache" in each for each in text), text
@@ -149,9 +151,12 @@ def test_a_critic_is_not_in_the_estimate(make_run, make_machine, told):
         (f"{FSDP}.param_offload=false", "offloads_weights", False),
         (f"{FSDP}.optimizer_offload=false", "offloads_optimizer", False),
         ("actor_rollout_ref.actor.use_kl_loss=true", "reference_bytes", 4),
-        (f"{ROLLOUT}.tensor_model_parallel_size=2", "tensor_parallel", 2),
-        (f"{ROLLOUT}.dtype=float32", "vllm_bytes", 4),
-        (f"{ROLLOUT}.gpu_memory_utilization=0.5", "vllm_share", 0.5),
+        (f"{ROLLOUT}.tensor_model_parallel_size=2", "vllm_bytes", 1),
+        (f"{ROLLOUT}.dtype=float32", "vllm_bytes", 1),  # 4 over 4 GPUs
+        ("actor_rollout_ref.model.lora_rank=8", "vllm_sleeps_on_host", True),
+        ("trainer.nnodes=1", "padded", 0),
+        ("+hardware=no_flash_attn", "padded", 1),
+        ("+hardware=no_flash_attn", "tokens", 18_432),
     ],
 )
 def test_the_formula_is_given_what_the_settings_say(override, field, expected, make_run):
@@ -160,7 +165,25 @@ def test_the_formula_is_given_what_the_settings_say(override, field, expected, m
 
 def test_sft_has_no_vllm(make_run):
     plan = plan_of(make_run("qwen2-32b_sft", nnodes=2, nproc_per_node=8))
-    assert (plan.ranks, plan.ranks_per_node, plan.tensor_parallel) == (16, 8, 0)
+    assert (plan.ranks, plan.ranks_per_node, plan.vllm_bytes) == (16, 8, 0)
+
+
+def test_padding_counts_for_every_sequence_of_a_micro_batch(make_run, make_machine, told):
+    run = make_run("qwen2-32b_sft", "model.use_remove_padding=false", nnodes=2, nproc_per_node=8)
+    assert (plan_of(run).padded, plan_of(run).tokens) == (4, 16_384)  # 4 of 16,384 over 4 GPUs
+    dynamic = make_run("qwen2-32b_dapo", "actor_rollout_ref.model.use_remove_padding=false")
+    text = told(check_memory(dynamic, make_machine()), Level.WARN)[0]
+    assert "use_dynamic_bsz counts no padding" in text and "Set use_dynamic_bsz=false and a micro_batch" in text
+    assert "a batch with padding is not simulated" in told(check_simulation(dynamic), Level.WARN)[0]
+
+
+def test_only_what_is_not_fused_is_advised_to_be(make_run, make_machine, told):
+    tight = make_machine(0), 60.0
+    fused, foreach = "", "actor_rollout_ref.actor.optim.override_optimizer_config.fused=false"
+    for override, advised in ((fused, False), (foreach, True)):
+        run = make_run("qwen2-32b_dapo", "trainer.nnodes=1", *[override] * bool(override))
+        text = told(check_memory(run, *tight), Level.FAIL)[0]
+        assert ("override_optimizer_config.fused=true" in text) == advised and "More GPUs, or a larger Ulysses" in text
 
 
 @pytest.mark.timeout(120)
@@ -192,6 +215,18 @@ def test_only_adapters_have_gradients_and_moments(make_run):
     saved = estimate(plan_of(whole)).training - memory.training
     assert 12 * (weights - adapters) * 0.98 < saved < 12 * weights  # of 1 layer's gradients, too
     assert "vLLM's weights while it sleeps 7.5 GiB" in memory.terms["host"]
+    merged = estimate(plan_of(make_run("qwen3-4b_lora_dapo", "actor_rollout_ref.model.lora.merge=true")))
+    assert "vLLM's weights while it sleeps" not in merged.terms["host"]  # at level 2, which drops them
+
+
+def test_adapters_are_those_of_the_layers_that_are_named(make_run):
+    def adapters(*overrides) -> int:
+        return plan_of(make_run("qwen3-4b_lora_dapo", *overrides)).adapters
+
+    # rank 32 x (inputs + outputs) x 36 layers: 2560 and 32 heads x 128
+    queries = 32 * (2560 + 4096) * 36
+    assert adapters("actor_rollout_ref.model.target_modules=[q_proj]") == queries
+    assert adapters("actor_rollout_ref.model.exclude_modules=[q_proj]") == 66_060_288 - queries
 
 
 ON_24_GB = [
@@ -219,8 +254,17 @@ def test_a_small_run_fits_the_gpu_that_its_launcher_names(
 ):
     run = make_run(name, *overrides, **({"nnodes": 1, "nproc_per_node": 1} if name.endswith("_sft") else {}))
     only_ok(check_memory(run, make_machine(1, gpu_gib=gpu_gib, memory_bytes=host_gib * GIB)))
-    header = (REPO / "recipe" / "retool" / f"run_{name}.sh").read_text()
-    assert all(override in header for override in overrides) and f"{round(gpu_gib)} GB" in header
+    launcher = (REPO / "recipe" / "retool" / f"run_{name}.sh").read_text().partition("\nset -")[0]
+    yaml = (REPO / "configs" / f"{name}.yaml").read_text().partition("\ndefaults:")[0]
+    for header in (launcher, yaml):
+        assert f"{round(gpu_gib)} GB" in header and "y the doctor's estimate" in header
+    assert all(override in launcher for override in overrides) and f"{host_gib} GB" in launcher
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b_dapo", "qwen3-4b_dapo", "qwen3-4b_lora_dapo"])
+def test_a_checkpoint_has_the_size_that_its_yaml_names(name, make_run):
+    named = re.search(r"# a checkpoint .*?is (\d+) GB", (REPO / "configs" / f"{name}.yaml").read_text())
+    assert int(named[1]) == round(estimate(plan_of(make_run(name))).checkpoint / 1e9)
 
 
 def test_fewer_gigabytes_than_that_are_told(make_run, make_machine, told):

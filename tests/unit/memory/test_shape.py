@@ -31,7 +31,16 @@ def test_parameters_are_those_that_transformers_makes(name, tmp_path):
     assert read_shape(str(tmp_path)) == shape
 
 
-def test_adapters_have_the_parameters_that_peft_gives_them():
+@pytest.mark.parametrize(
+    ("targets", "excluded"),
+    [
+        ("all-linear", None),
+        ("all-linear", ["down_proj", "self_attn.k_proj"]),
+        (["q_proj", "v_proj", "lm_head"], None),
+        (r".*\.layers\.1\..*_proj", r".*\.o_proj"),
+    ],
+)
+def test_adapters_have_the_parameters_that_peft_gives_them(targets, excluded):
     import peft
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -40,6 +49,7 @@ def test_adapters_have_the_parameters_that_peft_gives_them():
     config = AutoConfig.for_model(**shape.config())
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-        model = peft.get_peft_model(model, peft.LoraConfig(r=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+        chosen = {"target_modules": targets, "exclude_modules": excluded}
+        model = peft.get_peft_model(model, peft.LoraConfig(r=32, task_type="CAUSAL_LM", **chosen))
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert shape.adapter_parameters(32) == trained
+    assert shape.adapter_parameters(32, targets, excluded) == trained
