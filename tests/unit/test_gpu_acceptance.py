@@ -143,8 +143,19 @@ def test_a_training_step_has_the_model_and_the_tokens_of_its_options(context):
         training.plan_of(replace(context, shape="Qwen/Qwen9"))
 
 
+@pytest.fixture
+def one_thread():
+    """As the command has it on a CPU: the sums are small, and processes outnumber cores."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.slow
-def test_a_training_step_of_another_model_runs_without_checkpointing(context, tmp_path):
+def test_a_training_step_of_another_model_runs_without_checkpointing(one_thread, context, tmp_path):
     shape = ModelShape("qwen2", 2, 32, 64, 2, 1, 16, 96, False)
     (tmp_path / "config.json").write_text(json.dumps(shape.config()))
     options = {"shape": str(tmp_path), "tokens": 40, "checkpointing": False, "keep_logits": True}
