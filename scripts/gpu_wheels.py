@@ -149,7 +149,8 @@ def split(whole: Path, out: Path, part_bytes: int, python: str) -> int:
         (part / MANIFEST).write_text(manifest)
         os.replace(part, out / part.name)
     shutil.rmtree(unfinished, ignore_errors=True)
-    shutil.rmtree(whole)
+    os.replace(whole, unfinished)  # while `whole` is there, it has all
+    shutil.rmtree(unfinished)
     return number
 
 

@@ -99,6 +99,7 @@ def check_sft(context: Context) -> Iterator[Row]:
     On a CPU the first is left out: its losses are those that were recorded.
     """
     from verl_ext.checkpoints import folder as checkpoints
+    from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE
     from verl_ext.evaluation.checkpoint import merge_command
 
     inputs = make_inputs(context.folder)
@@ -113,6 +114,7 @@ def check_sft(context: Context) -> Iterator[Row]:
     (broken / "log.txt").parent.mkdir()
     with open(broken / "log.txt", "wb") as sink:
         environment = os.environ | inputs | {"OUTPUT_DIR": str(broken)}
+        environment[EXECUTABLE_VARIABLE] = ""  # processes that a shared server forks are no descendants, and live on
         first = subprocess.Popen(script, cwd=REPO, env=environment, stdout=sink, stderr=sink)
         while first.poll() is None and checkpoints.tracked_step(broken) is None:
             time.sleep(0.05)
