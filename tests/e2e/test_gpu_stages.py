@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ REPO = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(240)
 def test_verls_buckets_and_an_sft_that_is_killed_resumed_and_merged_pass_on_a_cpu(python: str, tmp_path: Path) -> None:
     command = ["bash", str(REPO / "scripts" / "gpu_acceptance.sh"), "--device=cpu", "buckets", "sft"]
-    environment = os.environ | {"PYTHON": python}
+    environment = os.environ | {"PYTHON": sys.executable}  # `python` serves the launchers, by the variable
     done = subprocess.run([*command, f"--out={tmp_path}"], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = {
