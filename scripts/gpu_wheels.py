@@ -7,8 +7,12 @@
 
 `make` needs an index and no GPU. It writes parts of at most 60 MiB, `wheels/part-01` and so on, small packages first,
 each with the checksums of all: a larger wheel is cut into pieces, which `install` joins and checks. So the parts can be
-sent one by one. flash-attn has no wheel: its source archive is sent, and the stage `flash_attn` of
-scripts/gpu_acceptance.sh builds it. `check` and `install` need pip and the standard library alone.
+sent one by one. A part appears when all are whole; where `make` was broken off, the same command goes on.
+
+flash-attn has no wheel: its source archive is sent, and the stage `flash_attn` of scripts/gpu_acceptance.sh builds it.
+Its setup.py imports torch, when pip fetches the archive and when it is built: `make` without torch needs
+`--skip flash-attn`. `check` and `install` need pip and the standard library alone, and the Python that `make` was told.
+Their exit status is 0 if nothing is missing, 3 if something is, and 1 if they could not do their work.
 """
 
 import argparse
@@ -17,6 +21,7 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,6 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LOCK = ROOT / "requirements" / "gpu.txt"
 PART_MIB = 60
 MANIFEST = "wheels.json"
+MISSING = 3  # exit status
+WHOLE, UNFINISHED = "whole", "unfinished"  # folders of `make`: what was fetched, and its parts until all are there
 SOURCE_ONLY = "flash-attn"
 # pip matches the numbers exactly; those that the lock's wheels carry
 PLATFORMS = [*(f"manylinux_2_{minor}_x86_64" for minor in (17, 24, 27, 28, 31, 34, 35)), "manylinux2014_x86_64"]
@@ -36,6 +43,10 @@ PLATFORMS += ["manylinux2010_x86_64", "manylinux1_x86_64", "linux_x86_64"]
 
 def canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def running_python() -> str:
+    return "{}.{}".format(*sys.version_info)
 
 
 def read_pins(python: str) -> dict[str, str]:
@@ -94,7 +105,7 @@ def make(out: Path, python: str, only: list[str], skip: list[str], part_mib: flo
         if any(fnmatch(name, pattern) for pattern in only or ["*"])
         and not any(fnmatch(name, pattern) for pattern in skip)
     }
-    whole, failed = out / "whole", {}
+    whole, failed = out / WHOLE, {}
     whole.mkdir(parents=True, exist_ok=True)
     there = {identity(path.name) for path in whole.iterdir()}
     for number, (name, version) in enumerate(sorted(pins.items()), 1):
@@ -110,35 +121,36 @@ def make(out: Path, python: str, only: list[str], skip: list[str], part_mib: flo
 
 
 def split(whole: Path, out: Path, part_bytes: int, python: str) -> int:
-    """Move what is in `whole` into `out/part-*`, small files first; returns the number of parts."""
+    """Make `out/part-*` of what is in `whole`, small files first, and delete that; returns the number of parts.
+
+    Parts are written elsewhere and then renamed, and `whole` is deleted last: what was broken off can be done again.
+    """
     room = part_bytes - 2**16  # beside the checksums
-    files, pieces = {}, []  # of each file; (path, bytes) of what is moved
+    unfinished, files, number, free = out / UNFINISHED, {}, 0, 0
+    for old in (unfinished, *out.glob("part-*")):  # of a call that was broken off
+        shutil.rmtree(old, ignore_errors=True)
     for path in sorted(whole.iterdir(), key=lambda path: (path.stat().st_size, path.name)):
-        names, size = [], path.stat().st_size
-        entry = {"bytes": size, "sha256": sha256(path), "pieces": names}
-        if size > room:
-            with open(path, "rb") as source:
-                while content := source.read(room):
-                    piece = path.with_name(f"{path.name}.{len(names) + 1:03}")
-                    piece.write_bytes(content)
-                    names.append(piece.name)
-                    pieces.append((piece, len(content)))
-            path.unlink()
-        else:
-            pieces.append((path, size))
-        files[path.name] = entry
+        size = path.stat().st_size
+        count = -(-size // room) if size > room else 0  # pieces
+        pieces = [f"{path.name}.{each + 1:03}" for each in range(count)]
+        files[path.name] = {"bytes": size, "sha256": sha256(path), "pieces": pieces}
+        with open(path, "rb") as source:
+            for name in pieces or [path.name]:
+                content = source.read(room)
+                if len(content) > free or not number:
+                    number, free = number + 1, room
+                    (unfinished / f"part-{number:02}").mkdir(parents=True)
+                (unfinished / f"part-{number:02}" / name).write_bytes(content)
+                free -= len(content)
     manifest = json.dumps({"python": python, "files": files}, indent=0)
     if len(manifest) > 2**16:
         raise SystemExit(f"gpu_wheels: the checksums take {len(manifest)} bytes, expected at most {2**16}")
-    number, free = 0, 0
-    for path, size in pieces:
-        if size > free:
-            number, free = number + 1, room
-            (out / f"part-{number:02}").mkdir(exist_ok=True)
-            (out / f"part-{number:02}" / MANIFEST).write_text(manifest)
-        os.replace(path, out / f"part-{number:02}" / path.name)
-        free -= size
-    whole.rmdir()
+    for part in sorted(unfinished.glob("part-*")):
+        (part / MANIFEST).write_text(manifest)
+        os.replace(part, out / part.name)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    os.replace(whole, unfinished)  # while `whole` is there, it has all
+    shutil.rmtree(unfinished)
     return number
 
 
@@ -149,13 +161,24 @@ def available(folder: Path, joined: Path) -> Iterator[tuple[Path | None, str]]:
     """(file, "") of each wheel or archive that is there and whole; (None, what is wrong) of each that is not.
 
     Pieces are joined into the folder `joined`. A folder without checksums is taken as it is.
+
+    Raises:
+        SystemExit: the parts are for another Python, or of two calls of `make`.
     """
     there = {path.name: path for path in sorted(folder.rglob("*")) if path.is_file()}
-    manifests = [path for path in folder.rglob(MANIFEST)]
+    manifests = {path.read_text() for path in folder.rglob(MANIFEST)}
     if not manifests:
         yield from ((path, "") for name, path in there.items() if name.endswith((".whl", ".tar.gz")))
         return
-    for name, entry in json.loads(manifests[0].read_text())["files"].items():
+    if len(manifests) > 1:
+        raise SystemExit(f"gpu_wheels: {folder} has parts of {len(manifests)} calls of make, expected those of one")
+    manifest, here = json.loads(manifests.pop()), running_python()
+    if manifest["python"] != here:
+        raise SystemExit(
+            f"gpu_wheels: {folder} is for Python {manifest['python']}, and this is Python {here} ({sys.executable}). "
+            f"Run it with python{manifest['python']}, or make the parts with --python {here}."
+        )
+    for name, entry in manifest["files"].items():
         lacking = [each for each in entry["pieces"] or [name] if each not in there]
         if lacking:
             yield None, f"{name}: {', '.join(lacking)} is not in {folder}"
@@ -180,8 +203,12 @@ def installed_version(name: str) -> str:
 
 
 def install(folder: Path, site: Path | None) -> int:
-    """Install what is not here in the lock's version; without `site` only say what is missing."""
-    pins = read_pins("{}.{}".format(*sys.version_info))
+    """Install what is not here in the lock's version; without `site` only say what is missing. Returns 0 or MISSING.
+
+    Raises:
+        SystemExit: pip failed, as it says above.
+    """
+    pins = read_pins(running_python())
     wanted = {name for name, version in pins.items() if installed_version(name) != version.split("+")[0]}
     with tempfile.TemporaryDirectory(dir=site and site.parent) as joined:
         wheels, archives = {}, set()
@@ -196,13 +223,14 @@ def install(folder: Path, site: Path | None) -> int:
         if site and chosen:
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
             command += ["--disable-pip-version-check", "--root-user-action=ignore", "--upgrade", f"--target={site}"]
-            subprocess.run([*command, *(str(wheels[name]) for name in chosen)], check=True)
+            if status := subprocess.run([*command, *(str(wheels[name]) for name in chosen)]).returncode:
+                raise SystemExit(f"gpu_wheels: pip install ended with exit status {status}; {site} may lack packages")
     missing = sorted(wanted - wheels.keys() - archives)
     here = f"{len(pins) - len(wanted)} of {len(pins)} packages of the lock are installed"
     print(f"wheels: {here}, {len(chosen)} are in {folder}, {len(missing)} are missing: {', '.join(missing) or 'none'}")
     if archives & wanted:
         print(f"wheels: source archives, to be built: {', '.join(sorted(archives & wanted))}")
-    return 1 if missing else 0
+    return MISSING if missing else 0
 
 
 def main() -> int:
@@ -225,7 +253,7 @@ def main() -> int:
             command.add_argument("site", type=Path)
     args = parser.parse_args()
     if args.command == "make":
-        if [*args.out.glob("part-*")]:
+        if [*args.out.glob("part-*")] and not (args.out / WHOLE).is_dir():
             raise SystemExit(f"gpu_wheels: {args.out} has parts already; name another folder")
         return make(args.out, args.python, args.only, args.skip, args.part_mib)
     if not args.folder.is_dir():

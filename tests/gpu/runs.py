@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -86,29 +87,34 @@ def metrics(folder: Path, key: str) -> dict[int, float]:
     return found
 
 
+def first_step(folder: Path) -> int | None:
+    """The first step of the last start of a run."""
+    lines = [*folder.glob("metrics*.jsonl")] and max(folder.glob("metrics*.jsonl")).read_text().splitlines()
+    return json.loads(lines[0])["step"] if lines else None
+
+
 def check_sft(context: Context) -> Iterator[Row]:
-    """One run to its end, another killed after its checkpoint and started again; both against a CPU's losses; merge."""
+    """One run to its end, another killed after its checkpoint and started again; both against a CPU's losses; merge.
+
+    On a CPU the first is left out: its losses are those that were recorded.
+    """
     from verl_ext.checkpoints import folder as checkpoints
+    from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE
     from verl_ext.evaluation.checkpoint import merge_command
 
     inputs = make_inputs(context.folder)
     script = [*sft_command(context, STEPS), "trainer.save_freq=3", "optim.lr_warmup_steps_ratio=0"]
+    recorded = {int(step): loss for step, loss in json.loads(CPU_LOSSES.read_text()).items()}
     whole, broken = context.folder / "whole", context.folder / "broken"
-    run(script, whole / "log.txt", **inputs, OUTPUT_DIR=str(whole))
-    losses = metrics(whole, "train/loss")
-    (context.folder / "losses.json").write_text(json.dumps(losses) + "\n")
-    text = f"{len(losses)}, loss {losses.get(1, 0):.4f} to {losses.get(STEPS, 0):.4f}"
-    yield Row("steps of SFT", str(STEPS), text, len(losses) == STEPS)
-    if CPU_LOSSES.is_file():
-        expected = {int(step): loss for step, loss in json.loads(CPU_LOSSES.read_text()).items()}
-        worst = max(abs(losses[step] / loss - 1) for step, loss in expected.items())
-        yield Row("losses against a CPU's", "within 0.1%", f"{worst:.2e}", worst < 1e-3)
-    else:
-        yield Row("losses against a CPU's", "", f"{CPU_LOSSES.name} was not recorded")
+    if context.is_cuda:
+        run(script, whole / "log.txt", **inputs, OUTPUT_DIR=str(whole))
+        losses = metrics(whole, "train/loss")
+        yield from _against_recorded(losses, recorded)
 
     (broken / "log.txt").parent.mkdir()
     with open(broken / "log.txt", "wb") as sink:
         environment = os.environ | inputs | {"OUTPUT_DIR": str(broken)}
+        environment[EXECUTABLE_VARIABLE] = ""  # processes that a shared server forks are no descendants, and live on
         first = subprocess.Popen(script, cwd=REPO, env=environment, stdout=sink, stderr=sink)
         while first.poll() is None and checkpoints.tracked_step(broken) is None:
             time.sleep(0.05)
@@ -117,12 +123,24 @@ def check_sft(context: Context) -> Iterator[Row]:
     yield Row("killed after the checkpoint of step", "3", str(saved), saved == 3)
     time.sleep(1.1)  # files of metrics are named by the second
     run(script, broken / "log.txt", **inputs, OUTPUT_DIR=str(broken))
-    again = metrics(broken, "train/loss")
-    worst = max(abs(again.get(step, 0) - loss) for step, loss in losses.items())
-    yield Row("losses of the resumed run", "equal to 1e-5", f"differ by {worst:.2e}", worst < 1e-5)
+    again, begun = metrics(broken, "train/loss"), first_step(broken)
+    yield Row("first step of the resumed run", "4", str(begun), begun == 4)
+    yield from _against_recorded(again, recorded, "of the resumed run")
+    if context.is_cuda:
+        worst = max(abs(again.get(step, 0) - loss) for step, loss in losses.items())
+        yield Row("losses of the resumed run", "equal to 1e-5", f"differ by {worst:.2e}", worst < 1e-5)
+    else:
+        (context.folder / "losses.json").write_text(json.dumps(again) + "\n")
     target = context.folder / "merged"
     run(merge_command(checkpoints.path_of(broken, STEPS), target), context.folder / "merge.log")
     yield Row("merged", "a model that loads", load(target, context), True)
+
+
+def _against_recorded(losses: dict[int, float], recorded: dict[int, float], whose: str = "") -> Iterator[Row]:
+    text = f"{len(losses)}, loss {losses.get(1, 0):.4f} to {losses.get(STEPS, 0):.4f}"
+    yield Row(f"steps of SFT {whose}".rstrip(), str(STEPS), text, len(losses) == STEPS)
+    worst = max(abs(losses.get(step, 0) / loss - 1) for step, loss in recorded.items())
+    yield Row(f"losses {whose} against a CPU's".replace("  ", " "), "within 0.1%", f"{worst:.2e}", worst < 1e-3)
 
 
 def load(folder: Path, context: Context) -> str:
@@ -140,6 +158,8 @@ def check_rl(context: Context) -> Iterator[Row]:
     """SFT until the model writes code; then RL on one GPU: vLLM wakes and sleeps, weights are sent, programs run.
 
     Three steps with loops in Ray actors, as the large runs have; the same command with loops in vLLM's server goes on.
+    There is one server: verl starts as many as the actor's workers suffice for (workers/rollout/llm_server.py:455-460),
+    and each worker has a GPU of its own (single_controller/ray/base.py:148). Two servers need two GPUs.
     """
     from verl_ext.checkpoints import folder as checkpoints
     from verl_ext.evaluation.checkpoint import merge_command
@@ -169,12 +189,20 @@ def check_rl(context: Context) -> Iterator[Row]:
             done = len(metrics(out, "actor/pg_loss"))
             yield Row(f"steps of RL, {manager}", str(steps), f"{done}, {time.monotonic() - start:.0f} s", done == steps)
             time.sleep(1.1)  # files of metrics are named by the second
+    servers = servers_in(out / "log.txt")
+    yield Row("vLLM servers", "1: each takes a whole GPU (verl, llm_server.py:460)", str(servers), servers == 1)
     for key, least in LEAST.items():
         seen = metrics(out, key)
         text = ", ".join(f"{value:.4f}" for value in seen.values())
         yield Row(key, f">= {least:g}", text, bool(seen) and min(seen.values()) >= least)
-    for key in ("tool/ok_rate", "timing_s/step"):
+    for key in ("tool/calls", "tool/ok_rate", "timing_s/step"):
         yield Row(key, "", ", ".join(f"{value:.3f}" for value in metrics(out, key).values()))
+
+
+def servers_in(log: Path) -> int:
+    """How many servers verl named at the last start of a run."""
+    named = re.findall(r"LLMServerManager: \[([^]]*)\]", log.read_text(errors="replace"))
+    return named[-1].count("'") // 2 if named else 0
 
 
 def check_sleep(context: Context) -> Iterator[Row]:
@@ -207,17 +235,36 @@ def used() -> float:
 
 
 def check_evaluation(context: Context) -> Iterator[Row]:
-    """`python -m verl_ext.evaluate --model`: vLLM in the command's own process, tools on."""
+    """`python -m verl_ext.evaluate`: vLLM in the command's own process, tools on.
+
+    Of the run that --run names; else of the model that the stage `rl` left after its SFT; else of a random one, which
+    writes no program.
+    """
+    from verl_ext.evaluation.checkpoint import find_checkpoint, merge
     from verl_ext.sandbox.launch import running_server
 
-    inputs, out = make_inputs(context.folder), context.folder / "evaluation"
-    command = [sys.executable, "-m", "verl_ext.evaluate", "--model", inputs["MODEL_PATH"], "--out", str(out)]
+    inputs, out, policy = (
+        make_inputs(context.folder),
+        context.folder / "evaluation",
+        context.folder.parent / "rl/policy",
+    )
+    if context.run:
+        model, whose = merge(find_checkpoint(context.run)), f"of {context.run}"
+    elif policy.is_dir():
+        model, whose = policy, "of the stage rl, after its SFT"
+    else:
+        model, whose = Path(inputs["MODEL_PATH"]), "random weights: no calls are expected; give --run, or run rl before"
+    yield Row("model", "", whose)
+    command = [sys.executable, "-m", "verl_ext.evaluate", "--model", str(model), "--out", str(out)]
     command += ["--config=tiny_dapo", f"--data={inputs['DATA_DIR']}/eval.parquet", "--n=2"]
     if context.is_cuda:
         command += rl_on_gpu()
     with running_server() as url:
         run([*command, f"retool.sandbox.urls=[{url}]"], context.folder / "evaluation.log")
-    samples = json.loads((out / "result.json").read_text())["samples"]
-    yield Row(
-        "samples judged", str(samples["wanted"]), str(samples["judged"]), samples["judged"] == samples["wanted"] > 0
-    )
+    result = json.loads((out / "result.json").read_text())
+    samples, tools = result["samples"], result["tools"]
+    judged, wanted = samples["judged"], samples["wanted"]
+    yield Row("samples judged", str(wanted), str(judged), judged == wanted > 0)
+    learned, text = model != Path(inputs["MODEL_PATH"]), f"{tools['tool/calls'] * judged:.0f}"
+    text += f", {tools['tool/ok_rate']:.0%} of them ran well"
+    yield Row("tool calls", ">= 1" if learned else "", text, tools["tool/calls"] > 0 if learned else None)

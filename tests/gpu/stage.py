@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import json
 import multiprocessing
 import os
 import shutil
@@ -33,12 +32,22 @@ class Context:
         folder: for what the stage writes, its log included.
         site: a folder on sys.path, where packages of `wheels` and those that a stage builds are installed.
         wheels: a folder of wheels and source archives, or None.
+        shape: of the model of a training step, as `read_shape` takes it: a model folder, or a name; empty for the 4B.
+        tokens: of a micro-batch of a training step; 0 for the stage's own.
+        checkpointing: gradient checkpointing of a training step.
+        keep_logits: a training step has the logits beside their gradient.
+        run: the folder of an SFT or RL run of the tiny task, whose model is evaluated, or None.
     """
 
     device: str
     folder: Path
     site: Path
     wheels: Path | None = None
+    shape: str = ""
+    tokens: int = 0
+    checkpointing: bool = True
+    keep_logits: bool = False
+    run: Path | None = None
 
     @property
     def is_cuda(self) -> bool:
@@ -70,13 +79,23 @@ class Stage:
 
 @dataclass
 class Result:
-    """What came of a stage: rows up to where it broke off (`error`), or why it was `not_run`."""
+    """What came of a stage: rows up to where it broke off (`error`), or why it was `not_run`.
+
+    `options` are those that it ran with (`--device cpu`), and `at` when, from which commit and by which Python.
+    """
 
     name: str
     rows: list[Row] = field(default_factory=list)
     not_run: str = ""
     error: str = ""
     seconds: float = 0.0
+    options: str = ""
+    at: str = ""
+
+    @property
+    def label(self) -> str:
+        """What is written after scripts/gpu_acceptance.sh to have it again."""
+        return f"{self.name} {self.options}".rstrip()
 
     @property
     def passed(self) -> bool:
@@ -193,37 +212,3 @@ def _kill_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-
-
-# The table ------------------------------------------------------------------------------------------------------------
-
-SIGNS = {True: "ok", False: "**NOT OK**", None: ""}
-
-
-def table(results: list[Result]) -> str:
-    """Markdown: a line for each row, and for each stage that did not run or broke off."""
-    lines = ["| stage | what | expected | seen | |", "|---|---|---|---|---|"]
-    for result in results:
-        for row in result.rows:
-            cells = (result.name, row.what, row.expected, row.seen, SIGNS[row.ok])
-            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
-        if result.not_run:
-            lines.append(f"| {result.name} | not run | | {result.not_run} | |")
-        if result.error:
-            lines.append(f"| {result.name} | broke off | | {result.error} | {SIGNS[False]} |".replace("\n", " "))
-    return "\n".join(lines)
-
-
-def summary(results: list[Result]) -> str:
-    counts = {
-        "passed": [each.name for each in results if each.passed],
-        "failed": [each.name for each in results if not each.passed and not each.not_run],
-        "not run": [each.name for each in results if each.not_run],
-    }
-    return ", ".join(f"{len(names)} {what}" + f" ({', '.join(names)})" * bool(names) for what, names in counts.items())
-
-
-def write_report(results: list[Result], out: Path, head: str) -> None:
-    """`acceptance.md` and `acceptance.json` in `out`."""
-    (out / "acceptance.md").write_text(f"{head}\n\n{table(results)}\n\n{summary(results)}\n")
-    (out / "acceptance.json").write_text(json.dumps([asdict(each) for each in results], indent=1) + "\n")

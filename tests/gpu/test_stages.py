@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.gpu.stage import Context, Stage, run_stage, table
+from tests.gpu.report import table
+from tests.gpu.stage import Context, Stage, run_stage
 from tests.gpu.stages import STAGES
 
 

@@ -1,30 +1,33 @@
 """One step of SFT and one of RL's actor at the 4B's shape: the peak of memory against what the doctor says.
 
 The step is written out as verl's FSDP engine makes it (FSDP2, weights and moments in fp32, compute in bf16, gradient
-checkpointing, two micro-batches of as many tokens as the 4B's YAML allows), so that it needs no verl.
+checkpointing, two micro-batches of as many tokens as the 4B's YAML allows), so that it needs no verl. Another model,
+other tokens and what is kept in memory are options of scripts/gpu_acceptance.sh.
 """
 
 import gc
 import importlib.util
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
-from tests.gpu.numbers import build_model, four_b, one_rank
+from tests.gpu.numbers import FOUR_B, build_model, four_b, one_rank
 from tests.gpu.stage import Context, Row
 from verl_ext.memory.estimate import TOLERANCE, Plan, estimate
-from verl_ext.memory.shape import ModelShape
+from verl_ext.memory.shape import ModelShape, read_shape
 from verl_ext.memory.words import GIB
 
 MICRO_BATCHES = 2
 TOKENS = {"cuda": 10_240, "cpu": 128}  # of a micro-batch; the first is configs/qwen3-4b_dapo.yaml's
 
 
-def log_probs_of(logits, labels):
+def log_probs_of(logits, labels, *, keep_logits: bool = False):
     """Log-probability of each label, fp32[T], whose backward pass puts the gradient in the logits' place, as verl's.
 
     Args:
         logits: bf16[T, V].
         labels: int64[T].
+        keep_logits: the gradient is beside them, as where the entropy is wanted.
     """
     import torch
 
@@ -38,10 +41,11 @@ def log_probs_of(logits, labels):
         @staticmethod
         def backward(ctx, upstream):
             logits, labels, totals = ctx.saved_tensors
-            for rows, total, up in zip(*(each.split(256) for each in (logits, totals, upstream)), strict=True):
+            gradient = logits.clone() if keep_logits else logits
+            for rows, total, up in zip(*(each.split(256) for each in (gradient, totals, upstream)), strict=True):
                 rows.copy_((rows.float() - total[:, None]).exp().mul_(-up[:, None]))
-            logits[torch.arange(len(labels), device=labels.device), labels] += upstream.to(logits.dtype)
-            return logits, None
+            gradient[torch.arange(len(labels), device=labels.device), labels] += upstream.to(logits.dtype)
+            return gradient, None
 
     return LogProbs.apply(logits, labels)
 
@@ -71,22 +75,36 @@ def _steps(context: Context, loss_of) -> Iterator[Row]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    shape, tokens = four_b(context), TOKENS[context.device]
-    expected = {fused: expected_peaks(Plan(shape, tokens, fused=fused), context) for fused in (True, False)}
+    plan = plan_of(context)
+    shape, tokens = plan.shape, plan.tokens
+    expected = {fused: expected_peaks(replace(plan, fused=fused), context) for fused in (True, False)}
     with one_rank(context):
         model = build_model(shape, context)
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if plan.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         mesh = init_device_mesh(context.device, (1,))
         for module in [*model.model.layers, model]:
             fully_shard(module, mesh=mesh, mp_policy=policy)
         gigabytes = 2**30 if context.is_cuda else 2**20
-        yield Row(
-            "model", "", f"{shape.parameters / gigabytes * 4:.1f} {'GiB' if context.is_cuda else 'MiB'} of weights"
-        )
+        weights = f"{shape.parameters / gigabytes * 4:.1f} {'GiB' if context.is_cuda else 'MiB'} of weights"
+        yield Row("model", "", f"{weights}, {MICRO_BATCHES} x {tokens:,} tokens")
         for fused in (True, False):
             yield from _step(context, model, shape, tokens, loss_of, fused=fused)
             yield from _peaks(context, expected[fused], "fused" if fused else "foreach")
+
+
+def plan_of(context: Context) -> Plan:
+    """What the options say; without them the 4B with the tokens of its YAML.
+
+    Raises:
+        ValueError: no model of that name or folder.
+    """
+    shape = read_shape(context.shape) if context.shape else four_b(context)
+    if shape is None:
+        raise ValueError(f"--shape {context.shape}: expected a folder with config.json, or a name such as {FOUR_B}")
+    tokens = context.tokens or TOKENS[context.device]
+    return Plan(shape, tokens, checkpointing=context.checkpointing, keeps_logits=context.keep_logits)
 
 
 def expected_peaks(plan: Plan, context: Context) -> dict[str, float]:
@@ -119,7 +137,7 @@ def _step(context: Context, model, shape: ModelShape, tokens: int, loss_of, *, f
             start = time.monotonic()
             for _ in range(MICRO_BATCHES):
                 logits = model(input_ids=ids).logits.squeeze(0)
-                log_probs = log_probs_of(logits, ids[0].roll(-1))
+                log_probs = log_probs_of(logits, ids[0].roll(-1), keep_logits=context.keep_logits)
                 del logits
                 loss = loss_of(log_probs, log_probs.detach(), advantages) / MICRO_BATCHES
                 loss.backward()

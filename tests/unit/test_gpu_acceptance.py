@@ -2,19 +2,25 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.gpu import stage as stages
+from tests.gpu import runs, training
+from tests.gpu.report import summary, table
 from tests.gpu.stage import Context, NotRun, Row, Stage, run_stage
+from verl_ext.memory.shape import ModelShape
 
 REPO = Path(__file__).resolve().parents[2]
-ON_TORCH = ("machine", "log_probs", "weights", "sft_step", "actor_step", "packing")
+# Stage -> rows of it that can fail on a CPU.
+ON_TORCH = {"machine": 2, "log_probs": 3, "weights": 1, "sft_step": 2, "actor_step": 2, "packing": 6}
 
 
 @pytest.fixture
@@ -75,8 +81,8 @@ def says_nothing(context):
 def test_a_failure_is_told_with_the_rows_before_it(run, rows, error, context):
     result = run_stage(of(run), context)
     assert not result.passed and len(result.rows) == rows and error in result.error
-    assert "NOT OK" in stages.table([result])
-    assert stages.summary([result]) == "0 passed, 1 failed (one), 0 not run"
+    assert "NOT OK" in table([result])
+    assert summary([result]) == "0 passed, 1 failed (one), 0 not run"
 
 
 def test_a_stage_that_hangs_is_ended_with_what_it_started(context):
@@ -113,8 +119,8 @@ def refuses(context):
 def test_what_cannot_run_says_why_and_is_neither_passed_nor_failed(stage, reason, context):
     result = run_stage(stage, context)
     assert reason in result.not_run and not result.rows and not result.passed
-    assert stages.summary([result]) == "0 passed, 0 failed, 1 not run (one)"
-    assert "| one | not run |" in stages.table([result])
+    assert summary([result]) == "0 passed, 0 failed, 1 not run (one)"
+    assert "| one | not run |" in table([result])
 
 
 def test_no_stage_is_longer_than_eight_minutes_and_each_has_a_name_of_its_own():
@@ -124,55 +130,171 @@ def test_no_stage_is_longer_than_eight_minutes_and_each_has_a_name_of_its_own():
     assert all(stage.limit_s <= 8 * 60 for stage in STAGES)
 
 
-def test_an_unknown_stage_is_refused_with_the_names_that_there_are(capsys):
-    from tests.gpu.__main__ import main
+# Single stages --------------------------------------------------------------------------------------------------------
 
-    with pytest.raises(SystemExit):
-        main(["machin"])
-    assert "no such stage: machin. There are machine, log_probs" in capsys.readouterr().err
+
+def test_a_training_step_has_the_model_and_the_tokens_of_its_options(context):
+    """The plan is the doctor's: 4096 tokens of the 0.6B without gradient checkpointing, as in test_estimate.py."""
+    plan = training.plan_of(replace(context, shape="Qwen/Qwen3-0.6B", tokens=4096, checkpointing=False))
+    assert (plan.shape.layers, plan.shape.hidden, plan.shape.parameters) == (28, 1024, 596_049_920)
+    assert (plan.tokens, plan.checkpointing, plan.keeps_logits) == (4096, False, False)
+    assert training.plan_of(replace(context, device="cuda")).tokens == 10_240
+    with pytest.raises(ValueError, match="--shape Qwen/Qwen9: expected a folder with config.json, or a name such as"):
+        training.plan_of(replace(context, shape="Qwen/Qwen9"))
+
+
+@pytest.fixture
+def one_thread():
+    """As the command has it on a CPU: the sums are small, and processes outnumber cores."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+def test_a_training_step_of_another_model_runs_without_checkpointing(one_thread, context, tmp_path):
+    shape = ModelShape("qwen2", 2, 32, 64, 2, 1, 16, 96, False)
+    (tmp_path / "config.json").write_text(json.dumps(shape.config()))
+    options = {"shape": str(tmp_path), "tokens": 40, "checkpointing": False, "keep_logits": True}
+    rows = [*training.check_sft_step(replace(context, **options))]
+    # embedding and head 2 x 96 x 32, norm 32; a layer: q, o 2 x 32 x 32, k, v 2 x 32 x 16, biases 32 + 2 x 16, norms
+    # 2 x 32, MLP 3 x 32 x 64: 9,344; together 24,864 parameters of 4 bytes, .09 MiB
+    assert shape.parameters == 24_864
+    assert rows[0].seen == "0.1 MiB of weights, 2 x 40 tokens"
+    assert [row.ok for row in rows if row.ok is not None] == [True, True]
+
+
+@pytest.mark.parametrize("keep_logits", [False, True])
+def test_the_gradient_of_the_logits_is_torchs_own_wherever_it_is_put(keep_logits):
+    import torch
+
+    torch.manual_seed(0)
+    labels, upstream = torch.randint(0, 11, (300,)), torch.randn(300)
+    leaf = torch.randn(300, 11, requires_grad=True)
+    logits = leaf * 1  # a leaf has no place to give
+    training.log_probs_of(logits, labels, keep_logits=keep_logits).backward(upstream)
+    other = leaf.detach().clone().requires_grad_()
+    other.log_softmax(-1).gather(-1, labels[:, None])[:, 0].backward(upstream)
+    torch.testing.assert_close(leaf.grad, other.grad)
+    assert torch.equal(logits.detach(), leaf.detach()) is keep_logits
+
+
+@pytest.fixture
+def evaluated(monkeypatch) -> dict[str, str]:
+    """Instead of the command of an evaluation: notes its model, and writes a result: 8 samples, 1.5 calls each."""
+    seen = {}
+
+    def run(command, log, **environment):
+        out = Path(command[command.index("--out") + 1])
+        seen["model"] = command[command.index("--model") + 1]
+        out.mkdir(parents=True)
+        samples, calls = {"wanted": 8, "judged": 8}, 0.0 if seen["model"].endswith("random") else 1.5
+        tools = {"tool/calls": calls, "tool/ok_rate": 0.75}
+        (out / "result.json").write_text(json.dumps({"samples": samples, "tools": tools}))
+
+    @contextmanager
+    def running_server():
+        yield "http://127.0.0.1:1"
+
+    monkeypatch.setattr(runs, "run", run)
+    monkeypatch.setattr(runs, "make_inputs", lambda folder: {"MODEL_PATH": "a/random", "DATA_DIR": "data"})
+    monkeypatch.setattr("verl_ext.sandbox.launch.running_server", running_server)
+    return seen
+
+
+def test_an_evaluation_takes_the_model_that_learned_to_call_and_counts_its_calls(evaluated, context):
+    stage = replace(context, folder=context.folder / "evaluation")
+    model, judged, calls = runs.check_evaluation(stage)
+    assert "random weights: no calls are expected" in model.seen and judged.ok
+    assert (calls.ok, calls.seen.split(",")[0]) == (None, "0")
+
+    (context.folder / "rl" / "policy").mkdir(parents=True)
+    shutil.rmtree(stage.folder)
+    model, judged, calls = runs.check_evaluation(stage)
+    assert evaluated["model"] == str(context.folder / "rl" / "policy") and "of the stage rl" in model.seen
+    assert calls == Row("tool calls", ">= 1", "12, 75% of them ran well", True)
+
+
+def test_a_model_that_learned_to_call_and_does_not_is_a_failure(evaluated, context, monkeypatch):
+    monkeypatch.setattr("verl_ext.evaluation.checkpoint.find_checkpoint", lambda run: run)
+    monkeypatch.setattr("verl_ext.evaluation.checkpoint.merge", lambda run: Path("merged/random"))
+    *_, calls = runs.check_evaluation(replace(context, folder=context.folder / "evaluation", run=Path("outputs/run")))
+    assert evaluated["model"] == "merged/random" and calls.ok is False
+
+
+@pytest.mark.parametrize(
+    ("text", "servers"),
+    [
+        ("(TaskRunner) LLMServerManager: ['192.0.2.2:41049']\n", 1),
+        ("LLMServerManager: ['a:1']\nLLMServerManager: ['a:1', 'b:2']\n", 2),
+        ("it stopped before\n", 0),
+    ],
+)
+def test_servers_are_counted_as_verl_names_them_at_the_last_start(text, servers, tmp_path):
+    (tmp_path / "log.txt").write_text(text)
+    assert runs.servers_in(tmp_path / "log.txt") == servers
+
+
+def test_losses_that_differ_or_are_missing_are_not_those_of_a_cpu():
+    recorded = {1: 6.0, 2: 5.0, 3: 4.0, 4: 3.5, 5: 3.0, 6: 2.5}
+    for losses, expected in {
+        (1.0, 1.0): [True, True],
+        (1.0, 1.002): [True, False],
+        (1.0, None): [False, False],
+    }.items():
+        last = {6: 2.5 * losses[1]} if losses[1] else {}
+        rows = runs._against_recorded({**recorded, 6: 0} | last if last else dict(list(recorded.items())[:5]), recorded)
+        assert [row.ok for row in rows] == expected
+
+
+# pytest ---------------------------------------------------------------------------------------------------------------
+
+
+def test_torch_asks_nvml_and_not_cuda_when_test_modules_are_imported(tmp_path):
+    """They import verl, which asks torch for a GPU (its utils/device.py:61).
+
+    A stage is forked from pytest's process, and no fork of a process that has asked CUDA can use it.
+    """
+    (tmp_path / "test_asks.py").write_text("import os; print('asks', os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK'))")
+    program = [sys.executable, "-m", "pytest", "-s", "-m", "gpu", "--collect-only", "-p", "no:cacheprovider"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTORCH_NVML_BASED_CUDA_CHECK"}
+    paths = ["tests/gpu", str(tmp_path / "test_asks.py")]
+    done = subprocess.run([*program, *paths], cwd=REPO, env=environment, capture_output=True, text=True)
+    assert "asks 1\n" in done.stdout and "test_stage[rl]" in done.stdout, done.stdout + done.stderr
 
 
 # The command ----------------------------------------------------------------------------------------------------------
 
 
-def acceptance(*arguments: str, out: Path) -> subprocess.CompletedProcess:
-    command = ["bash", str(REPO / "scripts" / "gpu_acceptance.sh"), *arguments, f"--out={out}"]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHON": sys.executable})
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_stages_on_torch_alone_pass_on_a_cpu(tmp_path):
-    done = acceptance("--device=cpu", *ON_TORCH, "flash_attn", out=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = {each["name"]: each for each in json.loads((tmp_path / "acceptance.json").read_text())}
-    assert [*results] == [*ON_TORCH[:5], "flash_attn", "packing"]
-    assert results["flash_attn"]["not_run"] == "a CPU has nothing of the kind"
-    for name in ON_TORCH:
-        rows = results[name]["rows"]
-        assert any(row["ok"] for row in rows) and all(row["ok"] is not False for row in rows), rows
-    written = (tmp_path / "acceptance.md").read_text().splitlines()
-    assert [line for line in done.stdout.splitlines() if line.startswith("|")] == [
-        x for x in written if x.startswith("|")
-    ]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_stages_on_torch_alone_import_neither_verl_nor_what_only_it_brings(tmp_path):
-    """The machine that is lent has torch and transformers, and neither of these."""
+def test_stages_on_torch_alone_pass_on_a_cpu_and_import_neither_verl_nor_what_only_it_brings(tmp_path):
+    """The machine that is lent has torch and transformers, and none of these."""
     absent = ("verl", "ray", "omegaconf", "hydra", "tensordict", "vllm", "wrapt", "datasets", "zmq")
+    blocked = tmp_path / "blocked"
     for name in absent:
-        (tmp_path / "blocked" / name).mkdir(parents=True)
-        (tmp_path / "blocked" / name / "__init__.py").write_text("raise ImportError('not on this machine')")
-    program = f"""
-import importlib.util as util, sys
+        (blocked / name).mkdir(parents=True)
+        (blocked / name / "__init__.py").write_text("raise ImportError('not on this machine')")
+    (blocked / "sitecustomize.py").write_text(
+        f"""
+import importlib.util as util
 find = util.find_spec
 util.find_spec = lambda name, *rest: None if name in {absent} else find(name, *rest)
-sys.path.insert(0, {str(tmp_path / "blocked")!r})
-from tests.gpu.__main__ import main
-sys.exit(main(["--device=cpu", "machine", "sft_step", "packing", "--out={tmp_path / "out"}"]))
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 passed (machine, sft_step, packing)" in done.stdout
+    )
+    stages = (*ON_TORCH, "flash_attn", "buckets")
+    line = ["bash", str(REPO / "scripts" / "gpu_acceptance.sh"), "--device=cpu", *stages, f"--out={tmp_path / 'out'}"]
+    environment = os.environ | {"PYTHON": sys.executable, "PYTHONPATH": str(blocked)}
+    done = subprocess.run(line, capture_output=True, text=True, env=environment)
+    assert done.returncode == 3, done.stdout + done.stderr
+    results = {each["name"]: each for each in json.loads((tmp_path / "out" / "acceptance.json").read_text())}
+    assert [*results] == [*[*ON_TORCH][:5], "flash_attn", "packing", "buckets"]
+    assert results["flash_attn"]["not_run"] == "a CPU has nothing of the kind"
+    assert results["buckets"]["not_run"].startswith("verl==0.9.1 is not installed; ")
+    for name, count in ON_TORCH.items():
+        assert [row["ok"] for row in results[name]["rows"] if row["ok"] is not None] == [True] * count, results[name]
+    written = (tmp_path / "out" / "acceptance.md").read_text().split("\n\n")[0].splitlines()
+    assert [line for line in done.stdout.splitlines() if line.startswith("|")] == written

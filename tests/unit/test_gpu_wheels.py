@@ -23,6 +23,7 @@ def load():
 
 gpu_wheels = load()
 PART = 2**16 + 1000  # bytes, of which 2**16 are kept for the checksums
+HERE = gpu_wheels.running_python()
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def split(whole: Path) -> tuple[Path, dict[str, bytes]]:
     contents = {path.name: path.read_bytes() for path in whole.iterdir()}
     out = whole.parent
     # 300 + 500 fit the first part, and 1000 of c do not; c's pieces are 1000, 1000 and 500
-    assert gpu_wheels.split(whole, out, PART, "3.12") == 4
+    assert gpu_wheels.split(whole, out, PART, HERE) == 4
     return out, contents
 
 
@@ -70,6 +71,57 @@ def test_a_missing_piece_and_a_broken_file_are_named(whole, tmp_path):
         "a-1-py3-none-any.whl: its checksum is not that of wheels.json; send its parts again",
         f"c-3-py3-none-any.whl: c-3-py3-none-any.whl.002 is not in {out}",
     ]
+
+
+@pytest.mark.parametrize("writes", range(1, 10))  # 5 files, 4 lists of checksums
+def test_a_split_that_is_broken_off_leaves_no_half_part_and_is_done_again(whole, tmp_path, monkeypatch, writes):
+    contents, left = {path.name: path.read_bytes() for path in whole.iterdir()}, iter(range(writes - 1))
+
+    def stops_after(write):
+        def written(*arguments):
+            if next(left, None) is None:
+                raise KeyboardInterrupt
+            return write(*arguments)
+
+        return written
+
+    with monkeypatch.context() as patch:
+        for name in ("write_bytes", "write_text"):
+            patch.setattr(Path, name, stops_after(getattr(Path, name)))
+        with pytest.raises(KeyboardInterrupt):
+            gpu_wheels.split(whole, whole.parent, PART, HERE)
+    assert {path.name: path.read_bytes() for path in whole.iterdir()} == contents
+    complete = [part for part in whole.parent.glob("part-*") if (part / "wheels.json").is_file()]
+    assert [*whole.parent.glob("part-*")] == complete
+    out, _ = split(whole)
+    assert {path.name for path in out.iterdir()} == {f"part-0{number}" for number in range(1, 5)}
+    assert {path.name: path.read_bytes() for path, _ in gpu_wheels.available(out, tmp_path)} == contents
+
+
+def test_parts_that_are_there_are_made_anew_only_where_make_was_broken_off(whole, monkeypatch, capsys):
+    out = whole.parent
+    (out / "part-01").mkdir()
+    monkeypatch.setattr(gpu_wheels, "read_pins", lambda python: {"a": "1"})
+    monkeypatch.setattr(sys, "argv", ["gpu_wheels.py", "make", "--out", str(out), "--python", "3.12"])
+    assert gpu_wheels.main() == 0 and "1 packages in 1 parts" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="has parts already; name another folder"):
+        gpu_wheels.main()
+
+
+def test_parts_for_another_python_are_refused_with_both_versions(whole, tmp_path):
+    gpu_wheels.split(whole, whole.parent, PART, "3.10")
+    with pytest.raises(SystemExit) as stop:
+        gpu_wheels.install(whole.parent, tmp_path / "site")
+    assert f"is for Python 3.10, and this is Python {HERE} ({sys.executable})" in str(stop.value)
+    assert f"Run it with python3.10, or make the parts with --python {HERE}." in str(stop.value)
+
+
+def test_parts_of_two_calls_are_not_mixed(whole, tmp_path):
+    out, _ = split(whole)
+    manifest = json.loads((out / "part-02" / "wheels.json").read_text())
+    (out / "part-02" / "wheels.json").write_text(json.dumps(manifest | {"files": {}}))
+    with pytest.raises(SystemExit, match="has parts of 2 calls of make, expected those of one"):
+        [*gpu_wheels.available(out, tmp_path)]
 
 
 def test_pins_are_those_of_the_lock_for_that_python(monkeypatch, tmp_path):
@@ -120,7 +172,7 @@ def test_install_takes_what_is_not_here_and_names_what_is_nowhere(tmp_path, monk
     make_wheel(folder, "retool_one", "1.5")
     (folder / "retool_two-2.5.tar.gz").write_bytes(b"")
     (folder / "other_package-1-py3-none-any.whl").write_bytes(b"not in the lock, not installed")
-    assert gpu_wheels.install(folder, site) == 1
+    assert gpu_wheels.install(folder, site) == gpu_wheels.MISSING
     assert (site / "retool_one.py").is_file()
     said = capfd.readouterr().out
     assert f"1 of 4 packages of the lock are installed, 1 are in {folder}, 1 are missing: retool-three" in said
@@ -129,9 +181,21 @@ def test_install_takes_what_is_not_here_and_names_what_is_nowhere(tmp_path, monk
     assert gpu_wheels.install(folder, None) == 0
 
 
+def test_an_installation_that_fails_is_no_missing_package(tmp_path, monkeypatch):
+    """pip refuses a file that is no archive; the exit status of a SystemExit with a text is 1, MISSING is 3."""
+    lock, folder = tmp_path / "gpu.txt", tmp_path / "wheels"
+    folder.mkdir()
+    lock.write_text("retool-one==1.5\nretool-two==2.5\n")
+    monkeypatch.setattr(gpu_wheels, "LOCK", lock)
+    (folder / "retool_one-1.5-py3-none-any.whl").write_bytes(b"no archive")
+    with pytest.raises(SystemExit, match="pip install ended with exit status"):
+        gpu_wheels.install(folder, tmp_path / "site")
+
+
 def test_the_command_refuses_what_is_no_folder(tmp_path):
     done = subprocess.run([sys.executable, str(SCRIPT), "check", str(tmp_path / "no")], capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.strip() == f"gpu_wheels: {tmp_path / 'no'} is no folder"
+    assert done.returncode == 1 != gpu_wheels.MISSING
+    assert done.stderr.strip() == f"gpu_wheels: {tmp_path / 'no'} is no folder"
 
 
 def test_the_checksums_of_the_whole_lock_fit(whole, monkeypatch):
