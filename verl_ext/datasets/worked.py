@@ -17,6 +17,7 @@ from verl_ext.datasets.text import PROMPTS, EvaluationProblems, same_problem_key
 from verl_ext.datasets.traces import Trace, make_message, write_traces
 
 PROTOCOL = "code_short"  # key of PROMPTS
+SHORTCUTS_FILE = "shortcuts.txt"  # beside eval.parquet: what rules score on it
 _FLOAT_ERROR = Fraction(1, 10**9)  # .1 + .2 prints 0.30000000000000004
 _ROUNDED = Fraction(1, 100)  # MAWPS rounds answers to two digits; GSM8K's are exact
 
@@ -129,9 +130,9 @@ def write_task(
     write_parquet(rows, out / "eval.parquet", FEATURES)
     counts = ", ".join(f"{source} {len(problems):,}" for source, problems in evaluation.items())
     print(f"{out / 'eval.parquet'}: {len(rows):,} rows ({counts})")
-    print(
-        describe_shortcuts({source: [(p.text, p.answer) for p in problems] for source, problems in evaluation.items()})
-    )
+    rates = describe_shortcuts({source: [(p.text, p.answer) for p in each] for source, each in evaluation.items()})
+    (out / SHORTCUTS_FILE).write_text(f"{rates}\n")
+    print(rates)
 
 
 def keep_worked(rows: Iterable[tuple[str, str, str, str]], report: Report, *, exact: bool = True) -> Iterator[Worked]:

@@ -91,6 +91,7 @@ def test_prepare_writes_what_the_run_reads_and_prints_what_shortcuts_score(prepa
     }
     assert tables["eval"]["data_source"].value_counts().to_dict() == {"word_problems": 50, "svamp_ood": 20}
     assert re.search(r"word_problems: largest minus smallest \d.*\n +svamp_ood: largest minus smallest \d", printed)
+    assert "What rules score" in printed
     asked = {name: [bare_problem(p[0]["content"]) for p in tables[name]["prompt"]] for name in ("rl_train", "eval")}
     assert not any("Solve the problem" in text for text in asked["rl_train"] + asked["eval"])
     assert len(set(asked["rl_train"])) == 70 and set(asked["rl_train"]).isdisjoint(asked["eval"])
