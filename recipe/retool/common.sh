@@ -101,6 +101,8 @@ quickstart_sft() {
   quickstart_files "$2" "$3" model sft
   if is_path "$MODEL_PATH"; then
     require MODEL_PATH model.path "Make it: python $3/build_model.py --out $MODEL_PATH"
+  else
+    export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-0} # verl_ext/cpu/warm_python.py would not ask the hub
   fi
   OVERRIDES=(data.train_files="'$DATA_DIR/sft_train.parquet'" data.val_files="'$DATA_DIR/sft_val.parquet'"
     model.path="'$MODEL_PATH'" trainer.default_local_dir="'$OUTPUT_DIR'" "${OVERRIDES[@]}")
@@ -118,6 +120,8 @@ quickstart_dapo() {
   quickstart_files "$2" "$3" sft/merged rl
   if is_path "$MODEL_PATH"; then
     require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its last checkpoint (recipe/README.md), or set MODEL_PATH."
+  else
+    export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-0}
   fi
   OVERRIDES=(data.train_files="'$DATA_DIR/rl_train.parquet'" data.val_files="'$DATA_DIR/eval.parquet'"
     actor_rollout_ref.model.path="'$MODEL_PATH'" retool.sandbox.urls="[${SANDBOX_URL:-http://127.0.0.1:8080}]"

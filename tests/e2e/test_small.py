@@ -59,7 +59,9 @@ def test_vllm_and_the_actor_agree_after_an_update(run: tuple[Path, str]):
     metrics = read_metrics(run[0] / "rl")
     assert [step for step, _ in metrics] == [1, 2]
     for _, data in metrics:
-        assert data["training/rollout_actor_probs_pearson_corr"] > 0.999
+        correlation = data["training/rollout_actor_probs_pearson_corr"]
+        print(f"bf16: correlation {correlation:.4f}, mean difference {data['training/rollout_probs_diff_mean']:.4f}")
+        assert correlation > 0.99  # bf16; fp32 is above .999 (tests/e2e/test_quickstart.py)
         assert data["actor/grad_norm"] > 0
 
 
