@@ -1,21 +1,24 @@
 #!/usr/bin/env bash
-# The main job in one command: set up .venv, then teach a tiny language model to use a code interpreter, on a CPU.
+# The main job in one command: set up .venv, then teach a language model to use a code interpreter, on a CPU.
 # Needs Python 3.11 or 3.12, gcc and git. The stages are in verl_ext/quickstart/pipeline.py.
 set -euo pipefail
 
 usage() { # here, and not only in pipeline.py: it must also work where nothing is installed yet
     cat <<'EOF_USAGE'
 Usage: bash scripts/quickstart.sh [options]
-Set up .venv (2.7 GB), then teach a tiny language model to use a code interpreter: SFT, DAPO RL, evaluation and report,
+Set up .venv (2.7 GB), then teach a language model to use a code interpreter: SFT, DAPO RL, evaluation and report,
 with the real verl and vLLM, on a CPU. A second call reuses what is done and resumes what was broken off.
+  --model NAME      tiny: 390,000 random parameters, minutes (default); small: SmolLM2-135M-Instruct, weights from 4 bits, or
+                    the Hugging Face folder or hub name of the variable MODEL_PATH, about an hour
   --stage STAGE     only this stage: data, sft, merge, rl, eval or report (may be repeated)
   --fresh           delete the output folder first
-  --out DIR         where everything is written; default: outputs/quickstart; with --from FOLDER: FOLDER-2, FOLDER-3, ...
+  --out DIR         where everything is written; default: outputs/quickstart, with --model small:
+                    outputs/small, with --from FOLDER: FOLDER-2, FOLDER-3, ...
   --from FOLDER     another RL run from the data and the SFT of this quickstart, e.g. --from outputs/quickstart --rl KEY=VALUE
   --seed N          of data, initial weights and sampling; default: 0
-  --data ARG        argument of data/tiny_tools/prepare.py (may be repeated; so may the next two)
-  --sft KEY=VALUE   Hydra override of configs/tiny_sft.yaml
-  --rl KEY=VALUE    Hydra override of configs/tiny_dapo.yaml
+  --data ARG        argument of data/tiny_tools/prepare.py, or data/small/prepare.py (may be repeated; so may the next two)
+  --sft KEY=VALUE   Hydra override of configs/tiny_sft.yaml, or smollm2_sft.yaml
+  --rl KEY=VALUE    Hydra override of configs/tiny_dapo.yaml, or smollm2_dapo.yaml
 EOF_USAGE
 }
 

@@ -75,6 +75,64 @@ sft() {
     "${OVERRIDES[@]}"
 }
 
+# has_gpu: as scripts/setup_env.sh decides it; RETOOL_HARDWARE=cpu or gpu overrides.
+has_gpu() {
+  [[ ${RETOOL_HARDWARE:-$(nvidia-smi -L > /dev/null 2>&1 && echo gpu || echo cpu)} == gpu ]]
+}
+
+# quickstart_files FOLDER TOOLS MODEL RUN: DATA_DIR, MODEL_PATH, OUTPUT_DIR of a run of the quickstart, by default in outputs/FOLDER.
+quickstart_files() {
+  DATA_DIR=${DATA_DIR:-outputs/$1/data}
+  MODEL_PATH=${MODEL_PATH:-outputs/$1/$3}
+  OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/$1/$4}")
+  export VERL_FILE_LOGGER_PATH=$OUTPUT_DIR/metrics-$(date +%s).jsonl # one file per start: verl's file logger never appends
+  logger_folders
+  require DATA_DIR data.train_files "Make it: python $2/prepare.py --out $DATA_DIR"
+}
+
+# is_path NAME: else it may be a name on the hub.
+is_path() {
+  [[ $1 == outputs/* || $1 == [/.]* ]]
+}
+
+# quickstart_sft CONFIG FOLDER TOOLS RANKS: SFT of the quickstart's model in outputs/FOLDER; TOOLS has prepare.py and build_model.py.
+quickstart_sft() {
+  local ranks=${NPROC_PER_NODE:-$4} torchrun
+  quickstart_files "$2" "$3" model sft
+  if is_path "$MODEL_PATH"; then
+    require MODEL_PATH model.path "Make it: python $3/build_model.py --out $MODEL_PATH"
+  else
+    export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-0} # verl_ext/cpu/warm_python.py would not ask the hub
+  fi
+  OVERRIDES=(data.train_files="'$DATA_DIR/sft_train.parquet'" data.val_files="'$DATA_DIR/sft_val.parquet'"
+    model.path="'$MODEL_PATH'" trainer.default_local_dir="'$OUTPUT_DIR'" "${OVERRIDES[@]}")
+  doctor "$1" --nnodes=1 --nproc-per-node="$ranks" "${OVERRIDES[@]}"
+  $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
+  torchrun=(-m verl_ext.cpu.warm_python -m torch.distributed.run --standalone --nproc-per-node="$ranks")
+  if $PRINT_ONLY; then torchrun=(); fi
+  exec "$PYTHON" "${torchrun[@]}" -m verl.trainer.sft_trainer --config-dir=configs --config-name="$1" "${OPTIONS[@]}" \
+    "${OVERRIDES[@]}"
+}
+
+# quickstart_dapo CONFIG FOLDER TOOLS: RL of the merged SFT model in outputs/FOLDER.
+quickstart_dapo() {
+  local warm=(-m verl_ext.cpu.warm_python) # the run's processes start by fork, without their imports
+  quickstart_files "$2" "$3" sft/merged rl
+  if is_path "$MODEL_PATH"; then
+    require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its last checkpoint (recipe/README.md), or set MODEL_PATH."
+  else
+    export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-0}
+  fi
+  OVERRIDES=(data.train_files="'$DATA_DIR/rl_train.parquet'" data.val_files="'$DATA_DIR/eval.parquet'"
+    actor_rollout_ref.model.path="'$MODEL_PATH'" retool.sandbox.urls="[${SANDBOX_URL:-http://127.0.0.1:8080}]"
+    trainer.default_local_dir="'$OUTPUT_DIR'" "${OVERRIDES[@]}")
+  $PRINT_ONLY || forget_dead_ray
+  doctor "$1" "${OVERRIDES[@]}"
+  $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
+  if $PRINT_ONLY; then warm=(); fi
+  exec "$PYTHON" "${warm[@]}" -m verl.trainer.main_ppo --config-dir=configs --config-name="$1" "${OPTIONS[@]}" "${OVERRIDES[@]}"
+}
+
 # Ray notes in a file which cluster was started last, and leaves it there when that cluster is killed: the next run would wait
 # for minutes for a head that is gone.
 forget_dead_ray() {
@@ -94,7 +152,7 @@ dapo() {
   logger_folders
   TRAIN_FILE=${TRAIN_FILE:-data/dapo_math_17k.parquet}
   VAL_FILE=${VAL_FILE:-data/aime_2025.parquet}
-  if [[ $MODEL_PATH == outputs/* || $MODEL_PATH == [/.]* ]]; then # else it may be a name on the hub
+  if is_path "$MODEL_PATH"; then
     require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its checkpoint (recipe/README.md), or set MODEL_PATH."
   fi
   require TRAIN_FILE data.train_files "Make it: python data/prepare_dapo_math_17k.py, or set TRAIN_FILE."

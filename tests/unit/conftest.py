@@ -44,6 +44,19 @@ def tiny_tools() -> SimpleNamespace:
 
 
 @pytest.fixture(scope="session")
+def small_task() -> SimpleNamespace:
+    """The scripts of data/small as modules: `word_problems`, `prepare`, `build_model`."""
+    modules = {}
+    for name in ("word_problems", "prepare", "build_model"):
+        path = REPO / "data" / "small" / f"{name}.py"
+        spec = importlib.util.spec_from_file_location(name if name == "word_problems" else f"small_{name}", path)
+        modules[name] = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = modules[name]  # dataclasses look there
+        spec.loader.exec_module(modules[name])
+    return SimpleNamespace(**modules)
+
+
+@pytest.fixture(scope="session")
 def tokenizer(tiny_tools: SimpleNamespace) -> Any:
     """The tiny task's tokenizer; every digit and operator is a token."""
     return tiny_tools.build_model.build_tokenizer()

@@ -66,7 +66,7 @@ def test_every_launcher_is_in_the_table_and_the_other_way_round():
 
 
 def test_the_test_that_a_row_names_starts_that_launcher():
-    """A name in the test's source: of the launcher, of its run, or, for the quickstart, in the pipeline it starts.
+    """A name in the test's source: of the launcher, of its run, or, for the quickstart, in what it can make.
 
     A row may say `no: ` and which run, that a test starts, has all that is in it.
     """
@@ -76,7 +76,7 @@ def test_the_test_that_a_row_names_starts_that_launcher():
         for test in tests:
             source = (REPO / test).read_text(encoding="utf-8")
             if test.endswith("test_quickstart.py"):
-                source += (REPO / "verl_ext" / "quickstart" / "pipeline.py").read_text(encoding="utf-8")
+                source += (REPO / "verl_ext" / "quickstart" / "rungs.py").read_text(encoding="utf-8")
             run = name.removeprefix("run_").removesuffix(".sh")
             assert f'"{run}"' in source or name in source, f"{test} does not start {name}"
 

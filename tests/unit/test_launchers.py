@@ -81,6 +81,30 @@ def test_launcher_names_the_missing_input(run: str, variable: str, key: str, tmp
     assert overridden.stdout.splitlines()[-1] == f"{key}=/elsewhere"
 
 
+@pytest.mark.parametrize("run", ["smollm2_sft", "smollm2_dapo"])
+def test_the_small_run_takes_a_gpu_or_a_cpu_and_a_model_of_the_hub(run: str, tmp_path: Path):
+    """By one command: without a GPU the launcher adds what a CPU needs, before the user's own overrides."""
+    shows = tmp_path / "python"
+    shows.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "${HF_HUB_OFFLINE-}" "${OMP_NUM_THREADS-}" "$@"\n')
+    shows.chmod(0o755)
+    env = {"PYTHON": str(shows), "OUTPUT_DIR": str(tmp_path / "out"), "DATA_DIR": str(tmp_path)}
+
+    def shown(**more: str) -> list[str]:
+        done = launch(run, "trainer.save_freq=7", cwd=tmp_path, **(env | more))
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    offline, threads, *argv = shown(RETOOL_HARDWARE="cpu", MODEL_PATH="owner/name")
+    group = "+hardware=cpu_bf16" + ("_sft" if run.endswith("sft") else "")
+    assert (offline, threads) == ("0", str(len(os.sched_getaffinity(0)))) and group in argv
+    assert any(argument.endswith("model.path='owner/name'") for argument in argv)
+    composed(run, [group])  # there is such a group
+    offline, threads, *argv = shown(RETOOL_HARDWARE="gpu", MODEL_PATH=str(tmp_path))
+    assert (offline, threads) == ("", "") and not [argument for argument in argv if "hardware" in argument]
+    missing = launch(run, cwd=tmp_path, **(env | {"MODEL_PATH": "/nowhere"}))
+    assert missing.returncode == 1 and "MODEL_PATH=/nowhere does not exist." in missing.stderr
+
+
 def test_sft_launcher_joins_nodes_by_variables(tmp_path: Path, fake_python: Path):
     env = {"PYTHON": str(fake_python), "OUTPUT_DIR": str(tmp_path / "out"), "TRAIN_FILE": str(tmp_path)}
     refused = launch("qwen2-32b_sft", cwd=tmp_path, NNODES="2", **env)

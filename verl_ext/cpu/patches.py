@@ -112,9 +112,14 @@ def _allow_flash_attention(module: ModuleType) -> None:
 def _vectorise_log_probs(module: ModuleType) -> None:
     """verl/utils/torch_functional.py:173 `logprobs_from_logits_v2` (0.9.1), its fallback without flash-attn's kernel.
 
-    It loops over the tokens of a packed batch, to save memory; that is most of the loss's time for a tiny model.
+    It loops over the tokens of a packed batch, to save memory; that is most of the loss's time for a tiny model. And
+    CPU autocast leaves log_softmax of bf16 logits in bf16 (a log-prob of -10 is off by up to .03); CUDA's takes fp32.
     """
-    module.logprobs_from_logits_v2 = module.logprobs_from_logits_naive
+
+    def logprobs_from_logits_v2(logits: Any, labels: Any) -> Any:
+        return module.logprobs_from_logits_naive(logits.float(), labels)
+
+    module.logprobs_from_logits_v2 = logprobs_from_logits_v2
 
 
 def _copy_saved_weights(module: ModuleType) -> None:

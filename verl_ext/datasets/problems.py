@@ -170,24 +170,26 @@ def write_problems(problems: Sequence[Problem], path: Path, *, data_source: str,
     """
     if not problems:
         raise DataError(f"No problem is left to write to {path}. See above why they were dropped.")
-
-    def row(index: int) -> dict[str, Any]:
-        problem = problems[index]
-        return {
-            "data_source": data_source,
-            "prompt": [{"role": "user", "content": PROMPTS[protocol].format(problem=problem.text)}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": problem.answer},
-            "extra_info": {"index": index, "split": split, "id": problem.id},
-        }
-
-    count = write_parquet((row(index) for index in range(len(problems))), path, FEATURES)
-    first = row(0)
+    columns = {"data_source": data_source, "split": split, "protocol": protocol}
+    rows = (problem_row(problem, index, **columns) for index, problem in enumerate(problems))
+    count = write_parquet(rows, path, FEATURES)
+    first = problem_row(problems[0], 0, **columns)
     print(f"{path}: {count:,} rows. The first:")
     for column in ("data_source", "ability", "reward_model", "extra_info"):
         print(f"  {column}: {first[column]}")
     for message in first["prompt"]:
         print(textwrap.indent(f"{message['role']}: {message['content']}", "  | "))
+
+
+def problem_row(problem: Problem, index: int, *, data_source: str, split: str, protocol: str) -> dict[str, Any]:
+    """A row of FEATURES; `protocol` as in `write_problems`."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": PROMPTS[protocol].format(problem=problem.text)}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": problem.answer},
+        "extra_info": {"index": index, "split": split, "id": problem.id},
+    }
 
 
 def _unusable(problem: Problem, integer_answers: bool) -> tuple[str, str] | None:

@@ -4,7 +4,8 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
-# What the model is told beside the problem, by `retool.protocol` of the run; SFT and RL data need the same.
+# What the model is told beside the problem: by `retool.protocol` of the run, and behind "_" which of its texts. SFT and
+# RL data need the same.
 PROMPTS = {
     # ReTool's own (arXiv:2504.11536; every row of JoeYing/ReTool-SFT), but with code and answer as our protocol writes
     # them: no Markdown fence, no <answer> tags, and \boxed{} without the doubled braces of an unused format string.
@@ -17,6 +18,11 @@ PROMPTS = {
         "The last part of your response should be in the following format:\n"
         "\\boxed{{'The final answer goes here.'}}\n\n"
         "*user question:*\n{problem}"
+    ),
+    # The code protocol for a model that is too small for the text above.
+    "code_short": (
+        "Solve the problem with Python: write code between <code> and </code>, read its output, then put the answer in "
+        "\\boxed{{}}.\n\n{problem}"
     ),
     # The published run's: the tool's schema, in the system prompt, says how to call it (verl-recipe@2ae2c59,
     # retool/retool_dataset_utils.py).
@@ -35,6 +41,11 @@ _WRAPPERS = [
         r"(?:Answer the following Math Problem and put the answer in the format of \\boxed\{+answer\}+)?",
         r"(?:Remember to place the final answer in the last part using the format:\s*"
         r"(?:<answer>)?\s*\\boxed\{+'The final answer goes here\.'\}+\s*(?:</answer>)?)?",
+    ),
+    (
+        r"Solve the problem with Python: write code between <code> and </code>, read its output, then put the answer "
+        r"in \\boxed\{\}\.",
+        r"",
     ),
     (r"", r"The answer format must be: \\boxed\{+'The final answer goes here\.'\}+"),
 ]

@@ -128,17 +128,17 @@ def _trace(messages: list[dict[str, Any]], tools: Any, name: str, protocol: str)
     if length == 0 or messages[length - 1]["role"] != "user":
         raise ValueError("expected the user's question before the assistant's first message")
     problem = bare_problem(messages[length - 1]["content"])
-    prompt = [_message(m["role"], m["content"]) for m in messages[: length - 1]]
-    prompt.append(_message("user", PROMPTS[protocol].format(problem=problem)))
+    prompt = [make_message(m["role"], m["content"]) for m in messages[: length - 1]]
+    prompt.append(make_message("user", PROMPTS[protocol].format(problem=problem)))
     response: list[dict[str, Any]] = []
     for message in messages[length:]:
         if message["role"] in TOOL_ROLES:
             if response and not response[-1]["tool_calls"]:  # the interpreter, behind code between tags
                 response[-1] = _with_call(response[-1]["content"])
-            response.append(_message("tool", message["content"].strip()))
+            response.append(make_message("tool", message["content"].strip()))
         elif message["role"] == "assistant" and message.get("tool_calls"):
             codes = [_code(call) for call in message["tool_calls"]]
-            response.append(_message("assistant", (message["content"] or "").strip(), codes))
+            response.append(make_message("assistant", (message["content"] or "").strip(), codes))
         else:
             response += _inline(message["role"], message["content"])
     if response and response[-1]["role"] == "assistant":
@@ -152,15 +152,15 @@ def _inline(role: str, text: str) -> Iterator[dict[str, Any]]:
     *parts, rest = _INLINE_OUTPUT.split(text)
     for content, output in zip(parts[::2], parts[1::2], strict=True):
         yield _with_call(content)
-        yield _message("tool", output.strip())
-    yield _message(role, rest)
+        yield make_message("tool", output.strip())
+    yield make_message(role, rest)
 
 
 def _with_call(text: str) -> dict[str, Any]:
     if not text.rstrip().endswith("</code>"):
         raise ValueError(f"the interpreter answers a message that does not end in </code>: {text[-100:]!r}")
     code = extract_code(text)
-    return _message("assistant", text[: text.rindex(CODE_START)].strip(), [code])
+    return make_message("assistant", text[: text.rindex(CODE_START)].strip(), [code])
 
 
 def _code(call: dict[str, Any]) -> str:
@@ -175,6 +175,7 @@ def _code(call: dict[str, Any]) -> str:
     return arguments["code"]
 
 
-def _message(role: str, content: str, codes: list[str] | None = None) -> dict[str, Any]:
+def make_message(role: str, content: str, codes: list[str] | None = None) -> dict[str, Any]:
+    """A message of FEATURES; an assistant's with calls of the interpreter."""
     calls = [{"type": "function", "function": {"name": CODE_TOOL, "arguments": {"code": code}}} for code in codes or []]
     return {"role": role, "content": content, "tool_calls": calls or None}

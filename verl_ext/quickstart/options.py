@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import List, Optional  # noqa: UP035  a Python that is older than .venv's may run this file
 
 REPO = Path(__file__).resolve().parents[2]
-DEFAULT_OUT = REPO / "outputs" / "quickstart"
+DEFAULT_OUT = {"tiny": REPO / "outputs" / "quickstart", "small": REPO / "outputs" / "small"}  # by --model
 STAGES = ("data", "sft", "merge", "rl", "eval", "report")
 JOURNAL = "stages.json"  # in a quickstart's folder
 
@@ -18,12 +18,23 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
     """`out` and `source` are absolute; `out` is None where it follows from `source` (--from)."""
     parser = argparse.ArgumentParser(
         prog="quickstart.sh",
-        description="Teach a tiny language model to use a code interpreter: SFT, DAPO RL, evaluation and report, "
+        description="Teach a language model to use a code interpreter: SFT, DAPO RL, evaluation and report, "
         "with the real verl and vLLM, on a CPU. A second call reuses what is done and resumes what was broken off.",
+    )
+    parser.add_argument(
+        "--model",
+        choices=DEFAULT_OUT,
+        default="tiny",
+        help="tiny: 390,000 random parameters, minutes (default); small: SmolLM2-135M-Instruct, weights from 4 bits, "
+        "or the Hugging Face folder or hub name of the variable MODEL_PATH, about an hour",
     )
     parser.add_argument("--stage", choices=STAGES, action="append", help="only this stage (may be repeated)")
     parser.add_argument("--fresh", action="store_true", help="delete the output folder first")
-    parser.add_argument("--out", type=Path, help="default: outputs/quickstart; with --from: FOLDER-2, FOLDER-3, ...")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="default: outputs/quickstart, with --model small: outputs/small, with --from: FOLDER-2, FOLDER-3, ...",
+    )
     parser.add_argument(
         "--from",
         dest="source",
@@ -33,9 +44,9 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
     )
     parser.add_argument("--seed", type=int, default=0, help="of data, initial weights and sampling (default: 0)")
     for option, metavar, what in (
-        ("--data", "ARG", "argument of data/tiny_tools/prepare.py"),
-        ("--sft", "KEY=VALUE", "Hydra override of configs/tiny_sft.yaml"),
-        ("--rl", "KEY=VALUE", "Hydra override of configs/tiny_dapo.yaml"),
+        ("--data", "ARG", "argument of data/tiny_tools/prepare.py, or data/small/prepare.py"),
+        ("--sft", "KEY=VALUE", "Hydra override of configs/tiny_sft.yaml, or smollm2_sft.yaml"),
+        ("--rl", "KEY=VALUE", "Hydra override of configs/tiny_dapo.yaml, or smollm2_dapo.yaml"),
     ):
         parser.add_argument(option, action="append", default=[], metavar=metavar, help=what)
     args = parser.parse_args(argv)
@@ -55,7 +66,7 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
         if args.out in args.source.parents:
             parser.error(f"--out {args.out} holds the folder of --from; the new run needs its own")
     elif not args.out:
-        args.out = DEFAULT_OUT
+        args.out = DEFAULT_OUT[args.model]
     return args
 
 

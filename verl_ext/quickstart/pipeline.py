@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
 from verl_ext.evaluation.checkpoint import merge_command
 from verl_ext.quickstart import disk
 from verl_ext.quickstart.options import JOURNAL, REPO, STAGES, parse_options
+from verl_ext.quickstart.rungs import RUNGS, Rung
 from verl_ext.quickstart.source import STEPS as TAKEN_STEPS
 from verl_ext.quickstart.source import NoSource, Source, find_source
 from verl_ext.quickstart.supervise import (
@@ -38,10 +40,9 @@ from verl_ext.records import durable
 from verl_ext.records.lock import LOCK, lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 
-EVALUATION_SAMPLES = 2  # responses per held-out problem
 ShowProgress = Callable[[Path], Watch]
 AFTERWARDS = " Then the same command goes on from here; --out DIR writes to another disk."
-SANDBOX_OPTIONS = ("--preload=",)  # the tiny task's programs import nothing, and a fork of less costs less
+SANDBOX_OPTIONS = ("--preload=",)  # the tasks' programs import nothing, and a fork of less costs less
 
 
 @dataclass
@@ -55,6 +56,8 @@ class Quickstart:
     rl: list[str]
     supervisor: Supervisor
     source: Source | None = None  # the quickstart whose data and SFT this one has
+    rung: Rung = RUNGS["tiny"]
+    model_path: str = ""  # a model that is there already, a folder or a name on the hub; "": the rung's own is built
     python: str = ""  # of warm_python, for all stages; "": each has its own
 
     def launch(
@@ -74,6 +77,8 @@ class Quickstart:
         if self.source:
             return {"seed": self.seed, "from": self.source.digests, "rl": self.rl}
         settings: dict[str, object] = {"seed": self.seed, "data": self.data_args}
+        if self.rung is not RUNGS["tiny"]:  # which the journals of earlier versions do not name
+            settings |= {"model": self.rung.name, "model_path": self.model_path}
         if step != "data":
             settings["sft"] = self.sft
         if step not in ("data", "sft", "merge_sft"):
@@ -82,26 +87,27 @@ class Quickstart:
 
 
 def make_data(run: Quickstart) -> None:
-    """Word problems, tokenizer and random initial model."""
-    tools = REPO / "data" / "tiny_tools"
+    """Word problems, and tokenizer and initial model unless they are there already."""
+    prepare, build = (str(run.rung.tools / name) for name in ("prepare.py", "build_model.py"))
     seed = ["--seed", str(run.seed)]
     log = run.out / "data.log"
-    run.supervisor.run(
-        [sys.executable, str(tools / "prepare.py"), "--out", str(run.out / "data"), *seed, *run.data_args], log=log
-    )
-    run.supervisor.run([sys.executable, str(tools / "build_model.py"), "--out", str(run.out / "model"), *seed], log=log)
+    run.supervisor.run([sys.executable, prepare, "--out", str(run.out / "data"), *seed, *run.data_args], log=log)
+    if not run.model_path:
+        weights_seed = seed if run.rung.model_seed else []
+        run.supervisor.run([sys.executable, build, "--out", str(run.out / "model"), *weights_seed], log=log)
 
 
 def train_sft(run: Quickstart) -> None:
     out = run.out / "sft"
-    run.launch("run_tiny_sft.sh", run.sft, out, out / "log.txt", show_sft_progress, MODEL_PATH=str(run.out / "model"))
+    model = run.model_path or str(run.out / "model")
+    run.launch(run.rung.sft_launcher, run.sft, out, out / "log.txt", show_sft_progress, MODEL_PATH=model)
 
 
 def train_rl(run: Quickstart) -> None:
     model, out = str(run.out / "sft" / "merged"), run.out / "rl"
     with running_server(options=SANDBOX_OPTIONS) as url:
         environment = {"MODEL_PATH": model, "SANDBOX_URL": url}
-        run.launch("run_tiny_dapo.sh", run.rl, out, out / "log.txt", show_rl_progress, **environment)
+        run.launch(run.rung.rl_launcher, run.rl, out, out / "log.txt", show_rl_progress, **environment)
 
 
 def merge(run: Quickstart, name: str) -> None:
@@ -124,20 +130,22 @@ def evaluate(run: Quickstart, when: str) -> None:
     """Roll out the evaluation problems with the merged model of "before" (SFT) or "after" (RL), tools on."""
     model = run.out / ("sft" if when == "before" else "rl") / "merged"
     folder, target = run.out / "eval", run.out / "eval" / when
-    problems = ",".join([str(run.out / "data" / "eval.parquet")] * EVALUATION_SAMPLES)
+    problems = ",".join([str(run.out / "data" / "eval.parquet")] * run.rung.evaluation_samples)
     overrides = [
         *run.rl,
         *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),
         *(f"trainer.validation_data_dir='{target}'", f"data.val_files=[{problems}]"),
-        *("trainer.save_freq=-1", "trainer.experiment_name=tiny_eval"),
+        *("trainer.save_freq=-1", f"trainer.experiment_name={run.rung.name}_eval"),
     ]
     shutil.rmtree(target, ignore_errors=True)
     with running_server(options=SANDBOX_OPTIONS) as url:
         # No doctor: the settings are those of the RL run, and every input is of the stages before.
         environment = {"MODEL_PATH": str(model), "SANDBOX_URL": url, "DOCTOR": "0"}
-        run.launch("run_tiny_dapo.sh", overrides, folder / f"{when}_run", folder / f"{when}.log", **environment)
+        run.launch(run.rung.rl_launcher, overrides, folder / f"{when}_run", folder / f"{when}.log", **environment)
     if not list(target.glob("*.jsonl")):
         raise CommandFailed(f"The evaluation wrote no samples into {target}; see {run.out / 'eval' / when}.log.")
+    if (shortcuts := run.out / "data" / "shortcuts.txt").is_file():  # of the small task
+        print(textwrap.indent(shortcuts.read_text().rstrip(), "  "), flush=True)
 
 
 def report(run: Quickstart) -> None:
@@ -146,8 +154,8 @@ def report(run: Quickstart) -> None:
 
 # name, its stage, what it does, how, the steps that must be done before it
 STEPS: list[tuple[str, str, str, Callable[[Quickstart], None], tuple[str, ...]]] = [
-    ("data", "data", "word problems, tokenizer, random model", make_data, ()),
-    ("sft", "sft", "multi-turn SFT, FSDP2 on two ranks", train_sft, ("data",)),
+    ("data", "data", "data and model", make_data, ()),
+    ("sft", "sft", "multi-turn SFT", train_sft, ("data",)),
     ("merge_sft", "merge", "FSDP shards -> Hugging Face folder", lambda run: merge(run, "sft"), ("sft",)),
     ("rl", "rl", "DAPO RL with the code sandbox", train_rl, ("merge_sft",)),
     ("merge_rl", "merge", "FSDP shards -> Hugging Face folder", lambda run: merge(run, "rl"), ("rl",)),
@@ -208,6 +216,7 @@ def run_pipeline(run: Quickstart, stages: list[str]) -> None:
                 print(f"[{step}] skipped: {missing[0]} was not run", flush=True)
                 continue
             raise CommandFailed(f"[{step}] needs {missing[0]}, which was not run. Run the quickstart without --stage.")
+        title = dict(zip(("data", "sft"), run.rung.titles, strict=True)).get(step, title)
         print(f"[{step}] {title}", flush=True)
         started, before = time.time(), journal.wall_s(step)
         entry = {"stage": step, "started": started, "settings": run.settings(step)}
@@ -275,15 +284,19 @@ def main() -> None:
     try:
         source = find_source(args.source) if args.source else None
         settings = (args.seed, args.data, args.sft, seeds + args.rl)
+        rung = RUNGS[source.settings["sft"].get("model", "tiny") if source else args.model]
+        model = {"rung": rung, "model_path": os.environ.get("MODEL_PATH", "") if rung is not RUNGS["tiny"] else ""}
         if out is None:
-            out = next_folder(Quickstart(Path(), *settings, supervisor=None, source=source))
+            out = next_folder(Quickstart(Path(), *settings, supervisor=None, source=source, **model))
             print(f"[from] the new run is in {out}", flush=True)
         if args.fresh and out.exists():
             with lock_folder(out):
                 delete_run(out)
         out.mkdir(parents=True, exist_ok=True)
-        with lock_folder(out), warm_python() as python, Supervisor() as supervisor:
-            run_pipeline(Quickstart(out, *settings, supervisor, source, python), args.stage or list(STAGES))
+        shared_python = warm_python() if rung.shares_python else contextlib.nullcontext("")
+        with lock_folder(out), shared_python as python, Supervisor() as supervisor:
+            run = Quickstart(out, *settings, supervisor, source, python=python, **model)
+            run_pipeline(run, args.stage or list(STAGES))
     except (CommandFailed, NoSource, SandboxNotReady) as error:
         raise SystemExit(f"quickstart: {error}{_advice(error, out)}") from None
     except OSError as error:

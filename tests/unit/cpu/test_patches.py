@@ -36,7 +36,6 @@ def test_vectorised_log_probs_are_those_of_verl(cpu_platform, shape):
     published = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(published)
     assert patched.logprobs_from_logits_v2 is not published.logprobs_from_logits_v2
-    assert patched.logprobs_from_logits_v2.__name__ == "logprobs_from_logits_naive"
 
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn((*shape, 50), generator=generator)
@@ -45,6 +44,21 @@ def test_vectorised_log_probs_are_those_of_verl(cpu_platform, shape):
         module.logprobs_from_logits(logits, labels, inplace_backward=False) for module in (patched, published)
     )
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_log_probs_of_bf16_logits_are_fp32_under_cpu_autocast(cpu_platform):
+    """In bf16, log-probs around -10 lie .06 apart."""
+    import torch
+    from verl.utils.torch_functional import logprobs_from_logits
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn((9, 40_000), generator=generator).bfloat16()
+    labels = torch.randint(40_000, (9,), generator=generator)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        log_probs = logprobs_from_logits(logits, labels, inplace_backward=False)
+    expected = logits.double().log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    assert log_probs.dtype == torch.float32
+    torch.testing.assert_close(log_probs.double(), expected, rtol=0, atol=1e-4)
 
 
 def test_gloo_is_asked_for_once(cpu_platform, monkeypatch):

@@ -81,3 +81,12 @@ def test_help_and_the_wrong_part_of_the_tests_install_nothing(checkout):
 def test_right_arguments_come_to_the_install(checkout, script, arguments):
     done, installed = checkout(script, *arguments)
     assert (done.returncode, installed) == (9, True), done.stderr
+
+
+def test_each_model_has_a_folder_of_its_own():
+    from verl_ext.quickstart.options import DEFAULT_OUT, parse_options
+    from verl_ext.quickstart.rungs import RUNGS
+
+    assert DEFAULT_OUT.keys() == RUNGS.keys()
+    assert parse_options([]).out == pipeline.REPO / "outputs" / "quickstart"
+    assert parse_options(["--model", "small"]).out == pipeline.REPO / "outputs" / "small"

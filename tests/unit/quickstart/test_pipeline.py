@@ -143,6 +143,55 @@ def test_data_and_model_are_made_with_the_runs_seed_and_arguments(make_run, tmp_
     assert build[2:] == ["--out", str(tmp_path / "model"), "--seed", "5"]
 
 
+def test_the_small_rung_has_tools_and_launchers_of_its_own(make_run, tmp_path):
+    run = make_run(rung=pipeline.RUNGS["small"], data_args=["--rl=64"])
+    pipeline.make_data(run)
+    pipeline.train_sft(run)
+    prepare, build, sft = run.supervisor.commands
+    for command in (prepare, build, sft):
+        assert Path(command.command[1]).exists()
+    assert prepare.command[1].endswith("data/small/prepare.py") and prepare.command[-3:] == ["--seed", "0", "--rl=64"]
+    assert build.command[1:] == [prepare.command[1].replace("prepare", "build_model"), "--out", str(tmp_path / "model")]
+    assert sft.command[1].endswith("run_smollm2_sft.sh") and sft.env["MODEL_PATH"] == str(tmp_path / "model")
+    assert run.settings("data") == {"seed": 0, "data": ["--rl=64"], "model": "small", "model_path": ""}
+
+
+def test_a_model_that_is_there_is_taken_instead(make_run):
+    run = make_run(rung=pipeline.RUNGS["small"], model_path="owner/name")
+    pipeline.make_data(run)
+    pipeline.train_sft(run)
+    prepare, sft = run.supervisor.commands
+    assert prepare.command[1].endswith("prepare.py") and sft.env["MODEL_PATH"] == "owner/name"
+    assert run.settings("sft")["model_path"] == "owner/name"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "path"), [([], "tiny", ""), (["--model", "small"], "small", "owner/name")]
+)
+def test_main_takes_the_rung_that_model_names(monkeypatch, tmp_path, arguments, name, path):
+    seen = []
+    monkeypatch.setenv("MODEL_PATH", "owner/name")  # tiny has a model of its own
+    monkeypatch.setattr(pipeline, "run_pipeline", lambda run, stages: seen.append(run))
+    monkeypatch.setattr(pipeline, "Supervisor", lambda: __import__("contextlib").nullcontext(RecordingSupervisor()))
+    monkeypatch.setattr(sys, "argv", ["pipeline", "--out", str(tmp_path), *arguments])
+    pipeline.main()
+    [run] = seen
+    assert (run.rung.name, run.model_path, bool(run.python)) == (name, path, name == "tiny")
+
+
+def test_a_run_from_a_small_quickstart_is_small_whatever_model_says(monkeypatch, tmp_path, source):
+    journal = json.loads((source / "stages.json").read_text())
+    for entry in journal:
+        entry["settings"] |= {"model": "small", "model_path": ""}
+    (source / "stages.json").write_text(json.dumps(journal))
+    seen = []
+    monkeypatch.setattr(pipeline, "run_pipeline", lambda run, stages: seen.append(run))
+    monkeypatch.setattr(pipeline, "Supervisor", lambda: __import__("contextlib").nullcontext(RecordingSupervisor()))
+    monkeypatch.setattr(sys, "argv", ["pipeline", "--from", str(source), "--out", str(tmp_path / "second")])
+    pipeline.main()
+    assert seen[0].rung.name == "small"
+
+
 def test_sft_starts_from_the_random_model_and_shows_its_progress(make_run, tmp_path):
     run = make_run(sft=["optim.lr=1"], python="/warm/python")
     pipeline.train_sft(run)

@@ -1,0 +1,39 @@
+"""MAWPS as SFT traces, RL problems and a test, from a fold's train.csv and dev.csv.
+
+    python data/prepare_mawps.py --input cv_mawps/fold0 --out outputs/mawps
+
+The files are github.com/arkilpatel/SVAMP's, data/cv_mawps. They are not in this repository: SVAMP's is under MIT, but
+MAWPS itself (github.com/sroy9/mawps) names no licence. Equations become programs, which are run and must give the
+answer.
+`DATA_DIR=outputs/mawps bash recipe/retool/run_smollm2_sft.sh` trains on them.
+"""
+
+import argparse
+from pathlib import Path
+
+from verl_ext.datasets.mawps import split_fold
+from verl_ext.datasets.rows import DataError
+from verl_ext.datasets.worked import problem_of, split_apart, write_task
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", type=Path, required=True, help="folder of train.csv and dev.csv")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the parquet files")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of train.csv")
+    parser.add_argument("--sft", type=int, default=600, help="SFT traces; the rest is for RL (default: %(default)s)")
+    parser.add_argument("--sft-val", type=int, default=48, help="traces of SFT's validation (default: %(default)s)")
+    args = parser.parse_args()
+    parts = split_fold(args.input, seed=args.seed, sft=args.sft + args.sft_val, rl=None, test=None)
+    (test, sft, rl), report = split_apart(*parts)
+    print(report)
+    val, train = sft[: args.sft_val], sft[args.sft_val :]
+    evaluation = {"mawps": [problem_of(worked) for worked in test]}
+    write_task(args.out, sft=train, sft_val=val, rl=rl, rl_source="mawps", evaluation=evaluation)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except DataError as error:
+        raise SystemExit(str(error)) from None

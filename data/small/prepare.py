@@ -1,0 +1,74 @@
+"""Write the data of the small run: word problems as SFT traces, RL problems and a test, and SVAMP beside the test.
+
+    python data/small/prepare.py --out outputs/small/data
+    python data/small/prepare.py --out outputs/small/data --mawps FOLDER        # MAWPS' train.csv and dev.csv instead
+
+Deterministic in `--seed`; no network. The problems are ours (templates.txt: SFT, RL and test have other templates).
+SVAMP (data/svamp) is for the test alone. MAWPS is not in the repository, as its own one names no licence.
+"""
+
+import argparse
+import random
+import sys
+from pathlib import Path
+
+from verl_ext.datasets.mawps import split_fold
+from verl_ext.datasets.problems import Problem, read_problems
+from verl_ext.datasets.rows import DataError
+from verl_ext.datasets.worked import Worked, problem_of, split_apart, write_task
+
+sys.path.insert(0, str(Path(__file__).parent))
+from word_problems import make_problems  # noqa: E402  beside this file
+
+SVAMP = Path(__file__).resolve().parents[1] / "svamp" / "svamp.jsonl"
+TEST_SEED = 1604  # the test does not depend on --seed: runs with different seeds are compared on the same problems
+
+
+def own_problems(args: argparse.Namespace) -> list[list[Worked]]:
+    """Test, SFT (its validation at the end) and RL problems from our templates."""
+    rng = random.Random(args.seed)
+    test = make_problems("test", args.test, random.Random(TEST_SEED))
+    return [test, make_problems("sft", args.sft + args.sft_val, rng), make_problems("rl", args.rl, rng)]
+
+
+def svamp_problems(count: int) -> list[Problem]:
+    """The first so many of a fixed shuffle: SVAMP's file is in the order of its kinds."""
+    problems = list(read_problems(str(SVAMP)))
+    random.Random(TEST_SEED).shuffle(problems)
+    return problems[:count]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the parquet files")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mawps", type=Path, metavar="FOLDER", help="train.csv and dev.csv of a fold, instead of ours")
+    parser.add_argument("--sft", type=int, default=600, help="SFT traces (default: %(default)s)")
+    parser.add_argument("--sft-val", type=int, default=48, help="traces of SFT's validation (default: %(default)s)")
+    parser.add_argument("--rl", type=int, default=1500, help="RL problems (default: %(default)s)")
+    parser.add_argument("--test", type=int, default=384, help="held-out problems (default: %(default)s)")
+    parser.add_argument("--svamp", type=int, default=100, help="problems of SVAMP beside them (default: %(default)s)")
+    args = parser.parse_args()
+    if args.mawps:
+        sizes = {"sft": args.sft + args.sft_val, "rl": args.rl, "test": args.test}
+        parts = split_fold(args.mawps, seed=args.seed, **sizes)
+    else:
+        parts = own_problems(args)
+    (test, sft, rl), report = split_apart(*parts)
+    print(report)
+    name = "mawps" if args.mawps else "word_problems"
+    write_task(
+        args.out,
+        sft=sft[args.sft_val :],
+        sft_val=sft[: args.sft_val],
+        rl=rl,
+        rl_source=name,
+        evaluation={name: [problem_of(worked) for worked in test], "svamp_ood": svamp_problems(args.svamp)},
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except DataError as error:
+        raise SystemExit(str(error)) from None

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# DAPO RL of SmolLM2-135M-Instruct on word problems, on one GPU or, where there is none, on a CPU. Settings: configs/smollm2_dapo.yaml
+# The model's weights come from 4 bits (data/small/build_model.py), unless SFT began with another.
+#
+# Usage: [NAME=value ...] bash recipe/retool/run_smollm2_dapo.sh [--cfg job] [Hydra overrides, e.g. trainer.total_training_steps=2]
+#   DATA_DIR         of data/small/prepare.py          outputs/small/data
+#   MODEL_PATH       merged SFT checkpoint             outputs/small/sft/merged
+#   SANDBOX_URL      sandbox; several with commas      http://127.0.0.1:8080
+#   OUTPUT_DIR       checkpoints and metrics           outputs/small/rl
+#   RETOOL_HARDWARE  cpu or gpu                        gpu where `nvidia-smi -L` answers
+# DOCTOR=0 starts it without the checks of verl_ext/doctor.
+# The same command again goes on from the last checkpoint. scripts/quickstart.sh --model small starts the sandbox and calls this.
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+if ! has_gpu; then
+  OVERRIDES=(+hardware=cpu_bf16 "${OVERRIDES[@]}")
+  # vLLM and the actor take turns: each has all cores, and one that waits gives way (verl_ext/cpu/warm_python.py).
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-2}
+fi
+quickstart_dapo smollm2_dapo small data/small

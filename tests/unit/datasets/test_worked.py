@@ -1,0 +1,127 @@
+import pytest
+
+from verl_ext.datasets.gsm8k import gold, program
+from verl_ext.datasets.mawps import infix, read_fold, tidy
+from verl_ext.datasets.rows import DataError
+from verl_ext.datasets.worked import Worked, split_apart, trace_of, work_out, write_task
+
+HEADER = "Question,Numbers,Equation,Answer\n"
+
+
+def worked(text, answer="1"):
+    return Worked(text, f"print({answer})", answer, answer, text[:8])
+
+
+def test_only_a_program_that_gives_the_answer_is_taken():
+    assert work_out("?", "print(6 / 4)", "1.5", "x") == Worked("?", "print(6 / 4)", "1.5", "1.5", "x")
+    assert work_out("?", "print(0.1 + 0.2)", "0.3", "x").answer == "0.3"
+    assert work_out("?", "print(8 / 2)", "4", "x").answer == "4"  # what is printed is 4.0
+    assert work_out("?", "print(5 / 8)", "0.63", "x", exact=False).answer == "0.625"
+    for code, answer, said in (
+        ("print(7)", "8", "prints 7, the answer is 8"),
+        ("print(5 / 8)", "0.63", "prints 0.625"),
+        ("print(1 / 3)", "0.33", "no short decimal"),
+        ("a = 1", "1", "no program"),
+        ("print(open('x'))", "1", "expected arithmetic"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            work_out("?", code, answer, "x", exact="no short" not in said)
+
+
+def test_a_trace_is_read_by_sft_as_one_call_and_an_answer(tokenizer):
+    from verl_ext.protocols.code import CodeProtocol
+    from verl_ext.protocols.trace import split_trace
+
+    trace = trace_of(work_out("How many?", "print(40 + 2)", "42", "x"))
+    prompt, _, response = split_trace(trace.messages, None, CodeProtocol(tokenizer), tokenizer.eos_token)
+    assert prompt[-1]["content"].endswith("in \\boxed{}.\n\nHow many?")
+    assert ["".join(part.parts) for part in response] == [
+        "<code>\nprint(40 + 2)\n</code>",
+        "\n<interpreter>\n42\n</interpreter>\n",
+        "The answer is \\boxed{42}.",
+        tokenizer.eos_token,
+    ]
+    assert [part.own for part in response] == [True, False, True, True]
+
+
+def test_a_later_set_has_nothing_of_an_earlier_one():
+    test = [worked("A farmer had 83 sheep and sold 52 sheep at the market. How many are left?")]
+    sft = [
+        worked("a FARMER had 83 sheep, and sold 52 sheep at the market. How many are left?"),
+        worked("On Friday, a farmer had 83 sheep and sold 52 sheep at the market. How many does he have?"),
+        worked("Ann has 3 pens."),
+        worked("Ann has 3 pens"),
+    ]
+    rl = [worked("Ann has 3 pens."), worked("Ann has 4 pens.")]
+    (kept_test, kept_sft, kept_rl), report = split_apart(test, sft, rl)
+    assert kept_test == test and kept_sft == sft[2:3] and kept_rl == rl[1:]
+    assert report.dropped == {"the same problem is there before": 3, "set 2: overlap with one before": 1}
+    assert (report.rows, report.kept) == (7, 3)
+
+
+def test_a_task_without_rows_is_refused(tmp_path):
+    some = [worked("Ann has 3 pens.")]
+    with pytest.raises(DataError, match="No problem is left to write to .*eval.parquet"):
+        write_task(tmp_path, sft=some, sft_val=some, rl=some, rl_source="x", evaluation={"x": []})
+
+
+# MAWPS ---------------------------------------------------------------------------------------------------------------
+
+
+def test_prefix_becomes_infix_with_the_brackets_it_needs():
+    assert infix("- number0 number1".split(), ["9", "3"]) == "9 - 3"
+    assert infix("- number0 * number1 2.0".split(), ["9", "3"]) == "9 - (3 * 2)"
+    assert infix("/ + number0 number1 number0".split(), ["9", "3"]) == "(9 + 3) / 9"
+    for words in ("- number0", "+ number0 number5", "+ a b", "+ 1 2 3", ""):
+        with pytest.raises(DataError, match="no equation in prefix form"):
+            infix(words.split(), ["9", "3"])
+
+
+def test_a_question_loses_the_marks_of_its_tokeniser():
+    assert tidy("mary has 2 cups . she needs 6 , or more ?") == "Mary has 2 cups. She needs 6, or more?"
+
+
+def test_a_fold_is_read_and_what_is_wrong_in_it_counted(tmp_path, capsys):
+    (tmp_path / "train.csv").write_text(
+        HEADER + "Ann has number0 pens and gets number1 . How many ?,8.0 2.5,+ number0 number1,10.5\n"
+        "Ann has number0 pens . How many ?,8.0,+ number0 number0,15\n"
+    )
+    (tmp_path / "dev.csv").write_text(
+        HEADER + "It costs number0 dollars for number1 . Each ?,5.0 8.0,/ number0 number1,0.63\n"
+    )
+    train, dev = read_fold(tmp_path)
+    assert [(w.text, w.code, w.output, w.answer, w.id) for w in train] == [
+        ("Ann has 8 pens and gets 2.5. How many?", "print(8 + 2.5)", "10.5", "10.5", "train-0")
+    ]
+    assert [w.answer for w in dev] == ["0.625"]
+    assert "train-1: the program prints 16, the answer is 15" in capsys.readouterr().out
+    with pytest.raises(DataError, match="dev.csv, row 0: no Numbers, Equation, Answer"):
+        (tmp_path / "dev.csv").write_text("Question\nx\n")
+        read_fold(tmp_path)
+    (tmp_path / "dev.csv").unlink()
+    with pytest.raises(DataError, match="dev.csv is not there. MAWPS is not in this repository"):
+        read_fold(tmp_path)
+
+
+# GSM8K ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (
+            "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = <<48+24=72>>72 clips.\n#### 72",
+            "# Natalia sold clips in May\na = 48 / 2\n# She sold clips\nb = 48 + a\nprint(b)",
+        ),
+        ("It is $5 x 10% = $<<5*10%=0.5>>0.5\n#### 0.5", "# It is\na = 5 * (10 / 100)\nprint(a)"),
+        ("<<05+1=6>>6 then 1*6 = <<1*6=6>>6\n#### 6", "# then\na = 5 + 1\nb = 1 * a\nprint(b)"),
+        ("It is six.\n#### 6", ""),
+        ("\n".join(f"<<{i}+1={i + 1}>>" for i in range(20)) + "\n#### 20", ""),  # more results than names
+    ],
+)
+def test_annotations_become_statements_over_earlier_results(answer, code):
+    assert program(answer) == code
+
+
+def test_the_answer_stands_behind_the_hashes():
+    assert gold("a #### b\n#### $1,080.") == "1080"

@@ -1,0 +1,77 @@
+"""GSM8K (Cobbe et al., 2021): its calculator annotations, `<<48/2=24>>`, as programs that a trace can run.
+
+Each line of a solution becomes a comment (its words, without the arithmetic), each annotation a statement over the
+results before it.
+"""
+
+import re
+from collections.abc import Iterator
+
+from verl_ext.datasets.problems import Problem, Report
+from verl_ext.datasets.rows import field, read_rows
+from verl_ext.datasets.worked import Worked, keep_worked
+
+_ANNOTATION = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
+_ARITHMETIC = re.compile(r"[-$\d.,%+*/x×() ]*=?\s*\$?\s*<<[^<>]*>>\s*\$?-?[\d,]*\.?\d*%?")
+_NUMBER = re.compile(r"-?\d*\.?\d+")
+_NUMBER_IN_TEXT = re.compile(r"(?<![\w.])\d*\.?\d+(?![\w.])")
+_SIGNS = str.maketrans({",": None, "$": None, " ": None, "x": "*", "X": "*", "×": "*", "÷": "/"})
+_NAMES = "abcdefghijklmnop"  # of results, in order
+
+
+def read_worked(source: str, *, split: str) -> tuple[list[Worked], Report]:
+    """The problems of a file or of the hub's data set whose annotations give the answer, and what was left out."""
+    report = Report()
+    rows = [(question, answer, name) for question, answer, name in _rows(source, split)]
+    worked = list(keep_worked(((q, program(a), gold(a), name) for q, a, name in rows), report))
+    report.distinct = len({each.text for each in worked})
+    return worked, report
+
+
+def read_test(source: str, *, split: str) -> list[Problem]:
+    """All problems, with the number behind `####` as answer."""
+    return [Problem(question, gold(answer), name) for question, answer, name in _rows(source, split)]
+
+
+def gold(answer: str) -> str:
+    """`... #### 1,080` -> 1080."""
+    return answer.rpartition("####")[2].strip().translate(_SIGNS).rstrip(".")
+
+
+def program(answer: str) -> str:
+    """A program that prints the result of the last annotation; one that nothing prints where there is no annotation."""
+    statements: list[str] = []
+    results: dict[str, str] = {}  # number -> name of the result that it is
+    names = iter(_NAMES)
+    last = ""
+    for line in answer.rpartition("####")[0].splitlines():
+        annotations = _ANNOTATION.findall(line)
+        if annotations and (words := _words(line)):
+            statements.append(f"# {words}")
+        for expression, result in annotations:
+            if not (last := next(names, "")):
+                return ""
+            statements.append(f"{last} = {_expression(expression, results)}")
+            number = result.translate(_SIGNS)
+            if _NUMBER.fullmatch(number) and number.lstrip("-") not in ("0", "1"):  # 0 and 1 stand for themselves
+                results[number] = last
+    return "\n".join([*statements, f"print({last})"]) if last else ""
+
+
+def _expression(text: str, results: dict[str, str]) -> str:
+    """`48/2` -> `48 / 2`, `5%` -> `(5 / 100)`; a number that is an earlier result by its name."""
+    plain = re.sub(r"(\d+(?:\.\d+)?|\.\d+)%", r"(\1/100)", text.translate(_SIGNS))
+    plain = re.sub(r"(?<![\d.])0+(?=\d)", "", plain)  # 05 is no Python
+    plain = _NUMBER_IN_TEXT.sub(lambda found: results.get(found[0], found[0]), plain)
+    return re.sub(r"(?<=[\w)])([+\-*/])(?=[\w(.])", r" \1 ", plain)
+
+
+def _words(line: str) -> str:
+    """`Natalia sold 48/2 = <<48/2=24>>24 clips in May.` -> `Natalia sold clips in May`."""
+    text = " ".join(_ARITHMETIC.sub(" ", line).split())
+    return re.sub(r"\s+([.,])", r"\1", text).strip(" =.,")
+
+
+def _rows(source: str, split: str) -> Iterator[tuple[str, str, str]]:
+    for number, (where, row) in enumerate(read_rows(source, split=split)):
+        yield field(row, "question", where).strip(), field(row, "answer", where), f"{split}-{number}"

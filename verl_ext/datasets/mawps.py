@@ -1,0 +1,90 @@
+"""MAWPS (Koncel-Kedziorski et al., 2016) in the form of arkilpatel/SVAMP's data/cv_mawps: train.csv and dev.csv.
+
+A row has a question with `number0`, `number1`, ... for its numbers, and its equation in prefix form over them.
+"""
+
+import csv
+import random
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from verl_ext.datasets.arithmetic import plain
+from verl_ext.datasets.problems import Report
+from verl_ext.datasets.rows import DataError
+from verl_ext.datasets.worked import Worked, keep_worked
+
+COLUMNS = ("Question", "Numbers", "Equation", "Answer")
+
+
+def read_fold(folder: Path) -> tuple[list[Worked], list[Worked]]:
+    """The problems of train.csv and of dev.csv whose equation gives the answer; prints what was left out.
+
+    Raises:
+        DataError: a file is not there, or lacks a column.
+    """
+    parts = []
+    for name in ("train.csv", "dev.csv"):
+        report = Report()
+        parts.append(list(keep_worked(read_file(folder / name), report, exact=False)))
+        report.distinct = len({worked.text for worked in parts[-1]})
+        print(f"{folder / name}: {report}")
+    return parts[0], parts[1]
+
+
+def read_file(path: Path) -> Iterator[tuple[str, str, str, str]]:
+    """(text, program, answer, id) of each row.
+
+    Raises:
+        DataError: the file is not there, or lacks a column.
+    """
+    if not path.is_file():
+        raise DataError(
+            f"{path} is not there. MAWPS is not in this repository; take train.csv and dev.csv of a fold from "
+            "github.com/arkilpatel/SVAMP, data/cv_mawps/fold0, and name their folder."
+        )
+    with open(path, encoding="utf-8", newline="") as file:
+        for number, row in enumerate(csv.DictReader(file)):
+            if missing := [column for column in COLUMNS if not row.get(column)]:
+                raise DataError(f"{path}, row {number}: no {', '.join(missing)}; expected {', '.join(COLUMNS)}.")
+            numbers = [plain(float(value)) for value in row["Numbers"].split()]
+            text = re.sub(r"number(\d+)", lambda name, given=numbers: given[int(name[1])], row["Question"])
+            program = f"print({infix(row['Equation'].split(), numbers)})"
+            yield tidy(text), program, row["Answer"], f"{path.stem}-{number}"
+
+
+def infix(prefix: Sequence[str], numbers: Sequence[str]) -> str:
+    """`- number0 * number1 2.0` with numbers 9 and 3: `9 - (3 * 2)`.
+
+    Raises:
+        DataError: the words are no expression.
+    """
+    words = iter(prefix)
+
+    def read(outermost: bool) -> str:
+        word = next(words)
+        if word in ("+", "-", "*", "/"):
+            left, right = read(False), read(False)
+            return f"{left} {word} {right}" if outermost else f"({left} {word} {right})"
+        return numbers[int(word.removeprefix("number"))] if word.startswith("number") else plain(float(word))
+
+    try:
+        text = read(True)
+    except (StopIteration, IndexError, ValueError):
+        raise DataError(f"no equation in prefix form: {' '.join(prefix)!r} over {len(numbers)} numbers.") from None
+    if rest := list(words):
+        raise DataError(f"no equation in prefix form: {' '.join(prefix)!r} goes on with {' '.join(rest)!r}.")
+    return text
+
+
+def tidy(question: str) -> str:
+    """MAWPS is tokenised: no spaces in front of punctuation, and capitals where sentences begin."""
+    text = re.sub(r"\s+([.,?!])", r"\1", " ".join(question.split()))
+    return re.sub(r"(^|[.?!] )([a-z])", lambda found: found[1] + found[2].upper(), text)
+
+
+def split_fold(folder: Path, *, seed: int, sft: int, rl: int | None, test: int | None) -> list[list[Worked]]:
+    """Test, SFT and RL problems of a fold: dev.csv is the test, the first `sft` of a shuffled train.csv are for SFT."""
+    train, dev = read_fold(folder)
+    random.Random(seed).shuffle(train)
+    return [dev[:test], train[:sft], train[sft:][:rl]]

@@ -1,0 +1,148 @@
+"""Problems with the program that solves them: executed, checked against the gold answer, and written for SFT and RL.
+
+Used by data/small/prepare.py, data/prepare_mawps.py and data/prepare_gsm8k.py. What goes into SFT, into RL and into the
+test is kept apart here: see `split_apart`.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from verl_ext.datasets import arithmetic
+from verl_ext.datasets.problems import FEATURES, Problem, Report, problem_row, shortened, write_problems
+from verl_ext.datasets.rows import DataError, write_parquet
+from verl_ext.datasets.shortcuts import describe_shortcuts
+from verl_ext.datasets.text import PROMPTS, EvaluationProblems, same_problem_key
+from verl_ext.datasets.traces import Trace, make_message, write_traces
+
+PROTOCOL = "code_short"  # key of PROMPTS
+SHORTCUTS_FILE = "shortcuts.txt"  # beside eval.parquet: what rules score on it
+_FLOAT_ERROR = Fraction(1, 10**9)  # .1 + .2 prints 0.30000000000000004
+_ROUNDED = Fraction(1, 100)  # MAWPS rounds answers to two digits; GSM8K's are exact
+
+
+@dataclass(frozen=True)
+class Worked:
+    """A problem, the program that solves it and what the program prints. `answer` is the gold one."""
+
+    text: str
+    code: str
+    output: str
+    answer: str
+    id: str
+
+
+def work_out(text: str, code: str, gold: str, name: str, *, exact: bool = True) -> Worked:
+    """Run the program, and check that it prints the gold answer.
+
+    Args:
+        exact: else the gold answer may be rounded to two digits; the answer of what is returned is the program's.
+    Raises:
+        ValueError: the program is no arithmetic, prints another number, or one that has no short decimal (1/3): the
+            scorer takes no rounded answer.
+    """
+    output = arithmetic.run(code)
+    if not output:
+        raise ValueError("there is no program")
+    if abs(Fraction(output) - Fraction(gold)) > (_FLOAT_ERROR if exact else _ROUNDED):
+        raise ValueError(f"the program prints {output}, the answer is {gold}")
+    answer = arithmetic.plain(float(output))
+    if abs(Fraction(output) - Fraction(answer)) > _FLOAT_ERROR:
+        raise ValueError(f"the program prints {output}, which no short decimal is equal to")
+    return Worked(text, code, output, answer, name)
+
+
+def trace_of(worked: Worked) -> Trace:
+    """One call of the interpreter, its output, and the answer in a box."""
+    messages = [
+        make_message("user", PROMPTS[PROTOCOL].format(problem=worked.text)),
+        make_message("assistant", "", [worked.code]),
+        make_message("tool", worked.output),
+        make_message("assistant", f"The answer is \\boxed{{{worked.answer}}}."),
+    ]
+    return Trace(worked.text, messages, 1, worked.id)
+
+
+def problem_of(worked: Worked) -> Problem:
+    return Problem(worked.text, worked.answer, worked.id)
+
+
+def split_apart(*sets: Sequence[Worked]) -> tuple[list[list[Worked]], Report]:
+    """Leave out of each set what a set before it has, in whatever spelling, and what it has twice itself.
+
+    Name the sets from the one that must stay whole (the test) to the one that gives way. A problem counts as there when
+    it is equal but for spaces, case and punctuation, or shares half of the runs of 30 letters (`EvaluationProblems`);
+    numbers are letters too, but a template with other numbers can be found.
+    """
+    report, kept, seen = Report(), [], set()
+    before: list[tuple[str, str]] = []
+    for number, problems in enumerate(sets):
+        others = EvaluationProblems(before)
+        kept.append([])
+        for problem in problems:
+            report.rows += 1
+            key = same_problem_key(problem.text)
+            example = f"{problem.id}: {shortened(problem.text)}"
+            if key in seen:
+                report.drop("the same problem is there before", example)
+            elif before and (overlap := others.find_overlap(problem.text)):
+                report.drop(
+                    f"set {number + 1}: overlap with one before", f"{overlap[1]:.0%} of {overlap[0]} | {example}"
+                )
+            else:
+                kept[-1].append(problem)
+            seen.add(key)
+        before += [(problem.id, problem.text) for problem in kept[-1]]
+    report.distinct, report.kept = len(seen), sum(map(len, kept))
+    return kept, report
+
+
+def write_task(
+    out: Path,
+    *,
+    sft: Sequence[Worked],
+    sft_val: Sequence[Worked],
+    rl: Sequence[Worked],
+    rl_source: str,
+    evaluation: dict[str, Sequence[Problem]],
+) -> None:
+    """Write sft_train, sft_val, rl_train and eval.parquet, as the small run reads them, and print figures and examples.
+
+    Args:
+        rl_source: data source of the RL problems.
+        evaluation: problems by data source; what a shortcut scores on each is printed.
+    Raises:
+        DataError: one of them has no row.
+    """
+    for name, traces in (("sft_train", sft), ("sft_val", sft_val)):
+        write_traces([trace_of(worked) for worked in traces], out / f"{name}.parquet")
+    write_problems(
+        [problem_of(w) for w in rl], out / "rl_train.parquet", data_source=rl_source, split="train", protocol=PROTOCOL
+    )
+    rows = [
+        problem_row(problem, index, data_source=source, split="test", protocol=PROTOCOL)
+        for source, problems in evaluation.items()
+        for index, problem in enumerate(problems)
+    ]
+    if not rows:
+        raise DataError(f"No problem is left to write to {out / 'eval.parquet'}.")
+    write_parquet(rows, out / "eval.parquet", FEATURES)
+    counts = ", ".join(f"{source} {len(problems):,}" for source, problems in evaluation.items())
+    print(f"{out / 'eval.parquet'}: {len(rows):,} rows ({counts})")
+    rates = describe_shortcuts({source: [(p.text, p.answer) for p in each] for source, each in evaluation.items()})
+    (out / SHORTCUTS_FILE).write_text(f"{rates}\n")
+    print(rates)
+
+
+def keep_worked(rows: Iterable[tuple[str, str, str, str]], report: Report, *, exact: bool = True) -> Iterator[Worked]:
+    """`work_out` of (text, code, gold, id) rows; those that it refuses are counted in the report."""
+    for text, code, gold, name in rows:
+        report.rows += 1
+        try:
+            worked = work_out(text, code, gold, name, exact=exact)
+        except ValueError as error:
+            report.drop("the program does not give the answer", f"{name}: {error}")
+            continue
+        report.kept += 1
+        yield worked
