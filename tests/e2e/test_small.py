@@ -52,7 +52,7 @@ def test_every_step_is_done_and_the_report_written(run: tuple[Path, str]):
     }
     assert (out / "report.html").is_file() and "What rules score that do not read the problem:" in printed
     assert "weights from 4 bits" in (out / "data.log").read_text()
-    assert set(json.loads((out / "summary.json").read_text())["evaluation"]["after"]) == {"word_problems", "svamp_ood"}
+    assert {"word_problems", "svamp_ood"} < json.loads((out / "summary.json").read_text())["evaluation"]["after"].keys()
 
 
 def test_vllm_and_the_actor_agree_after_an_update(run: tuple[Path, str]):
