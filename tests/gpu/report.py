@@ -78,9 +78,9 @@ def read_results(out: Path) -> list[Result]:
 
 
 def record(result: Result, out: Path, order: list[str]) -> None:
-    """Put a result in the place of what its stage gave with the same options, in `acceptance.json` and `acceptance.md`.
+    """Replace the stage's earlier result of equal options, in `acceptance.json` and `acceptance.md`.
 
-    One that did not run takes no place of one that did. Each file is the old or the new one, whatever happens when.
+    A stage that did not run replaces no result. A crash leaves each file whole: the old one or the new one.
 
     Args:
         order: names of stages, as they run.

@@ -40,6 +40,7 @@ from verl_ext.records import durable
 from verl_ext.records.lock import LOCK, lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 
+EVALUATION_SAMPLES = 2  # responses per held-out problem
 ShowProgress = Callable[[Path], Watch]
 AFTERWARDS = " Then the same command goes on from here; --out DIR writes to another disk."
 SANDBOX_OPTIONS = ("--preload=",)  # the tasks' programs import nothing, and a fork of less costs less
@@ -130,7 +131,7 @@ def evaluate(run: Quickstart, when: str) -> None:
     """Roll out the evaluation problems with the merged model of "before" (SFT) or "after" (RL), tools on."""
     model = run.out / ("sft" if when == "before" else "rl") / "merged"
     folder, target = run.out / "eval", run.out / "eval" / when
-    problems = ",".join([str(run.out / "data" / "eval.parquet")] * run.rung.evaluation_samples)
+    problems = ",".join([str(run.out / "data" / "eval.parquet")] * EVALUATION_SAMPLES)
     overrides = [
         *run.rl,
         *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),

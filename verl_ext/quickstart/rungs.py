@@ -15,10 +15,7 @@ class Rung:
     sft_launcher: str  # in recipe/retool
     rl_launcher: str
     model_seed: bool  # whether build_model.py draws weights, by `--seed`
-    shares_python: (
-        bool  # one server forks the processes of all stages; else each launcher has its own threads and waits
-    )
-    evaluation_samples: int  # responses per held-out problem
+    shares_python: bool  # one server forks the processes of all stages; else each launcher sets its own threads
     titles: tuple[str, str]  # of the data's step and the SFT's
 
 
@@ -30,7 +27,6 @@ RUNGS = {
         rl_launcher="run_tiny_dapo.sh",
         model_seed=True,
         shares_python=True,
-        evaluation_samples=2,
         titles=("word problems, tokenizer, random model", "multi-turn SFT, FSDP2 on two ranks"),
     ),
     "small": Rung(
@@ -40,7 +36,6 @@ RUNGS = {
         rl_launcher="run_smollm2_dapo.sh",
         model_seed=False,
         shares_python=False,
-        evaluation_samples=2,
         titles=("word problems; SmolLM2-135M-Instruct, weights from 4 bits", "multi-turn SFT, FSDP2"),
     ),
 }
