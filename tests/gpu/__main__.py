@@ -1,8 +1,8 @@
 """Run the stages, or some of them, and write the table of what was expected and seen. scripts/gpu_acceptance.sh.
 
 acceptance.md in --out keeps the rows of earlier runs: a new result of a stage replaces its earlier result of equal
-options. The exit status is 0 if every chosen stage passed, 1 if one failed, 3 if none failed and some did not run (the table
-says why), and 2 for a wrong option.
+options. The exit status is 0 if every chosen stage passed, 1 if one failed, 3 if none failed and some did not run (the
+table says why), and 2 for a wrong option.
 """
 
 import argparse
