@@ -1,10 +1,25 @@
-"""Which rollouts of a group that was generated twice as large are left out (verl_ext/objectives/grpo_roc.py)."""
+"""Which rollouts of a group are excluded, have a void turn, or are left out where twice as many were generated.
+
+The sampler asks (sampler.py).
+"""
 
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl_ext.objectives.grpo_roc import keep, penalty
+from verl_ext.outcome import VOID_TURN, infrastructure_failure
+
+
+def has_void_turn(extra: Mapping[str, Any]) -> bool:
+    """Whether a turn of a rollout had neither code nor an answer; `extra` are its `extra_fields`."""
+    return bool(extra.get("tool_use", {}).get("void_turns"))
+
+
+def exclusion(extra: Mapping[str, Any], void_turn_filter: bool | str) -> str | None:
+    """Why a rollout is kept out of baseline and loss, or None."""
+    reason = infrastructure_failure({"finish_reason": extra.get("finish_reason"), **extra["reward_extra_info"]})
+    return reason or (VOID_TURN if void_turn_filter is True and has_void_turn(extra) else None)
 
 
 def left_out(
