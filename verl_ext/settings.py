@@ -376,6 +376,8 @@ def compose_run(
 ) -> "DictConfig":
     """What Hydra makes of a run's YAML. Old names of files that moved are replaced.
 
+    `objective=NAME` comes after all of the run's own values, as the launchers have it.
+
     Args:
         beside: further folders of YAMLs, where the run's is not in configs/.
     Raises:
@@ -386,6 +388,7 @@ def compose_run(
 
     from verl_ext.moved import rename_files
 
+    overrides = [f"+{each}" if each.startswith("objective=") else each for each in overrides]
     with initialize_config_dir(str(folder), version_base=None):
         config = compose(name, overrides=[search_path(*beside), *overrides])
     rename_files(config)
