@@ -103,7 +103,7 @@ class AdaptiveN(Option):
 
     def __post_init__(self) -> None:
         check_phases("adaptive_n", self.phases, lowest=2)
-        if min(self.easy_n, self.hard_n) < 2 or self.easy_visits < 1:  # a group of one has its raw reward as advantage
+        if min(self.easy_n, self.hard_n) < 2 or self.easy_visits < 1:  # a group of one has advantage 0
             raise ValueError(f"retool.adaptive_n: expected easy_n, hard_n >= 2 and easy_visits >= 1, got {self}")
         if not 0 <= self.hard_below <= self.easy_above <= 1:
             raise ValueError(f"retool.adaptive_n: expected 0 <= hard_below <= easy_above <= 1, got {self}")

@@ -89,14 +89,14 @@ def _check_optimizer(run: Run) -> Iterator[Finding]:
 def _check_algorithm(run: Run) -> Iterator[Finding]:
     """What two settings say of each other."""
     low, high = _number(run, f"{ACTOR}.clip_ratio_low"), _number(run, f"{ACTOR}.clip_ratio_high")
-    if low is not None and high is not None and low > high:
+    if low is not None and high is not None and high < low < 1:  # from 1 on: no lower bound, as CISPO
         yield warn(f"""{ACTOR}.clip_ratio_low is {low:g}, expected at most clip_ratio_high={high:g}: DAPO's clip-higher
             is the other way round -> Exchange them: 0.2 and 0.28.""")
     estimator = run.get("algorithm.adv_estimator")
     compares = estimator in estimators_of_groups() or run.get("algorithm.filter_groups.enable")
     if compares and run.n == 1:
         yield fail(f"""{ROLLOUT}.n is 1, expected 2 or more: {estimator} or dynamic sampling compares the samples of a
-            prompt, and a group of one has its raw score as advantage -> Set it to 8 or 16.""")
+            prompt, and a group of one has advantage 0 -> Set it to 8 or 16.""")
     samples = run.get(f"{ROLLOUT}.val_kwargs.n", 1)
     if samples != 1 and run.get(f"{ROLLOUT}.val_kwargs.temperature") == 0:
         yield warn(f"""{ROLLOUT}.val_kwargs.temperature is 0, expected above 0 with val_kwargs.n={samples}: all

@@ -21,6 +21,7 @@ from verl_ext.objectives.tir_otb import tir_otb
 from verl_ext.versions import VERL, require_versions
 
 ESTIMATORS = ["maxrl", "tir_otb"]  # names of algorithm.adv_estimator, beside verl's; the doctor reads them here
+OF_GROUPS = ("grpo", *ESTIMATORS)  # those whose groups may differ in size
 
 
 def register(algorithms: ModuleType) -> None:

@@ -34,7 +34,7 @@ from verl_ext.settings import (
     read_settings,
 )
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveSampling
-from verl_ext.trainer.advantages import keep_sum_pi_squared, scale
+from verl_ext.trainer.advantages import OF_GROUPS, keep_sum_pi_squared, scale
 from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import ExclusionWatch, NothingStored, describe
 from verl_ext.trainer.failed_samples import ALL_RAISED, find_failed, judged_figures
@@ -80,7 +80,7 @@ class RunTrainer(PPOTrainer):
         adaptive_n = read_settings(config, "adaptive_n", AdaptiveN)
         if adaptive_n:
             self._sampling = AdaptiveSampling(adaptive_n, StepJournal(folder / "pass_rates.jsonl"))
-            if not hasattr(self.replay_buffer, "on_group_end") or config.algorithm.adv_estimator != "grpo":
+            if not hasattr(self.replay_buffer, "on_group_end") or config.algorithm.adv_estimator not in OF_GROUPS:
                 raise ValueError(
                     "retool.adaptive_n needs GRPO's baselines and a sampler that tells how groups ended, got algorithm."
                     f"adv_estimator={config.algorithm.adv_estimator} and {type(self.replay_buffer).__name__}. "

@@ -34,7 +34,7 @@ def test_our_own_runs_have_such_as_a_run_can_mean(name, hardware, make_run, only
         (f"{ROLLOUT}.gpu_memory_utilization=.96", Level.WARN, "is 0.96, expected in [0.05, 0.95]"),
         (f"{ROLLOUT}.gpu_memory_utilization=90", Level.FAIL, "is 90, expected"),
         (f"{ROLLOUT}.gpu_memory_utilization=0", Level.FAIL, "is 0, expected"),
-        (f"{ROLLOUT}.n=1", Level.FAIL, "a group of one has its raw score as advantage"),
+        (f"{ROLLOUT}.n=1", Level.FAIL, "a group of one has advantage 0"),
         (f"{ROLLOUT}.n=0", Level.FAIL, "is 0, expected a whole number of at least 1"),
         (f"{ROLLOUT}.n=8.5", Level.FAIL, "is 8.5, expected a whole number"),
         (f"{ACTOR}.optim.lr=1", Level.FAIL, "optim.lr is 1, expected in (0, 0.1]: Adam moves every weight"),

@@ -60,6 +60,11 @@ def test_resampling_does_not_go_with_a_filter_that_could_leave_too_few(make_buff
         make_buffer([], batch_size=1, void_turn_filter=True, resample="paper")
 
 
+@pytest.mark.parametrize("objective", ["dapo", "maxrl", "tir_otb"])
+def test_adaptive_n_goes_with_every_baseline_of_groups(make, objective):
+    assert make("retool.adaptive_n.enable=true", objective=objective)[0]._sampling is not None
+
+
 @pytest.mark.parametrize("option,numbers", [((), [16, 16]), (("retool.adaptive_n.enable=true",), [24, 24])])
 def test_twice_the_responses_are_generated(make, submitted, option, numbers):
     """tiny_dapo has 8 responses a prompt; with adaptive n 12 in the first phase."""
