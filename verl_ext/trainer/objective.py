@@ -153,7 +153,7 @@ def policy_loss(
         "clipped_high": terms.clipped_high & usable,
         "dropped": (terms.dropped | ~usable) & sampled,
         "not_finite": sampled & ~usable,
-        "ppo_kl": torch.where(usable, -log_ratio(tokens.__class__(*map(torch.detach, tokens[:4]))), 0),
+        "ppo_kl": -log_ratio(tokens),  # 0 of what is not usable
     }
     return value, {COUNT + name: float(each.sum()) for name, each in counts.items()}
 
