@@ -89,7 +89,7 @@ def _of_last_outputs(
 ) -> Any:
     from verl.trainer.ppo.ray_trainer import compute_advantage
 
-    if estimator == "tir_otb":
+    if estimator in ("tir_otb", "optimal_token_baseline", "tir_optimal_token_baseline"):
         data.batch["sum_pi_squared"] = _sum_pi_squared(batch_keys, data.batch["response_mask"].shape[-1])
     last: dict[str, int] = {}  # session -> row of its last output
     for row, (key, session) in enumerate(zip(batch_keys, sessions, strict=True)):

@@ -208,6 +208,14 @@ def check_objective(config: DictConfig) -> None:
             f"actor_rollout_ref.actor.policy_loss.{key} is no key of an objective."
             + (f" Did you mean {near[0]}?" if near else f" Expected one of {', '.join(sorted(known))}.")
         )
+    if config.algorithm.adv_estimator == "tir_otb":
+        correction = config.algorithm.rollout_correction
+        if correction.bypass_mode or not actor.calculate_sum_pi_squared:
+            raise ValueError(
+                "algorithm.adv_estimator=tir_otb needs the actor's pass for old log-probs, got rollout_correction."
+                f"bypass_mode={correction.bypass_mode} and actor.calculate_sum_pi_squared="
+                f"{actor.calculate_sum_pi_squared}; expected false and true. objective=tir_otb sets both."
+            )
     if name not in LOSSES:
         if section.get("unit", "mini_batch") != "mini_batch":
             raise ValueError(f"policy_loss.unit={section['unit']} needs one of our objectives, got loss_mode={name}.")

@@ -44,11 +44,11 @@ def test_grpo_of_whole_groups_is_verls(advantages):
 
 
 def test_another_output_of_a_session_has_one_number_at_each_of_its_tokens(advantages):
-    """Session 0 has two outputs of 2 and 3 tokens; its last one is in the baseline: 1, 0."""
+    """Session 0 has two outputs of 3 and 2 tokens; its last one is in the baseline: 1, 0."""
     rewards = {"a_0_0": 1.0, "a_0_1": 1.0, "a_1_0": 0.0}
-    lengths = {"a_0_0": 2, "a_0_1": 3, "a_1_0": 1}
+    lengths = {"a_0_0": 3, "a_0_1": 2, "a_1_0": 1}
     found = advantages(rewards, (), "rloo", lengths=lengths)
-    assert found == {"a_0_0": [1.0, 1.0], "a_0_1": [1.0, 1.0, 1.0], "a_1_0": [-1.0]}
+    assert found == {"a_0_0": [1.0, 1.0, 1.0], "a_0_1": [1.0, 1.0], "a_1_0": [-1.0]}
 
 
 # SimpleTIR: a response with a void turn stays in the baseline ---------------------------------------------------------
@@ -88,18 +88,48 @@ def test_a_filler_has_no_advantage_in_any_unit(advantages):
 # The optimal token baseline -------------------------------------------------------------------------------------------
 
 
-def test_verls_trainer_gets_the_sum_of_squared_probabilities(advantages):
+@pytest.mark.parametrize("estimator", ["tir_otb", "tir_optimal_token_baseline"])
+def test_verls_trainer_gets_the_sum_of_squared_probabilities(advantages, estimator):
     """As objectives/test_tir_otb.py: W 1, 2 and 1.5, 3; A .6 and -.4. The third row is a copy of the first."""
     ones = torch.ones(3)
     found = advantages(
         {"a_0_0": 1.0, "a_1_0": 0.0, "a_0_1": 1.0},
         (),
-        "tir_otb",
+        estimator,
+        objective="tir_otb",
         old_log_probs=[ones * math.log(0.5), ones * math.log(0.25), ones * math.log(0.5)],
         sum_pi_squared=[ones, ones, ones],
     )
     assert found["a_0_0"] == found["a_0_1"] == pytest.approx([0.6, 0.0, 0.6])
     assert found["a_1_0"] == pytest.approx([-0.4, 0.0, -0.4])
+
+
+def test_advantages_are_verls_where_the_formula_is(cpu_platform):
+    import numpy as np
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    from tests.unit.objectives.cases import random_batch
+    from verl_ext.objectives.group_mean import group_mean
+
+    given, groups = random_batch(seed=8), ["a", "b", "a", "b", "a", "a", "b", "b"]
+    generator = torch.Generator().manual_seed(9)
+    rewards = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+    arguments = {"response_mask": given.mask.double(), "index": np.array(groups, dtype=object)}
+    for by_std in (True, False):
+        settings = {"token_level_rewards": rewards.clone(), "norm_adv_by_std_in_grpo": by_std}
+        verls, _ = get_adv_estimator_fn("grpo")(**arguments, **settings)
+        ours = group_mean(rewards.sum(-1), groups, by_std=by_std)
+        assert torch.allclose(ours[:, None] * given.mask, verls, atol=1e-12)
+    squares = torch.rand(8, 6, generator=generator, dtype=torch.float64)
+    more = {"old_log_probs": given.log_prob, "sum_pi_squared": squares}
+    for weights in (None, torch.rand(8, 6, generator=generator, dtype=torch.float64)):
+        both = [
+            get_adv_estimator_fn(name)(
+                **arguments, **more, token_level_rewards=rewards.clone(), rollout_is_weights=weights
+            )
+            for name in ("tir_otb", "tir_optimal_token_baseline")
+        ]
+        assert torch.allclose(both[0][0], both[1][0], atol=1e-9) and torch.allclose(both[0][1], both[1][1], atol=1e-12)
 
 
 def test_the_pass_for_old_log_probs_is_asked_for_it(make, monkeypatch):

@@ -216,6 +216,8 @@ CORRECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
         ("dapo", f"{ACTOR}.policy_loss.unit=prompt", "expected one of mini_batch, batch, group"),
         ("icepop_onpolicy", f"{ACTOR}.ppo_mini_batch_size=8", "one update.*expected equal sizes"),
         ("icepop_onpolicy", f"{ACTOR}.ppo_epochs=2", "one update"),
+        ("tir_otb", f"{CORRECTION}.bypass_mode=true", "needs the actor's pass for old log-probs"),
+        ("tir_otb", f"{ACTOR}.calculate_sum_pi_squared=false", "expected false and true"),
         ("dapo", f"+{ACTOR}.policy_loss.unti=batch", "policy_loss.unti is no key.*Did you mean unit"),
         (
             "dapo",
