@@ -13,6 +13,7 @@ from tests.unit.test_launchers import launch
 from verl_ext.doctor.schema import has_type_of, is_known, is_open, own_yaml, schema
 from verl_ext.evaluation.store import flatten
 from verl_ext.settings import compose_run as composed
+from verl_ext.settings import is_in
 
 PRESETS = sorted(path.stem for path in (ROOT / "configs" / "objective").glob("*.yaml"))
 NAMES = """dapo grpo olmorl icepop icepop_onpolicy glm5_async mis_token mis_seq gspo sapo cispo dppo_tv dppo_kl gmpo
@@ -63,6 +64,17 @@ def test_a_preset_fits_a_run_and_its_keys_win(run, preset, cpu_platform):
     assert omega_conf_to_dataclass(config.actor_rollout_ref.actor.policy_loss).unit in ("mini_batch", "batch")
     plain = flatten(OmegaConf.to_container(config, resolve=False))
     assert {key: plain[key] for key in keys_of(preset)} == keys_of(preset)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_doctor_has_nothing_against_the_values_of_a_preset(preset):
+    from verl_ext.doctor.values import BOUNDS
+
+    keys = keys_of(preset)
+    outside = [
+        (key, keys[key], within) for key, _, within, *_ in BOUNDS if key in keys and not is_in(keys[key], within)
+    ]
+    assert outside == []
 
 
 @pytest.mark.parametrize("run", RL_RUNS)

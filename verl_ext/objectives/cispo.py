@@ -2,7 +2,7 @@
 
     sg[clip(r, 1 - low, 1 + high)] A log pi,   sg: no gradient
 
-No token loses its gradient, only the weight of a high ratio is bounded. The paper sets no lower bound: low = 10, so
+No token loses its gradient, only the weight of a high ratio is bounded. The paper sets no lower bound: low = 1, so
 that 1 - low is below any ratio. high = .28 is ours, as the paper gives no number. Mean over tokens.
 The same as verl's `cispo` (core_algos.py:2048, 0.9.1), whose default low = .2 weighs r = .1 by .8.
 Departures: log r is held within +-20.

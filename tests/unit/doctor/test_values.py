@@ -48,7 +48,7 @@ def test_our_own_runs_have_such_as_a_run_can_mean(name, hardware, make_run, only
         (f"{ACTOR}.optim.weight_decay=1", Level.WARN, "weight_decay is 1"),
         (f"{ACTOR}.clip_ratio_low=-0.2", Level.FAIL, "clip_ratio_low is -0.2"),
         (f"{ACTOR}.clip_ratio_low=0.3", Level.WARN, "is 0.3, expected at most clip_ratio_high=0.28"),
-        (f"{ACTOR}.clip_ratio_high=28", Level.WARN, "clip_ratio_high is 28, expected in (0, 1)"),
+        (f"{ACTOR}.clip_ratio_high=28", Level.WARN, "clip_ratio_high is 28, expected in (0, 1]"),
         (f"{ACTOR}.clip_ratio_c=1", Level.FAIL, "clip_ratio_c is 1, expected in (1, inf)"),
         (f"{ACTOR}.entropy_coeff=-0.1", Level.WARN, "entropy_coeff is -0.1"),
         (f"{ACTOR}.kl_loss_coef=-1", Level.FAIL, "driven away from the reference"),

@@ -31,7 +31,7 @@ OBJECTIVES = {
     "gspo": (gspo, {"low": 0.05, "high": 0.07}, RESPONSES, False),
     "gmpo": (gmpo, {"low": 0.2, "high": 0.2}, RESPONSES, False),
     "sapo": (sapo, {"tau_pos": 1.0, "tau_neg": 1.05}, RESPONSES, False),
-    "cispo": (cispo, {"low": 10.0, "high": 0.28}, TOKENS, False),
+    "cispo": (cispo, {"low": 1.0, "high": 0.28}, TOKENS, False),
     "dppo_tv": (dppo_tv, {"low": 0.02, "high": 0.02, "truncation": 1.3}, TOKENS, False),
     "dppo_kl": (dppo_kl, {"low": 0.005, "high": 0.005, "truncation": 1.3}, TOKENS, False),
 }

@@ -51,7 +51,7 @@ SAME = [
     ("retool_olmorl", "vanilla", BOUNDS | {"clip_ratio_c": 1e9}),  # the weights are the trainer's
     ("retool_gspo", "gspo", {"low": 0.05, "high": 0.07, "mode": RESPONSES}),
     ("retool_sapo", "sapo", {"mode": RESPONSES}),
-    ("retool_cispo", "cispo", {"low": 10.0, "high": 0.28}),
+    ("retool_cispo", "cispo", {"low": 1.0, "high": 0.28}),
     ("retool_cispo", "cispo", {"low": 0.1, "high": 0.1}),
     ("retool_dppo_tv", "dppo_tv", {"low": 0.02, "high": 0.03, "clip_ratio_c": 1.2}),
     ("retool_dppo_kl", "dppo_kl", {"low": 0.005, "high": 0.01, "clip_ratio_c": 1.2}),
