@@ -31,11 +31,11 @@ def left_out(
         rows: key, `extra_fields` and reason of exclusion of each rollout.
         rule: `paper` or `code`; None leaves nothing out.
     """
-    if not rule:
-        return []
     valid = [(key, extra) for key, extra, reason in rows if reason is None]
+    if not rule or not valid:  # a group without a valid rollout is replaced
+        return []
     right = [extra["reward_extra_info"]["acc"] > 0 for _, extra in valid]
-    uses = [extra["tool_use"] for _, extra in valid]
+    uses = [extra.get("tool_use", {"ok": 0, "errors": {}}) for _, extra in valid]  # another's loop counts no calls
     failed = [sum(use["errors"].values()) for use in uses]
     penalties = [penalty(use["ok"] + lost, lost) for use, lost in zip(uses, failed, strict=True)]
     kept = {valid[i][0] for i in keep(right, penalties, min(len(rows) // 2, len(valid)), rule=rule, rng=rng)}

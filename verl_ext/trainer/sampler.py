@@ -68,9 +68,8 @@ class _EndedGroup:
 class DapoReplayBuffer(ReplayBufferAsync):
     """See the module's docstring.
 
-    A repeated rollout is a further output of its session, `{uid}_{session}_{index + 1}`: verl's GRPO gives it the
-    advantage of that session, whose baseline it does not enter, and so do all estimators (trainer/advantages.py). The
-    advantages of a filled group are those of its valid rollouts alone.
+    A repeated rollout is a further output of its session, `{uid}_{session}_{index + 1}`: it gets the advantage of that
+    session, whose baseline it does not enter, with every estimator (trainer/advantages.py).
 
     Which groups are useful is DAPO's rule (arXiv:2503.14476, section 3.2): the constraint of Eq. 11 is on the number of
     right answers, 0 < right < G, not on rewards. A group of right answers that differ in length penalties alone is

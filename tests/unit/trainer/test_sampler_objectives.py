@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.unit.trainer.prompt_groups import MODES, buffer_maker, info, keys_of
+from tests.unit.trainer.prompt_groups import MODES, RAISED, buffer_maker, info, keys_of
 
 
 @pytest.fixture
@@ -47,6 +47,14 @@ def test_what_infrastructure_failed_is_left_out_first(make_buffer):
     queue, buffer = make_buffer([[info(1, ok=1), failed, info(0), info(1, ok=1)]], batch_size=1, resample="code")
     batch, _ = buffer.sample(1, "train", 1)
     assert sorted(batch.keys) == ["uid-0_0_0", "uid-0_2_0"]  # one right, one wrong, and no copy
+
+
+def test_groups_without_a_valid_rollout_are_replaced_as_ever(make_buffer):
+    failed = [info(0, sandbox_failure=1.0, finish_reason="sandbox_failure")] * 4
+    queue, buffer = make_buffer([RAISED, failed, GROUP], batch_size=1, resample="paper")
+    batch, metrics = buffer.sample(1, "train", 1)
+    assert {key.split("_")[0] for key in batch.keys} == {"uid-2"} and len(batch.keys) == 2
+    assert metrics["failure/groups_dropped"] == 2
 
 
 @pytest.mark.parametrize("settings", [{"resample": "best"}, {"void_turn_filter": "baseline"}])
