@@ -22,9 +22,8 @@ from verl_ext.evaluation.store import flatten
 from verl_ext.moved import new_name
 from verl_ext.settings import REPO, VERL
 
-OWN = REPO / "verl_ext/trainer"  # our objectives and advantages
-SCHEDULE = REPO / "verl_ext/trainer/lr_schedule.py"
-ALGORITHMS = VERL / "trainer/ppo/core_algos.py"
+OWN = REPO / "verl_ext/trainer"  # our objectives, advantages and schedules
+ALGOS = VERL / "trainer/ppo/core_algos.py"
 TRAINERS = VERL / "trainer/ppo/v1"
 ENGINES = VERL / "workers/engine"
 CHECKPOINT_ENGINES = "CheckpointEngineRegistry.register"
@@ -65,7 +64,7 @@ def listed(source: Path, name: str) -> frozenset[str]:
 
 def estimators_of_groups() -> frozenset[str]:
     """Advantage estimators that compare the samples of a prompt: those whose function takes their `index`."""
-    verls = _quoted(ALGORITHMS, r"^@register_adv_est\(([^)]*)\)[^\n]*\ndef \w+\((?:    [^\n]*|\n)*?\bindex:")
+    verls = _quoted(ALGOS, r"^@register_adv_est\(([^)]*)\)[^\n]*\ndef \w+\((?:    [^\n]*|\n)*?\bindex:")
     return verls | listed(OWN, "ESTIMATORS")
 
 
@@ -88,7 +87,7 @@ def reward_managers(_: Run) -> frozenset[str]:
 def _schedules(run: Run) -> set[str]:
     ours = str(run.get(f"{run.optim}._target_", "")).startswith("verl_ext.")
     known = compared(ENGINES / "fsdp/transformer_impl.py", "lr_scheduler_type")
-    return known | compared(SCHEDULE, "lr_scheduler_type") if ours else known
+    return known | compared(OWN, "lr_scheduler_type") if ours else known
 
 
 def _checkpoint_engines(run: Run) -> set[str]:
@@ -98,22 +97,20 @@ def _checkpoint_engines(run: Run) -> set[str]:
 
 
 def _kl_penalties(_: Run) -> set[str]:
-    known = compared(ALGORITHMS, "kl_penalty")
+    known = compared(ALGOS, "kl_penalty")
     return known | {f"{name}+" for name in known}  # with a straight-through gradient
 
 
 SETTINGS: dict[str, Callable[[Run], Iterable[str]]] = {
-    "algorithm.adv_estimator": lambda _: registered(ALGORITHMS, "register_adv_est") | listed(OWN, "ESTIMATORS"),
+    "algorithm.adv_estimator": lambda _: registered(ALGOS, "register_adv_est") | listed(OWN, "ESTIMATORS"),
     "algorithm.kl_penalty": _kl_penalties,
-    "algorithm.kl_ctrl.type": lambda _: compared(ALGORITHMS, "kl_ctrl.type"),
+    "algorithm.kl_ctrl.type": lambda _: compared(ALGOS, "kl_ctrl.type"),
     f"{ACTOR}.kl_loss_type": _kl_penalties,
     f"{ACTOR}.loss_agg_mode": lambda _: listed(VERL / "workers/config/actor.py", "valid_loss_agg_modes"),
-    f"{ACTOR}.policy_loss.loss_mode": lambda _: (
-        registered(ALGORITHMS, "register_policy_loss") | listed(OWN, "LOSS_MODES")
-    ),
+    f"{ACTOR}.policy_loss.loss_mode": lambda _: registered(ALGOS, "register_policy_loss") | listed(OWN, "LOSS_MODES"),
     f"{ACTOR}.strategy": lambda _: registered(ENGINES, "EngineRegistry.register", "backend"),
     f"{ACTOR}.optim.lr_scheduler_type": _schedules,
-    f"{ACTOR}.optim.lr_decay_type": lambda _: listed(SCHEDULE, "DECAY_TYPES"),
+    f"{ACTOR}.optim.lr_decay_type": lambda _: listed(OWN, "DECAY_TYPES"),
     f"{ROLLOUT}.name": lambda _: registered(VERL / "workers/rollout/replica.py", "RolloutReplicaRegistry.register"),
     f"{ROLLOUT}.agent.default_agent_loop": agent_loops,
     f"{ROLLOUT}.checkpoint_engine.backend": _checkpoint_engines,
@@ -127,7 +124,7 @@ SETTINGS: dict[str, Callable[[Run], Iterable[str]]] = {
     # of SFT alone
     "engine.strategy": lambda _: registered(ENGINES, "EngineRegistry.register", "backend"),
     "optim.lr_scheduler_type": _schedules,
-    "optim.lr_decay_type": lambda _: listed(SCHEDULE, "DECAY_TYPES"),
+    "optim.lr_decay_type": lambda _: listed(OWN, "DECAY_TYPES"),
 }
 
 # (key of the module, key of the class in it)
