@@ -94,8 +94,8 @@ def evaluate(
     """Figures of every data source, and of several pooled: `in_distribution`, `out_of_distribution`, `overall`.
 
     A problem is its data source and own text, or input text where that is not known. Samples with an infrastructure
-    failure (`Sample.failure`) are counted and left out. Problems with one `Sample.id`, as made from one template, are not
-    independent: the template is then the unit of intervals and tests.
+    failure (`Sample.failure`) are counted and left out. Problems with one `Sample.id`, as made from one template, are
+    not independent: the template is then the unit of intervals and tests.
 
     Args:
         k: samples for best@k and maj@k; by default all n of a problem. mean@k always averages all n.
