@@ -1,10 +1,11 @@
-"""Does the main job learn, and not by chance? The quickstart for several seeds, and a control with random rewards.
+"""Does the main job learn, and not by chance? The quickstart for several seeds, and runs to compare with.
 
-    .venv/bin/python scripts/seeds.py [--seeds 0 1 2] [--out outputs/seeds]
+    .venv/bin/python scripts/seeds.py [--model tiny] [--seeds 0 1 2] [--out outputs/seeds]
 
-Each run is the quickstart in its own folder; the control repeats the RL of the first seed with rewards that carry no
-information (drawn at the rate that SFT was right, `reward.reward_kwargs.random_reward_p`). Prints the table of
-docs/results.md. Resumable: the same command goes on where it was broken off.
+Each run is the quickstart in its own folder. The control repeats the RL of the first seed with rewards that carry no
+information (drawn at the rate that SFT was right, `reward.reward_kwargs.random_reward_p`). The small model also learns
+the task without Python (`data/small/prepare.py --no-tool`), with the first seed. Prints the table of docs/results.md,
+or of docs/small.md. Resumable: the same command goes on where it was broken off.
 """
 
 import argparse
@@ -14,10 +15,21 @@ import sys
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[1]
-HEADER = (
-    "| run | in distribution: SFT | after RL | larger numbers: after RL | longer chains: after RL |\n"
-    "|---|---|---|---|---|"
-)
+# Title of a column, whose figure: before or after RL, and on which data source. The first is what SFT reached.
+COLUMNS = {
+    "tiny": [
+        ("in distribution: SFT", "before", "tiny_tools"),
+        ("after RL", "after", "tiny_tools"),
+        ("larger numbers: after RL", "after", "tiny_tools_ood_large"),
+        ("longer chains: after RL", "after", "tiny_tools_ood_chain"),
+    ],
+    "small": [
+        ("word problems: SFT", "before", "word_problems"),
+        ("after RL", "after", "word_problems"),
+        ("SVAMP: SFT", "before", "svamp_ood"),
+        ("after RL", "after", "svamp_ood"),
+    ],
+}
 
 
 def run(out: Path, *arguments: str) -> dict:
@@ -27,38 +39,48 @@ def run(out: Path, *arguments: str) -> dict:
     return json.loads((out / "summary.json").read_text())
 
 
+def estimate(summary: dict, when: str, source: str) -> dict[str, float]:
+    """Mean accuracy on a data source, as the report has it."""
+    return summary["evaluation"][when][source]["metrics"]["acc/mean@k"]
+
+
 def accuracy(summary: dict, when: str, source: str) -> str:
-    """Mean accuracy with its 95% interval, as the report has it: `.32 [.28, .37]`."""
-    figure = summary["evaluation"][when][source]["metrics"]["acc/mean@k"]
+    """Mean accuracy with its 95% interval: `.32 [.28, .37]`."""
+    figure = estimate(summary, when, source)
     value, low, high = (f"{figure[key]:.2f}".removeprefix("0") for key in ("value", "low", "high"))
     return f"{value} [{low}, {high}]"
 
 
-def row(name: str, summary: dict) -> str:
-    """A line of the table under HEADER."""
-    columns = [("before", "tiny_tools"), ("after", "tiny_tools")]
-    columns += [("after", "tiny_tools_ood_large"), ("after", "tiny_tools_ood_chain")]
-    return " | ".join([f"| {name}", *(accuracy(summary, *column) for column in columns)]) + " |"
+def table(model: str, summaries: dict[str, dict]) -> str:
+    """A row per run, a column per figure of COLUMNS, in Markdown."""
+    columns = COLUMNS[model]
+    lines = [" | ".join(["| run", *(title for title, _, _ in columns)]) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, summary in summaries.items():
+        lines.append(" | ".join([f"| {name}", *(accuracy(summary, *column[1:]) for column in columns)]) + " |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=COLUMNS, default="tiny", help="as the quickstart's (default: tiny)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, default=REPO / "outputs" / "seeds")
+    parser.add_argument("--out", type=Path, help="default: outputs/seeds, with --model small: outputs/seeds_small")
     args = parser.parse_args()
+    out = args.out or REPO / "outputs" / ("seeds" if args.model == "tiny" else f"seeds_{args.model}")
+    model = ("--model", args.model)
 
-    summaries = {f"seed {seed}": run(args.out / f"seed_{seed}", "--seed", str(seed)) for seed in args.seeds}
-    first = f"seed {args.seeds[0]}"
-    rate = summaries[first]["evaluation"]["before"]["tiny_tools"]["metrics"]["acc/mean@k"]["value"]
+    summaries = {f"seed {seed}": run(out / f"seed_{seed}", *model, "--seed", str(seed)) for seed in args.seeds}
+    first = args.seeds[0]
+    _, *figure = COLUMNS[args.model][0]
+    rate = estimate(summaries[f"seed {first}"], *figure)["value"]
     summaries["control: random rewards"] = run(  # the same data and SFT
-        args.out / "control",
-        *("--from", str(args.out / f"seed_{args.seeds[0]}"), "--seed", str(args.seeds[0])),
+        out / "control",
+        *("--from", str(out / f"seed_{first}"), "--seed", str(first)),
         *("--rl", f"+reward.reward_kwargs.random_reward_p={rate:.3f}"),
     )
-
-    print(f"\n{HEADER}")
-    for name, summary in summaries.items():
-        print(row(name, summary))
+    if args.model == "small":
+        summaries["without Python"] = run(out / "no_tool", *model, "--seed", str(first), "--data=--no-tool")
+    print(f"\n{table(args.model, summaries)}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 from verl_ext.datasets.mawps import split_fold
 from verl_ext.datasets.problems import Problem, read_problems
 from verl_ext.datasets.rows import DataError
-from verl_ext.datasets.worked import Worked, problem_of, split_apart, write_task
+from verl_ext.datasets.worked import NO_TOOL, PROTOCOL, Worked, problem_of, split_apart, write_task
 
 sys.path.insert(0, str(Path(__file__).parent))
 from word_problems import make_problems  # noqa: E402  beside this file
@@ -48,6 +48,9 @@ def main() -> None:
     parser.add_argument("--rl", type=int, default=1500, help="RL problems (default: %(default)s)")
     parser.add_argument("--test", type=int, default=384, help="held-out problems (default: %(default)s)")
     parser.add_argument("--svamp", type=int, default=100, help="problems of SVAMP beside them (default: %(default)s)")
+    parser.add_argument(
+        "--no-tool", action="store_true", help="traces and prompts without Python: the calculation as text"
+    )
     args = parser.parse_args()
     if args.mawps:
         sizes = {"sft": args.sft + args.sft_val, "rl": args.rl, "test": args.test}
@@ -64,6 +67,7 @@ def main() -> None:
         rl=rl,
         rl_source=name,
         evaluation={name: [problem_of(worked) for worked in test], "svamp_ood": svamp_problems(args.svamp)},
+        protocol=NO_TOOL if args.no_tool else PROTOCOL,
     )
 
 

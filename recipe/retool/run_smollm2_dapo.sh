@@ -14,7 +14,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 if ! has_gpu; then
-  OVERRIDES=(+hardware=cpu_bf16 "${OVERRIDES[@]}")
+  OVERRIDES=(+hardware=cpu_small "${OVERRIDES[@]}")
   # vLLM and the actor take turns: each has all cores, and one that waits gives way (verl_ext/cpu/warm_python.py).
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-2}
 fi

@@ -14,7 +14,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 if ! has_gpu; then
-  OVERRIDES=(+hardware=cpu_bf16_sft "${OVERRIDES[@]}")
+  OVERRIDES=(+hardware=cpu_small_sft "${OVERRIDES[@]}")
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-ACTIVE} # one process has all cores
 fi
 quickstart_sft smollm2_sft small data/small 1

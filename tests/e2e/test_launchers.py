@@ -45,8 +45,8 @@ def test_sft(small: Path, python: str, tmp_path: Path) -> None:
 def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
     """Two steps, with validation before and after; the published form with hermes' tool calls, the 0.6B with sdpa."""
     log = tmp_path / "log"
-    plain = {"PYTHON": sys.executable}  # one run starts as a user starts it, the others with the imports at hand
-    environment = plain if run == "qwen2-32b_dapo" else ENVIRONMENT | {"PYTHON": python}
+    # One run imports in every process, as a user's does; the others have the imports at hand.
+    environment = ENVIRONMENT | {"PYTHON": sys.executable if run == "qwen2-32b_dapo" else python}
     with running_server(options=("--preload", "")) as url:
         process = launch(
             f"run_{run}.sh",

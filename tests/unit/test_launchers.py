@@ -95,7 +95,7 @@ def test_the_small_run_takes_a_gpu_or_a_cpu_and_a_model_of_the_hub(run: str, tmp
         return done.stdout.splitlines()
 
     offline, threads, *argv = shown(RETOOL_HARDWARE="cpu", MODEL_PATH="owner/name")
-    group = "+hardware=cpu_bf16" + ("_sft" if run.endswith("sft") else "")
+    group = "+hardware=cpu_small" + ("_sft" if run.endswith("sft") else "")
     assert (offline, threads) == ("0", str(len(os.sched_getaffinity(0)))) and group in argv
     assert any(argument.endswith("model.path='owner/name'") for argument in argv)
     composed(run, [group])  # there is such a group

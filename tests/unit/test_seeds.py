@@ -22,7 +22,7 @@ def test_the_page_shows_the_table_as_the_script_prints_it():
     summary = {"evaluation": {"before": side((0.321, 0.283, 0.367), nothing)}}
     summary["evaluation"]["after"] = side((0.966, 0.951, 0.981), nothing)
     page = (REPO / "docs" / "results.md").read_text()
-    assert f"\n{seeds.HEADER}\n{seeds.row('seed 0', summary)}\n" in page
+    assert f"\n{seeds.table('tiny', {'seed 0': summary})}\n" in page
     assert seeds.accuracy({"evaluation": {"after": side((1.0, 0.986, 1.0), nothing)}}, "after", "tiny_tools") == (
         "1.00 [.99, 1.00]"
     )

@@ -60,23 +60,19 @@ def flash_attn_varlen_func(
     window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0,
 ) -> Tensor:
-    """`flash_attn.flash_attn_varlen_func` on SDPA: self-attention within each sequence packed along dimension 0.
+    """`flash_attn.flash_attn_varlen_func` on SDPA: attention within each sequence packed along dimension 0.
 
     Args:
-        q, k, v: [tokens, (key) heads, head dim].
-        cu_seqlens_q, cu_seqlens_k: int32[sequences + 1], where each sequence starts, and the end; equal.
+        q: [tokens, heads, head dim].
+        k, v: [key tokens, key heads, head dim].
+        cu_seqlens_q, cu_seqlens_k: int32[sequences + 1], where each sequence's queries and keys start, and the end.
         max_seqlen_q, max_seqlen_k: tokens.
     Returns:
         [tokens, heads, head dim].
     Raises:
-        ValueError: queries and keys are packed differently, or a sliding window or soft-capping is asked for.
+        ValueError: a sliding window or soft-capping is asked for.
     """
-    if not torch.equal(cu_seqlens_q, cu_seqlens_k):
-        raise ValueError(
-            "The CPU stand-in for flash-attention packs queries and keys alike (self-attention without a cache), "
-            f"but got cu_seqlens_q={cu_seqlens_q.tolist()} and cu_seqlens_k={cu_seqlens_k.tolist()}."
-        )
-    lengths = cu_seqlens_q.diff().tolist()
-    segments = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+    queries, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
+    segments = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
     options = dropout_p, softmax_scale, causal, window_size, softcap
     return torch.cat([flash_attn_func(*(x[None] for x in each), *options)[0] for each in segments])

@@ -24,6 +24,10 @@ PROMPTS = {
         "Solve the problem with Python: write code between <code> and </code>, read its output, then put the answer in "
         "\\boxed{{}}.\n\n{problem}"
     ),
+    # The same task without the tool: what Python adds is measured against it.
+    "no_tool_short": (
+        "Solve the problem: write the calculation and its result, then put the answer in \\boxed{{}}.\n\n{problem}"
+    ),
     # The published run's: the tool's schema, in the system prompt, says how to call it (verl-recipe@2ae2c59,
     # retool/retool_dataset_utils.py).
     "hermes": "{problem}\nThe answer format must be: \\boxed{{'The final answer goes here.'}}",
@@ -47,6 +51,7 @@ _WRAPPERS = [
         r"in \\boxed\{\}\.",
         r"",
     ),
+    (r"Solve the problem: write the calculation and its result, then put the answer in \\boxed\{\}\.", r""),
     (r"", r"The answer format must be: \\boxed\{+'The final answer goes here\.'\}+"),
 ]
 _WRAPPED = [re.compile(rf"\s*{before}\s*(.*?)\s*{behind}\s*", re.DOTALL) for before, behind in _WRAPPERS]

@@ -16,7 +16,7 @@ from verl_ext.datasets.shortcuts import describe_shortcuts
 from verl_ext.datasets.text import PROMPTS, EvaluationProblems, same_problem_key
 from verl_ext.datasets.traces import Trace, make_message, write_traces
 
-PROTOCOL = "code_short"  # key of PROMPTS
+PROTOCOL, NO_TOOL = "code_short", "no_tool_short"  # keys of PROMPTS
 SHORTCUTS_FILE = "shortcuts.txt"  # beside eval.parquet: what rules score on it
 _FLOAT_ERROR = Fraction(1, 10**9)  # .1 + .2 prints 0.30000000000000004
 _ROUNDED = Fraction(1, 100)  # MAWPS rounds answers to two digits; GSM8K's are exact
@@ -53,15 +53,16 @@ def work_out(text: str, code: str, gold: str, name: str, *, exact: bool = True) 
     return Worked(text, code, output, answer, name)
 
 
-def trace_of(worked: Worked) -> Trace:
-    """One call of the interpreter, its output, and the answer in a box."""
-    messages = [
-        make_message("user", PROMPTS[PROTOCOL].format(problem=worked.text)),
-        make_message("assistant", "", [worked.code]),
-        make_message("tool", worked.output),
-        make_message("assistant", f"The answer is \\boxed{{{worked.answer}}}."),
-    ]
-    return Trace(worked.text, messages, 1, worked.id)
+def trace_of(worked: Worked, protocol: str = PROTOCOL) -> Trace:
+    """One call of the interpreter, its output, and the answer in a box; without the tool the same as a calculation."""
+    question = make_message("user", PROMPTS[protocol].format(problem=worked.text))
+    answer = f"The answer is \\boxed{{{worked.answer}}}."
+    if protocol == NO_TOOL:
+        calculation = worked.code.removeprefix("print(").removesuffix(")")
+        spoken = make_message("assistant", f"{calculation} = {worked.output}\n{answer}")
+        return Trace(worked.text, [question, spoken], 1, worked.id)
+    call, reply = make_message("assistant", "", [worked.code]), make_message("tool", worked.output)
+    return Trace(worked.text, [question, call, reply, make_message("assistant", answer)], 1, worked.id)
 
 
 def problem_of(worked: Worked) -> Problem:
@@ -106,22 +107,24 @@ def write_task(
     rl: Sequence[Worked],
     rl_source: str,
     evaluation: dict[str, Sequence[Problem]],
+    protocol: str = PROTOCOL,
 ) -> None:
     """Write sft_train, sft_val, rl_train and eval.parquet, as the small run reads them, and print figures and examples.
 
     Args:
         rl_source: data source of the RL problems.
         evaluation: problems by data source; what a shortcut scores on each is printed.
+        protocol: PROTOCOL, or NO_TOOL.
     Raises:
         DataError: one of them has no row.
     """
     for name, traces in (("sft_train", sft), ("sft_val", sft_val)):
-        write_traces([trace_of(worked) for worked in traces], out / f"{name}.parquet")
+        write_traces([trace_of(worked, protocol) for worked in traces], out / f"{name}.parquet")
     write_problems(
-        [problem_of(w) for w in rl], out / "rl_train.parquet", data_source=rl_source, split="train", protocol=PROTOCOL
+        [problem_of(w) for w in rl], out / "rl_train.parquet", data_source=rl_source, split="train", protocol=protocol
     )
     rows = [
-        problem_row(problem, index, data_source=source, split="test", protocol=PROTOCOL)
+        problem_row(problem, index, data_source=source, split="test", protocol=protocol)
         for source, problems in evaluation.items()
         for index, problem in enumerate(problems)
     ]

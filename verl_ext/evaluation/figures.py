@@ -94,7 +94,8 @@ def evaluate(
     """Figures of every data source, and of several pooled: `in_distribution`, `out_of_distribution`, `overall`.
 
     A problem is its data source and own text, or input text where that is not known. Samples with an infrastructure
-    failure (`Sample.failure`) are counted and left out.
+    failure (`Sample.failure`) are counted and left out. Problems with one `Sample.id`, as made from one template, are
+    not independent: the template is then the unit of intervals and tests.
 
     Args:
         k: samples for best@k and maj@k; by default all n of a problem. mean@k always averages all n.
@@ -111,7 +112,7 @@ def evaluate(
         members = {key: rows for key, rows in problems.items() if key[0] in sources}
         rows = [row for group in members.values() for row in group]
         judged = _judged(members)
-        terms = _terms(judged.values(), k)
+        terms = _terms([judged], k)[0]
         figures[name] = Evaluation(
             data_sources=sources,
             num_problems=len(members),
@@ -146,7 +147,7 @@ def compare(
         keys = [key for key in common if key[0] in sources]
         if not keys:
             continue
-        terms = [_terms([side[key] for key in keys], k) for side in judged]
+        terms = _terms([{key: side[key] for key in keys} for side in judged], k)
         resampled = [bootstrap_ratios(*pair, draws=draws, seed=seed) for pair in terms]
         figures[name] = Difference(
             data_sources=sources,
@@ -302,11 +303,22 @@ def _pools(sources: Iterable[str]) -> dict[str, list[str]]:
     return {name: [name] for name in names} | {name: members for name, members in pooled.items() if members}
 
 
-def _terms(problems: Iterable[Sequence[Sample]], k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Numerators and denominators, each float64[problems, metrics]."""
-    pairs = [[term(rows, min(k, len(rows))) for term in METRICS.values()] for rows in problems]
-    num, den = np.array(pairs, dtype=float).reshape(-1, len(METRICS), 2).transpose(2, 0, 1).copy()
-    return num, den
+def _terms(sides: list[dict[tuple[str, str], list[Sample]]], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Numerators and denominators of each side, each float64[units, metrics]; the sides have the same problems.
+
+    A unit is a problem, or all problems of one data source that share an `id`.
+    """
+    ids = {key: next((row.id for side in sides for row in side[key] if row.id), "") for key in sides[0]}
+    units: dict[tuple[str, str, str], int] = {}
+    rows = [units.setdefault((key[0], name, "" if name else key[1]), len(units)) for key, name in ids.items()]
+    terms = []
+    for side in sides:
+        sums = np.zeros((2, len(units), len(METRICS)))
+        for unit, key in zip(rows, ids, strict=True):
+            pairs = [term(side[key], min(k, len(side[key]))) for term in METRICS.values()]
+            sums[:, unit] += np.array(pairs, dtype=float).T
+        terms.append((sums[0], sums[1]))
+    return terms
 
 
 def _with_intervals(resampled: np.ndarray, *sides: tuple[np.ndarray, np.ndarray]) -> dict[str, Estimate | None]:

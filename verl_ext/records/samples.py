@@ -30,6 +30,7 @@ class Sample:
     truncated: float
     unverified: float
     sandbox_failure: float
+    id: str = ""  # `extra_info.id` of the data; problems made from one template share it
     problem: str = ""  # without template and instructions; what pairs two models. "" in verl's own dumps
 
     @property
@@ -81,4 +82,4 @@ def _sample(row: dict[str, Any]) -> Sample:
         raise ValueError(f"acc is {row['acc']!r}, not a number from 0 to 1 or null")
     acc = None if row["acc"] is None else float(row["acc"])
     texts = {key: row[key] for key in TEXTS}
-    return Sample(**texts, **numbers, acc=acc, gts=row["gts"], problem=row.get("problem", ""))
+    return Sample(**texts, **numbers, acc=acc, gts=row["gts"], id=row.get("id", ""), problem=row.get("problem", ""))

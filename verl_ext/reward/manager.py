@@ -167,8 +167,8 @@ class RetoolRewardManager(RewardManagerBase):
             `reward_score`, and `reward_extra_info` with the same keys for every sample: `acc` (the truth, in [0, 1]; 0
             when unverified), `train_acc` (what the reward was made of), the parts of the reward `reward_base`,
             `reward_overlong`, `reward_length` and `reward_tool_bonus`, `unverified`, `sandbox_failure`,
-            `response_tokens` and the loop's counts as floats; `pred`, `verdict`, `method`, `data_source`,
-            `finish_reason` as strings, "" for nothing.
+            `response_tokens` and the loop's counts as floats; `pred`, `verdict`, `method`, `data_source`, `id` (of
+            `extra_info`), `finish_reason` as strings, "" for nothing.
         Raises:
             ValueError: the row is broken; the message names it.
             RuntimeError: the verifier has an error of its own.
@@ -215,6 +215,7 @@ class RetoolRewardManager(RewardManagerBase):
                 "verdict": score.verdict,
                 "method": score.method,
                 "data_source": str(sample.get("data_source", "")),
+                "id": str((sample.get("extra_info") or {}).get("id", "")),
                 "finish_reason": finish_reason,
             },
         }

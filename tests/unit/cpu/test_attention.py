@@ -97,12 +97,17 @@ def test_what_the_stand_in_cannot_do_is_refused(refused):
         flash_attn_varlen_func(q, k, v, cumulative([5]), cumulative([5]), 5, 5, **refused)
 
 
-def test_queries_and_keys_that_are_packed_differently_are_refused():
+def test_queries_at_the_end_of_more_keys_see_all_of_them():
+    import torch
+
     from verl_ext.cpu.attention import flash_attn_varlen_func
 
-    q, k, v = random_qkv(5, 4, 8)
-    with pytest.raises(ValueError, match=r"cu_seqlens_q=\[0, 5\] and cu_seqlens_k=\[0, 2, 5\]"):
-        flash_attn_varlen_func(q, k, v, cumulative([5]), cumulative([2, 3]), 5, 3)
+    q, k, v = random_qkv(5, 4, 8, key_length=9, key_heads=2)
+    queries, keys = [2, 3], [5, 4]
+    ours = flash_attn_varlen_func(q, k, v, cumulative(queries), cumulative(keys), 3, 5, causal=True)
+    parts = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
+    expected = torch.cat([naive(*each, causal=True) for each in parts])
+    assert_same_values_and_gradients(ours, expected, [q, k, v])
 
 
 @pytest.mark.parametrize("lengths", [EVEN, UNEVEN])

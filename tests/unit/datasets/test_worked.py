@@ -3,7 +3,8 @@ import pytest
 from verl_ext.datasets.gsm8k import gold, program
 from verl_ext.datasets.mawps import infix, read_fold, tidy
 from verl_ext.datasets.rows import DataError
-from verl_ext.datasets.worked import Worked, split_apart, trace_of, work_out, write_task
+from verl_ext.datasets.text import bare_problem
+from verl_ext.datasets.worked import NO_TOOL, Worked, split_apart, trace_of, work_out, write_task
 
 HEADER = "Question,Numbers,Equation,Answer\n"
 
@@ -42,6 +43,13 @@ def test_a_trace_is_read_by_sft_as_one_call_and_an_answer(tokenizer):
         tokenizer.eos_token,
     ]
     assert [part.own for part in response] == [True, False, True, True]
+
+
+def test_a_trace_without_the_tool_has_the_calculation_as_text():
+    trace = trace_of(work_out("How many?", "print((40 + 2) / 4)", "10.5", "x"), NO_TOOL)
+    assert [message["role"] for message in trace.messages] == ["user", "assistant"]
+    assert "Python" not in trace.messages[0]["content"] and bare_problem(trace.messages[0]["content"]) == "How many?"
+    assert trace.messages[1]["content"] == "(40 + 2) / 4 = 10.5\nThe answer is \\boxed{10.5}."
 
 
 def test_a_later_set_has_nothing_of_an_earlier_one():

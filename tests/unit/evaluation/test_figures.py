@@ -55,6 +55,21 @@ TWO_PROBLEMS = [
 ]
 
 
+def test_problems_of_one_template_are_one_unit_of_intervals_and_tests(samples):
+    """Ten problems of one template that go right or wrong together say no more than one problem."""
+    verdicts = {f"template-{t}": t % 3 > 0 for t in range(12)}
+    single = samples([row(f"{t}-0", 0, right) for t, right in verdicts.items()])
+    shared = samples([row(f"{t}-{i}", 0, right, id=t) for t, right in verdicts.items() for i in range(10)])
+    alone = samples([row(f"{t}-{i}", 0, right) for t, right in verdicts.items() for i in range(10)])
+    of_single, of_shared, of_alone = (evaluate(each, draws=500)["tiny_tools"] for each in (single, shared, alone))
+    assert of_shared.metrics["acc/mean@k"] == of_single.metrics["acc/mean@k"]
+    assert of_alone.metrics["acc/mean@k"].low > of_single.metrics["acc/mean@k"].low
+    assert of_shared.num_problems == 120
+    right = samples([row(f"{t}-{i}", 0, True, id=t) for t in verdicts for i in range(10)])
+    test = compare(shared, right, draws=500)["tiny_tools"].test
+    assert (test.better, test.worse, test.equal) == (4, 0, 8)
+
+
 def test_figures_of_two_problems_by_hand(samples):
     each = evaluate(samples(TWO_PROBLEMS), draws=100)["tiny_tools"]
     assert (each.num_problems, each.num_samples, each.n, each.k) == (2, 4, 2, 2)

@@ -30,6 +30,14 @@ def test_only_tokens_that_the_model_sampled_can_answer(make_manager):
     assert score(manager, "<code>print(42)</code>", ("tool", r"\boxed{41}"), r"so \boxed{42}")[0] == 1.0
 
 
+def test_the_id_of_the_data_is_kept_with_the_sample(make_manager):
+    """Problems made from one template are told by it: evaluation/figures.py."""
+    infos = [
+        score(make_manager(), "7", **row)[1] for row in ({"extra_info": {"id": "rates-31"}}, {"extra_info": {}}, {})
+    ]
+    assert [info["id"] for info in infos] == ["rates-31", "", ""]
+
+
 def test_padding_and_special_tokens_change_nothing(make_manager):
     manager = make_manager()
     assert score(manager, r"\boxed{4", "2}\x00", padding=9) == score(manager, r"\boxed{4", "2}\x00")
@@ -56,7 +64,7 @@ def test_every_sample_carries_the_same_keys_of_the_same_types(make_manager, monk
         score(manager, r"\boxed{x}", ground_truth=r"\sqrt{y}")[1],
         score(manager, "<code>", extra_fields={"finish_reason": "sandbox_failure"})[1],
     ]
-    texts = {"pred", "verdict", "method", "data_source", "finish_reason"}
+    texts = {"pred", "verdict", "method", "data_source", "id", "finish_reason"}
     for info in infos:
         assert info.keys() == infos[0].keys()
         assert {key for key, value in info.items() if type(value) is str} == texts
