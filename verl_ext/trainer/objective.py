@@ -155,7 +155,7 @@ def policy_loss(
         "not_finite": sampled & ~usable,
         "ppo_kl": -log_ratio(tokens),  # 0 of what is not usable
     }
-    return value, {COUNT + name: float(each.sum()) for name, each in counts.items()}
+    return value, {COUNT + name: float(each.detach().sum()) for name, each in counts.items()}
 
 
 def sum_counts(losses: ModuleType) -> None:
