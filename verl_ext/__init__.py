@@ -36,6 +36,6 @@ if find_spec("verl"):
     wrapt.register_post_import_hook("verl_ext.trainer.objective:sum_counts", "verl.workers.utils.losses")
     wrapt.register_post_import_hook("verl_ext.trainer.limits:obey_nccl_timeout", "verl.workers.engine_workers")
     wrapt.register_post_import_hook("verl_ext.trainer.limits:let_calls_in", "verl.workers.rollout.replica")
-    shared_prompt = "verl_ext.trainer.shared_prompt"
-    wrapt.register_post_import_hook(f"{shared_prompt}:add_backend", "verl.models.transformers.monkey_patch")
-    wrapt.register_post_import_hook(f"{shared_prompt}:name_rows", "verl.workers.engine.fsdp.transformer_impl")
+    wrapt.register_post_import_hook(
+        "verl_ext.trainer.shared_prompt:add_backend", "verl.models.transformers.monkey_patch"
+    )

@@ -10,6 +10,7 @@ of a group is in one micro-batch, the more is saved: `use_dynamic_bsz: false` wi
 Log-probs of tokens that no loss or metric reads are 0.
 """
 
+import functools
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -147,17 +148,20 @@ def add_backend(monkey_patch: ModuleType) -> None:
 
         ALL_ATTENTION_FUNCTIONS.register("flash_attention_2", attend_to_places)
         model.__class__.forward = forward
+        name_rows()
 
     monkey_patch.patch_forward_with_backends = patch_forward
 
 
-def name_rows(engines: ModuleType) -> None:
-    """verl/workers/engine/fsdp/transformer_impl.py:1145 (0.9.1): say to `forward` where responses are.
+@functools.cache
+def name_rows() -> None:
+    """verl/workers/engine/fsdp/transformer_impl.py:1145 (0.9.1): say to `forward` where responses are; once a process.
 
     Raises, in a run that names the backend:
         ValueError: padding is not removed, or Ulysses splits sequences.
     """
-    engine = engines.FSDPEngineWithLMHead
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as engine
+
     prepare = engine.prepare_model_inputs
 
     def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:

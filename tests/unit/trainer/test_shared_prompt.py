@@ -55,11 +55,13 @@ def engine(request):
     import verl.workers.engine.fsdp.transformer_impl as engines
     from verl.models.transformers import monkey_patch
 
+    from verl_ext.trainer.shared_prompt import name_rows
+
     name, options = request.param
     kind = getattr(transformers, f"{name}Config")(**SHAPE, **options, attn_implementation="flash_attention_2")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(kind, dtype=torch.float64)
-    plain = type(model).forward
+    plain, prepare = type(model).forward, engines.FSDPEngineWithLMHead.prepare_model_inputs
     monkey_patch.apply_monkey_patch(model, use_fused_kernels=True, fused_kernels_backend="shared_prompt")
     yield SimpleNamespace(
         module=model,
@@ -71,7 +73,8 @@ def engine(request):
         _get_packed_pad_size=lambda length: 0,
         model_config=SimpleNamespace(use_fused_kernels=True, fused_kernel_options={"impl_backend": "shared_prompt"}),
     )
-    type(model).forward = plain
+    type(model).forward, engines.FSDPEngineWithLMHead.prepare_model_inputs = plain, prepare
+    name_rows.cache_clear()
 
 
 MODELS = pytest.mark.parametrize(
