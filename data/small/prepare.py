@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the parquet files")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mawps", type=Path, metavar="FOLDER", help="train.csv and dev.csv of a fold, instead of ours")
-    parser.add_argument("--sft", type=int, default=600, help="SFT traces (default: %(default)s)")
+    parser.add_argument("--sft", type=int, default=128, help="SFT traces (default: %(default)s)")
     parser.add_argument("--sft-val", type=int, default=48, help="traces of SFT's validation (default: %(default)s)")
     parser.add_argument("--rl", type=int, default=1500, help="RL problems (default: %(default)s)")
     parser.add_argument("--test", type=int, default=384, help="held-out problems (default: %(default)s)")
