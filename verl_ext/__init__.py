@@ -2,8 +2,8 @@
 
 `VERL_USE_EXTERNAL_MODULES=verl_ext` makes verl import this package at the end of `import verl`, in every process. It
 must stay cheap: all it does is to switch on the CPU platform where torch was built without an accelerator
-(verl_ext/cpu), to let YAMLs add numbers, to make checkpoints whole or absent (verl_ext/checkpoints), and to extend
-verl's trainers by the options of `retool.*` (verl_ext/trainer).
+(verl_ext/cpu), to let YAMLs add numbers, to make checkpoints whole or absent (verl_ext/checkpoints), to register our
+objectives, and to extend verl's trainers by the options of `retool.*` (verl_ext/trainer).
 Agent loop, reward manager, sampler and SFT data set are loaded by verl from the paths that the YAMLs in configs/ name.
 Where verl is not installed, the sandbox is alone and this package does nothing.
 """
@@ -31,5 +31,8 @@ if find_spec("verl"):
     wrapt.register_post_import_hook(activate_if_needed, "verl")
     wrapt.register_post_import_hook("verl_ext.checkpoints.hooks:install", "verl")
     wrapt.register_post_import_hook(extend_trainers, "verl.trainer.ppo.v1")
+    wrapt.register_post_import_hook("verl_ext.trainer.objective:register", "verl.trainer.ppo.core_algos")
+    wrapt.register_post_import_hook("verl_ext.trainer.advantages:register", "verl.trainer.ppo.core_algos")
+    wrapt.register_post_import_hook("verl_ext.trainer.objective:sum_counts", "verl.workers.utils.losses")
     wrapt.register_post_import_hook("verl_ext.trainer.limits:obey_nccl_timeout", "verl.workers.engine_workers")
     wrapt.register_post_import_hook("verl_ext.trainer.limits:let_calls_in", "verl.workers.rollout.replica")

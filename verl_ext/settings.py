@@ -103,7 +103,7 @@ class AdaptiveN(Option):
 
     def __post_init__(self) -> None:
         check_phases("adaptive_n", self.phases, lowest=2)
-        if min(self.easy_n, self.hard_n) < 2 or self.easy_visits < 1:  # a group of one has its raw reward as advantage
+        if min(self.easy_n, self.hard_n) < 2 or self.easy_visits < 1:  # a group of one has advantage 0
             raise ValueError(f"retool.adaptive_n: expected easy_n, hard_n >= 2 and easy_visits >= 1, got {self}")
         if not 0 <= self.hard_below <= self.easy_above <= 1:
             raise ValueError(f"retool.adaptive_n: expected 0 <= hard_below <= easy_above <= 1, got {self}")
@@ -376,6 +376,8 @@ def compose_run(
 ) -> "DictConfig":
     """What Hydra makes of a run's YAML. Old names of files that moved are replaced.
 
+    `objective=NAME` comes after all of the run's own values, as the launchers have it.
+
     Args:
         beside: further folders of YAMLs, where the run's is not in configs/.
     Raises:
@@ -386,6 +388,7 @@ def compose_run(
 
     from verl_ext.moved import rename_files
 
+    overrides = [f"+{each}" if each.startswith("objective=") else each for each in overrides]
     with initialize_config_dir(str(folder), version_base=None):
         config = compose(name, overrides=[search_path(*beside), *overrides])
     rename_files(config)

@@ -19,6 +19,7 @@ for arg in "$@"; do
   case $arg in
     --cfg | --cfg=* | -c | --info | --info=* | -i | --hydra-help) OPTIONS+=("$arg") PRINT_ONLY=true ;;
     -*) OPTIONS+=("$arg") ;;
+    objective=*) OVERRIDES+=("+$arg") ;; # appended to the run's defaults, so that it comes after all of the run's own values
     *=* | ~*) OVERRIDES+=("$arg") ;;
     *) OPTIONS+=("$arg") ;; # the value of the option before it
   esac

@@ -244,7 +244,7 @@ def test_rl_batches_divide_and_sequences_fit(run: str):
     gpus = trainer.nnodes * trainer.n_gpus_per_node
     ulysses = actor.fsdp_config.ulysses_sequence_parallel_size
     longest = config.data.max_prompt_length + config.data.max_response_length  # tokens
-    assert rollout.n > 1, "a group of one has its raw score as advantage"
+    assert rollout.n > 1, "a group of one has advantage 0"
     assert config.data.train_batch_size % actor.ppo_mini_batch_size == 0
     assert gpus % ulysses == 0 and gpus % rollout.tensor_model_parallel_size == 0
     assert actor.ppo_mini_batch_size * rollout.n % (gpus // ulysses) == 0

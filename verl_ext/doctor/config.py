@@ -52,6 +52,7 @@ def _problems(run: Run, composed: dict) -> Iterator[Finding]:
                 yield warn(f"{key}={value} has no effect in verl 0.9.1's v1 trainer -> Instead: {use}.")
     for key, value in composed.items():
         is_word = key in ("trainer.save_freq", "trainer.test_freq") and value == "after_each_epoch"
+        is_word |= key.endswith(".rollout_is_threshold") and "_" in str(value)  # an interval, such as 0.5_2.0
         if not (is_word or value is None or of.is_open(key) or of.has_type_of(value, defaults.get(key))):
             kinds = type(value).__name__, type(defaults[key]).__name__
             yield warn(f"{key} is {value!r} ({kinds[0]}), but verl's default is a {kinds[1]} -> Correct it.")

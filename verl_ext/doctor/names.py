@@ -22,6 +22,7 @@ from verl_ext.evaluation.store import flatten
 from verl_ext.moved import new_name
 from verl_ext.settings import REPO, VERL
 
+OWN = REPO / "verl_ext/trainer"  # our objectives and advantages
 SCHEDULE = REPO / "verl_ext/trainer/lr_schedule.py"
 ALGORITHMS = VERL / "trainer/ppo/core_algos.py"
 TRAINERS = VERL / "trainer/ppo/v1"
@@ -64,7 +65,8 @@ def listed(source: Path, name: str) -> frozenset[str]:
 
 def estimators_of_groups() -> frozenset[str]:
     """Advantage estimators that compare the samples of a prompt: those whose function takes their `index`."""
-    return _quoted(ALGORITHMS, r"^@register_adv_est\(([^)]*)\)[^\n]*\ndef \w+\((?:    [^\n]*|\n)*?\bindex:")
+    verls = _quoted(ALGORITHMS, r"^@register_adv_est\(([^)]*)\)[^\n]*\ndef \w+\((?:    [^\n]*|\n)*?\bindex:")
+    return verls | listed(OWN, "ESTIMATORS")
 
 
 def agent_loops(run: Run) -> dict[str, str | None]:
@@ -101,12 +103,14 @@ def _kl_penalties(_: Run) -> set[str]:
 
 
 SETTINGS: dict[str, Callable[[Run], Iterable[str]]] = {
-    "algorithm.adv_estimator": lambda _: registered(ALGORITHMS, "register_adv_est"),
+    "algorithm.adv_estimator": lambda _: registered(ALGORITHMS, "register_adv_est") | listed(OWN, "ESTIMATORS"),
     "algorithm.kl_penalty": _kl_penalties,
     "algorithm.kl_ctrl.type": lambda _: compared(ALGORITHMS, "kl_ctrl.type"),
     f"{ACTOR}.kl_loss_type": _kl_penalties,
     f"{ACTOR}.loss_agg_mode": lambda _: listed(VERL / "workers/config/actor.py", "valid_loss_agg_modes"),
-    f"{ACTOR}.policy_loss.loss_mode": lambda _: registered(ALGORITHMS, "register_policy_loss"),
+    f"{ACTOR}.policy_loss.loss_mode": lambda _: (
+        registered(ALGORITHMS, "register_policy_loss") | listed(OWN, "LOSS_MODES")
+    ),
     f"{ACTOR}.strategy": lambda _: registered(ENGINES, "EngineRegistry.register", "backend"),
     f"{ACTOR}.optim.lr_scheduler_type": _schedules,
     f"{ACTOR}.optim.lr_decay_type": lambda _: listed(SCHEDULE, "DECAY_TYPES"),
@@ -134,7 +138,8 @@ CLASSES = (
     (f"{ACTOR}.optim.optimizer_impl", f"{ACTOR}.optim.optimizer"),
     ("optim.optimizer_impl", "optim.optimizer"),
 )
-DOTTED = (f"{ROLLOUT}.agent.agent_loop_manager_class", f"{ACTOR}.optim._target_", "optim._target_")
+_MADE = (f"{ACTOR}.optim", f"{ACTOR}.policy_loss", "optim")  # into the dataclass that `_target_` names
+DOTTED = (f"{ROLLOUT}.agent.agent_loop_manager_class", *(f"{section}._target_" for section in _MADE))
 # (key of a YAML, key of its list or "" where it is one, key of the classes in it)
 FILES = (
     (f"{ROLLOUT}.agent.agent_loop_config_path", "", "_target_"),

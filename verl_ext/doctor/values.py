@@ -35,9 +35,9 @@ BOUNDS = (
     (f"{ROLLOUT}.val_kwargs.top_p", fail, "(0, 1]", "it is a share of the probability", "1.0 for all tokens"),
     (f"{ROLLOUT}.gpu_memory_utilization", fail, "(0, 0.98]", "vLLM starts only where so large a share is free", "0.9"),
     (f"{ROLLOUT}.gpu_memory_utilization", warn, "[0.05, 0.95]", "the rest is for contexts and the actor", "0.9"),
-    (f"{ACTOR}.clip_ratio_low", fail, "(0, 1)", "new over old probability may fall to 1 minus this", "0.2"),
+    (f"{ACTOR}.clip_ratio_low", fail, "(0, 1]", "new over old probability may fall to 1 minus this", "0.2"),
     (f"{ACTOR}.clip_ratio_high", fail, "(0, inf)", "new over old probability may rise to 1 plus this", "0.28"),
-    (f"{ACTOR}.clip_ratio_high", warn, "(0, 1)", "new over old probability may rise to 1 plus this", "0.28"),
+    (f"{ACTOR}.clip_ratio_high", warn, "(0, 1]", "new over old probability may rise to 1 plus this", "0.28"),
     (f"{ACTOR}.clip_ratio_c", fail, "(1, inf)", "verl refuses others as bound of the dual clip", "10"),
     (f"{ACTOR}.entropy_coeff", warn, "[0, 0.1]", "below it less entropy is rewarded, above nothing else is", "0"),
     (f"{ACTOR}.kl_loss_coef", fail, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
@@ -89,14 +89,14 @@ def _check_optimizer(run: Run) -> Iterator[Finding]:
 def _check_algorithm(run: Run) -> Iterator[Finding]:
     """What two settings say of each other."""
     low, high = _number(run, f"{ACTOR}.clip_ratio_low"), _number(run, f"{ACTOR}.clip_ratio_high")
-    if low is not None and high is not None and low > high:
+    if low is not None and high is not None and high < low < 1:  # at 1 there is no lower bound, as in CISPO
         yield warn(f"""{ACTOR}.clip_ratio_low is {low:g}, expected at most clip_ratio_high={high:g}: DAPO's clip-higher
             is the other way round -> Exchange them: 0.2 and 0.28.""")
     estimator = run.get("algorithm.adv_estimator")
     compares = estimator in estimators_of_groups() or run.get("algorithm.filter_groups.enable")
     if compares and run.n == 1:
         yield fail(f"""{ROLLOUT}.n is 1, expected 2 or more: {estimator} or dynamic sampling compares the samples of a
-            prompt, and a group of one has its raw score as advantage -> Set it to 8 or 16.""")
+            prompt, and a group of one has advantage 0 -> Set it to 8 or 16.""")
     samples = run.get(f"{ROLLOUT}.val_kwargs.n", 1)
     if samples != 1 and run.get(f"{ROLLOUT}.val_kwargs.temperature") == 0:
         yield warn(f"""{ROLLOUT}.val_kwargs.temperature is 0, expected above 0 with val_kwargs.n={samples}: all

@@ -2,6 +2,7 @@
 
 `sampler.py` takes batches, and `exclusions.py` watches what they leave out. `run_trainer.py` calls the options, each in
 a file of its own: `adaptive_n.py`, `validation.py`, `failed_samples.py`, `early_stop.py`, `repeatable.py`.
+`objective.py` and `advantages.py` register what verl_ext/objectives has, and check that a run's keys fit it.
 `lr_schedule.py` and `wsd_engine.py` have a learning-rate schedule, `limits.py` what ranks and servers wait for.
 In: rollouts in verl's queue, `retool.*`, `trainer.v1.sampler.*`, `optim.*`. Out: batches, metrics, a run's journals.
 """
@@ -23,8 +24,10 @@ def extend_trainers(v1: ModuleType) -> None:
         RuntimeError: verl has another version than the one whose trainers are extended.
     """
     require_versions(VERL, "verl_ext/trainer/run_trainer.py")
+    from verl_ext.trainer.advantages import replace_in
     from verl_ext.trainer.run_trainer import RunTrainer
 
+    replace_in(v1.trainer_base)
     registry = v1.trainer_base.TRAINER_REGISTRY
     for name, trainer in registry.items():
         if not issubclass(trainer, RunTrainer):

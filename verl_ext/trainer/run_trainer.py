@@ -10,8 +10,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
-import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
 from tensordict import NonTensorData, TensorDict
 from transfer_queue import KVBatchMeta
@@ -36,9 +34,11 @@ from verl_ext.settings import (
     read_settings,
 )
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveSampling
+from verl_ext.trainer.advantages import OF_GROUPS, keep_sum_pi_squared, scale
 from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import ExclusionWatch, NothingStored, describe
 from verl_ext.trainer.failed_samples import ALL_RAISED, find_failed, judged_figures
+from verl_ext.trainer.objective import check_objective, make_shares
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
 from verl_ext.trainer.validation import ValidationPlan, as_light, light_batches
 
@@ -58,6 +58,7 @@ class RunTrainer(PPOTrainer):
         check_trajectory_log(config)
         rename_files(config)  # verl hands the same object on to the agent loops' manager
         check(config.get("retool") or {}, Retool)
+        check_objective(config)
         super().__init__(config)
         self._is_repeatable = bool(OmegaConf.select(config, "retool.repeatable"))
         if self._is_repeatable:
@@ -79,7 +80,7 @@ class RunTrainer(PPOTrainer):
         adaptive_n = read_settings(config, "adaptive_n", AdaptiveN)
         if adaptive_n:
             self._sampling = AdaptiveSampling(adaptive_n, StepJournal(folder / "pass_rates.jsonl"))
-            if not hasattr(self.replay_buffer, "on_group_end") or config.algorithm.adv_estimator != "grpo":
+            if not hasattr(self.replay_buffer, "on_group_end") or config.algorithm.adv_estimator not in OF_GROUPS:
                 raise ValueError(
                     "retool.adaptive_n needs GRPO's baselines and a sampler that tells how groups ended, got algorithm."
                     f"adv_estimator={config.algorithm.adv_estimator} and {type(self.replay_buffer).__name__}. "
@@ -133,20 +134,34 @@ class RunTrainer(PPOTrainer):
         if missing:
             self._add_prompts_to_generate(missing)
 
+    # Objective -------------------------------------------------------------------------------------------------------
+
+    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """verl's v1 trainers never ask for `sum_pi_squared`, which an optimal token baseline needs (line 1653)."""
+        if not self.config.actor_rollout_ref.actor.calculate_sum_pi_squared:
+            return super()._compute_old_log_prob(batch, metrics)
+        batch.extra_info["calculate_sum_pi_squared"] = True
+        batch = super()._compute_old_log_prob(batch, metrics)
+        batch.extra_info["calculate_sum_pi_squared"] = False  # the update does not need it
+        keep_sum_pi_squared(batch)
+        return batch
+
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """Fillers get advantage 0, whatever the estimator and their rewards (`DapoReplayBuffer`)."""
+        """With the unit of the mean. Fillers get advantage 0, whatever the estimator and their rewards, and so do
+        rollouts that are in the baseline alone (`DapoReplayBuffer`).
+        """
         batch = super()._compute_advantage(batch, metrics)
         fillers = getattr(self.replay_buffer, "fillers", ())
-        keys = [key for key in batch.keys if key.split("_")[0] in fillers]
-        if keys:
-            data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["advantages"])
-            fields = TensorDict({"advantages": torch.zeros_like(data["advantages"])}, batch_size=len(keys))
-            tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
+        baseline_only = getattr(self.replay_buffer, "baseline_only", ())
+        without = [key.split("_")[0] in fillers or key in baseline_only for key in batch.keys]
+        unit = self.config.actor_rollout_ref.actor.policy_loss.get("unit", "mini_batch")
+        scale(batch, unit=unit, updates=self._updates_per_step(), without=without)
         return batch
 
     # Adaptive n ------------------------------------------------------------------------------------------------------
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
+        numbers, generated = None, getattr(self.replay_buffer, "generated_for_one", 1)
         if self._sampling:
             numbers = self._sampling.assign(
                 self.global_steps,
@@ -154,6 +169,10 @@ class RunTrainer(PPOTrainer):
                 _column(batch, "raw_prompt"),
                 _column(batch, PASS_RATE_COLUMN),
             )
+        elif generated > 1:
+            numbers = [self.config.actor_rollout_ref.rollout.n] * len(batch)
+        if numbers:
+            numbers = [generated * number for number in numbers]
             tu.assign_non_tensor_stack(batch, "__rollout_n__", numbers)  # read by verl's worker, agent_loop_tq.py:115
         return super()._submit_batch_to_rollout(batch)
 
@@ -172,14 +191,18 @@ class RunTrainer(PPOTrainer):
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Line 1809 takes ppo_mini_batch_size x rollout.n as the responses of a mini-batch."""
         if not self._sampling:
-            return super()._update_actor(batch, metrics)
+            batch = super()._update_actor(batch, metrics)
+            make_shares(metrics)
+            return batch
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
         configured = actor.ppo_mini_batch_size, rollout.n
         actor.ppo_mini_batch_size, rollout.n = len(batch) // self._updates_per_step(), 1
         try:
-            return super()._update_actor(batch, metrics)
+            batch = super()._update_actor(batch, metrics)
         finally:
             actor.ppo_mini_batch_size, rollout.n = configured
+        make_shares(metrics)
+        return batch
 
     # Validation ------------------------------------------------------------------------------------------------------
 

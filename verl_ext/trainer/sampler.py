@@ -36,13 +36,12 @@ from verl_ext.outcome import (
     EXCLUSIONS,
     INFRASTRUCTURE_FAILURES,
     REMEDIES,
-    VOID_TURN,
     PromptEnd,
     RolloutEnd,
-    infrastructure_failure,
 )
 from verl_ext.rollout.tool_use import tool_metrics
 from verl_ext.trainer.exclusions import Ended, NothingStored, describe
+from verl_ext.trainer.group_rules import exclusion, has_void_turn, left_out
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -62,14 +61,15 @@ class _EndedGroup:
     end: PromptEnd
     valid: list[str]  # keys
     excluded: list[str]
+    void: list[str]  # valid ones with a void turn, where `void_turn_filter` is `loss`
+    dropped: list[str]  # that resampling leaves out
 
 
 class DapoReplayBuffer(ReplayBufferAsync):
     """See the module's docstring.
 
-    A repeated rollout is a further output of its session, `{uid}_{session}_{index + 1}`: verl's GRPO gives it the
-    advantage of that session, whose baseline it does not enter (verl/trainer/ppo/v1/utils.py:148). So the advantages of
-    a filled group are those of its valid rollouts alone. Other estimators would count it twice.
+    A repeated rollout is a further output of its session, `{uid}_{session}_{index + 1}`: it gets the advantage of that
+    session, whose baseline it does not enter, with every estimator (trainer/advantages.py).
 
     Which groups are useful is DAPO's rule (arXiv:2503.14476, section 3.2): the constraint of Eq. 11 is on the number of
     right answers, 0 < right < G, not on rewards. A group of right answers that differ in length penalties alone is
@@ -86,17 +86,17 @@ class DapoReplayBuffer(ReplayBufferAsync):
 
     Args:
         sampler_kwargs: `poll_interval_s`; `void_turn_filter`, whether a rollout with a turn that has neither code nor
-            answer is left out like a failed one (SimpleTIR, arXiv:2509.02479, which keeps it in the baseline);
+            answer is left out like a failed one (true), or of the loss alone (`loss`: it stays in the baseline, as in
+            SimpleTIR, arXiv:2509.02479), or trained on (false); `resample`, whether twice the responses are generated
+            and half of them kept, and how (`paper` or `code`: objectives/grpo_roc.py), or null;
             `keep_surplus` (default false), whether useful groups that a step of the mode `sync` did not need wait for
-            the next one, as long as verl's `max_off_policy_threshold` allows: weights of one step more are one version
-            more, and 1 allows none. They are in no checkpoint: a run that resumes has lost them, and their prompts come
-            again in the next epoch; and
+            the next one, as long as verl's `max_off_policy_threshold` allows: a step more is a version more, and 1
+            allows none. They are in no checkpoint: after a resume their prompts come again in the next epoch; and
             `filter_groups`: verl's `algorithm.filter_groups`, of which `metric` is the key of `reward_extra_info` whose
-            equality makes a group useless, and `max_num_gen_batches` the most prompts generated in a step, in train
-            batches.
+            equality makes a group useless, `max_num_gen_batches` the most prompts of a step, in train batches.
         kwargs: what verl passes to every sampler.
     Raises:
-        ValueError: `max_num_gen_batches` is below 1.
+        ValueError: `max_num_gen_batches` is below 1, or `void_turn_filter` or `resample` is none of its values.
     """
 
     def __init__(self, *, sampler_kwargs: Any, **kwargs: Any):
@@ -109,7 +109,13 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 f"algorithm.filter_groups.max_num_gen_batches is {self.max_gen_batches}; expected at least 1: the "
                 "batches that a step may generate before it takes what it has."
             )
-        self.void_turn_filter = sampler_kwargs.void_turn_filter
+        self.void_turn_filter, self.resample = sampler_kwargs.void_turn_filter, sampler_kwargs.get("resample")
+        is_known = self.void_turn_filter in (False, True, "loss") and self.resample in (None, "paper", "code")
+        if not is_known or (self.resample and self.void_turn_filter is True):  # with both, too few could be left
+            got = f"void_turn_filter={self.void_turn_filter!r}, resample={self.resample!r}"
+            expected = "false, true or loss, and null, paper or code; with resample, not true"
+            raise ValueError(f"sampler_kwargs has {got}; expected {expected}.")
+        self.generated_for_one = 2 if self.resample else 1  # responses per response of a batch; read by the trainer
         self.keep_surplus = sampler_kwargs.get("keep_surplus", False)
         # In `separate_async` a step takes so many batches, over which verl averages every metric of ours
         # (trainer/ppo/v1/utils.py:94, 0.9.1): counts are multiplied by it, so that a step's count comes out.
@@ -123,6 +129,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._limit = math.inf  # groups that may be evicted for each reason before a batch is taken
         self._is_spent = False  # whether so many groups were evicted as EQUAL or VOID
         self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
+        self.baseline_only: set[str] = set()  # keys of the rollouts in the newest batch that are not in the loss
         self._ended = Ended()  # since `take_ended`
         self._filled = 0  # groups in the newest batch that had failed rollouts
         self.on_group_end: Callable[[str, list[float]], None] | None = None
@@ -280,7 +287,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
             for key, value in zip(keys, data["extra_fields"], strict=True):
                 rows[key.split("_")[0]].append((key, getattr(value, "data", value)))
         for uid, group in rows.items():
-            self._add_group(uid, [(key, extra, self._exclusion(extra)) for key, extra in group], uid in raised)
+            self._add_group(
+                uid, [(key, extra, exclusion(extra, self.void_turn_filter)) for key, extra in group], uid in raised
+            )
 
     def _add_group(self, uid: str, rows: list[tuple[str, dict, str | None]], raised: bool) -> None:
         """`rows`: key, `extra_fields` and reason of exclusion of each rollout; none where one raised."""
@@ -294,7 +303,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
             end = PromptEnd.VOID if rows and len(judged) == len(rows) else PromptEnd.FAILED
         elif len(values) == 1:
             end = PromptEnd.EQUAL
-        self._groups[uid] = _EndedGroup(end, valid, [key for key, _, reason in rows if reason is not None])
+        void = [key for key, extra, _ in rows if self.void_turn_filter == "loss" and has_void_turn(extra)]
+        dropped = left_out(rows, self.resample, self._rng)
+        self._groups[uid] = _EndedGroup(end, valid, [key for key, *_, why in rows if why is not None], void, dropped)
         self._ends[end] += 1
         excluded = Counter(reason for *_, reason in rows if reason is not None)
         excluded[RolloutEnd.RAISED] = int(raised)
@@ -312,12 +323,6 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 f"Expected one of {', '.join(numbers)}."
             )
         return info[self.filter_metric]
-
-    def _exclusion(self, extra: Mapping[str, Any]) -> str | None:
-        """Why a rollout is kept out of baseline and loss, or None."""
-        reason = infrastructure_failure({"finish_reason": extra.get("finish_reason"), **extra["reward_extra_info"]})
-        has_void_turn = self.void_turn_filter and extra.get("tool_use", {}).get("void_turns")
-        return reason or (VOID_TURN if has_void_turn else None)
 
     def _select_prompt_uids(
         self, partition_id: str, sampleable_keys: Iterable[str], batch_size: int
@@ -343,9 +348,13 @@ class DapoReplayBuffer(ReplayBufferAsync):
             useful = self._uids(*_USEFUL) & set(selected_prompt_uids)
             self.fillers = set(selected_prompt_uids) - useful
             self._end(useful, PromptEnd.TRAINED)
+            self.baseline_only = set()
             for uid in selected_prompt_uids:
                 group = self._groups.pop(uid)
-                if group.excluded and group.end != PromptEnd.VOID:
+                self.baseline_only |= set(group.void)
+                if self.resample:
+                    _remove(partition_id, group.dropped, partition_snapshot)
+                elif group.excluded and group.end != PromptEnd.VOID:
                     self._fill(partition_id, group, partition_snapshot)
         return super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
 
@@ -356,12 +365,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
         for key in sources:
             session, _, index = key.rpartition("_")
             copies.append(f"{session}_{int(index) + 1}")
+        self.baseline_only |= {copy for copy, source in zip(copies, sources, strict=True) if source in group.void}
         data = tq.kv_batch_get(keys=sources, partition_id=partition_id)
         tags = [dict(snapshot[key]) for key in sources]
         tq.kv_batch_put(keys=copies, partition_id=partition_id, fields=data, tags=tags)
-        tq.kv_clear(keys=group.excluded, partition_id=partition_id)
-        for key in group.excluded:
-            del snapshot[key]
+        _remove(partition_id, group.excluded, snapshot)
         snapshot |= dict(zip(copies, tags, strict=True))
         self._filled += 1
 
@@ -384,3 +392,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 "train/model_tokens": float(np.mean([info["response_tokens"] for info in infos])),
             }
         return metrics
+
+
+def _remove(partition_id: str, keys: list[str], snapshot: dict[str, dict]) -> None:
+    tq.kv_clear(keys=keys, partition_id=partition_id)
+    for key in keys:
+        del snapshot[key]

@@ -6,6 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.test_configs import composed_once
+from verl_ext.settings import compose_run as composed
 
 MODES = ["sync", "colocate_async", "separate_async"]
 
@@ -35,7 +36,7 @@ def make(cpu_platform, monkeypatch, tmp_path):
     from verl.trainer.ppo.v1 import get_trainer_cls, trainer_base
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-    def make(*overrides, mode="sync", accs=None, resume_at=0, steps=6):
+    def make(*overrides, mode="sync", accs=None, resume_at=0, steps=6, objective=None):
         """`accs`: step -> what a validation after it measures, 0.5 if not there."""
         settings = [
             *(f"trainer.v1.trainer_mode={mode}", f"trainer.default_local_dir={tmp_path}"),
@@ -48,7 +49,8 @@ def make(cpu_platform, monkeypatch, tmp_path):
             ),
             *overrides,
         ]
-        config = OmegaConf.merge(composed_once("tiny_dapo"), OmegaConf.from_dotlist(settings))
+        run = composed("tiny_dapo", [f"+objective={objective}"]) if objective else composed_once("tiny_dapo")
+        config = OmegaConf.merge(run, OmegaConf.from_dotlist(settings))
         trainer = get_trainer_cls(mode)(config)
         calls = SimpleNamespace(steps=[], validations=[], saves=[], logged={}, memory=[])
         trainer.global_steps = resume_at
@@ -99,3 +101,52 @@ def submitted(monkeypatch):
                 numbers.append(getattr(value, "data", value))
 
     return SimpleNamespace(numbers=numbers, manager=SimpleNamespace(generate_sequences=generate_sequences))
+
+
+@pytest.fixture
+def advantages(make, monkeypatch):
+    """What verl's `_compute_advantage` and ours write for one batch, by key."""
+    import torch
+    import transfer_queue as tq
+    from verl.utils import tensordict_utils as tu
+
+    def advantages(rewards, fillers, estimator, *overrides, baseline_only=(), lengths=None, objective=None, **others):
+        """`rewards`: key -> reward of a response of three tokens, the second of which a tool wrote.
+
+        `lengths`: key -> tokens of a response, all its own, instead; `others`: further columns, values by row.
+        """
+        settings = [f"algorithm.adv_estimator={estimator}", "algorithm.use_kl_in_reward=false", *overrides]
+        trainer, _ = make(*settings, objective=objective)
+        trainer.replay_buffer.fillers, trainer.replay_buffer.baseline_only = set(fillers), set(baseline_only)
+        mask = torch.tensor([1, 0, 1])
+        masks = [torch.ones(lengths[key], dtype=torch.long) if lengths else mask for key in rewards]
+        scores = [torch.zeros(len(own)) for own in masks]
+        for score, reward in zip(scores, rewards.values(), strict=True):
+            score[-1] = reward
+        columns = {
+            "uid": [key.split("_")[0] for key in rewards],
+            "response_mask": masks,
+            "rm_scores": scores,
+            **others,
+        }
+        stored = {key: {name: values[i] for name, values in columns.items()} for i, key in enumerate(rewards)}
+
+        def get(keys, partition_id, select_fields):
+            data = {name: [stored[key][name] for key in keys] for name in select_fields if name in stored[keys[0]]}
+            for name in data.keys() - {"uid"}:
+                data[name] = torch.nested.as_nested_tensor(data[name], layout=torch.jagged)
+            return tu.get_tensordict(data)
+
+        def put(keys, partition_id, fields):
+            for name, values in fields.items():
+                for key, value in zip(keys, values.unbind(), strict=True):
+                    stored[key][name] = value
+            return batch
+
+        monkeypatch.setattr(tq, "kv_batch_get", get)
+        monkeypatch.setattr(tq, "kv_batch_put", put)
+        batch = tq.KVBatchMeta(partition_id="train", keys=[*rewards], tags=[{} for _ in rewards])
+        trainer._compute_advantage(batch, {})
+        return {key: row["advantages"].tolist() for key, row in stored.items()}
+
+    return advantages

@@ -100,6 +100,7 @@ def buffer_maker(monkeypatch):
         parameter_sync_step=1,
         keep_surplus=None,
         max_off_policy_threshold=None,
+        resample=None,
     ):
         queue = FakeQueue(outcomes, partition)
         for name in ("kv_list", "kv_batch_get", "kv_batch_put", "kv_clear"):
@@ -112,6 +113,7 @@ def buffer_maker(monkeypatch):
             max_off_policy_strategy="drop",
             sampler_kwargs=OmegaConf.create(
                 {"poll_interval_s": 0.0, "filter_groups": filter_groups, "void_turn_filter": void_turn_filter}
+                | {"resample": resample}
                 | ({} if keep_surplus is None else {"keep_surplus": keep_surplus})
             ),
             refill_fn=queue.submit,

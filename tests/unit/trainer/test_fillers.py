@@ -2,47 +2,6 @@
 
 import pytest
 
-
-@pytest.fixture
-def advantages(make, monkeypatch):
-    """What verl's `_compute_advantage` and ours write for one batch, by key."""
-    import torch
-    import transfer_queue as tq
-    from verl.utils import tensordict_utils as tu
-
-    def advantages(rewards, fillers, estimator):
-        """`rewards`: key -> reward of a response of three tokens, the second of which a tool wrote."""
-        trainer, _ = make(f"algorithm.adv_estimator={estimator}", "algorithm.use_kl_in_reward=false")
-        trainer.replay_buffer.fillers = set(fillers)
-        mask = torch.tensor([1, 0, 1])
-        columns = {
-            "uid": [key.split("_")[0] for key in rewards],
-            "response_mask": [mask for _ in rewards],
-            "rm_scores": [torch.tensor([0.0, 0.0, reward]) for reward in rewards.values()],
-        }
-        stored = {key: {name: values[i] for name, values in columns.items()} for i, key in enumerate(rewards)}
-
-        def get(keys, partition_id, select_fields):
-            data = {name: [stored[key][name] for key in keys] for name in select_fields if name in stored[keys[0]]}
-            for name in data.keys() - {"uid"}:
-                data[name] = torch.nested.as_nested_tensor(data[name], layout=torch.jagged)
-            return tu.get_tensordict(data)
-
-        def put(keys, partition_id, fields):
-            for name, values in fields.items():
-                for key, value in zip(keys, values.unbind(), strict=True):
-                    stored[key][name] = value
-            return batch
-
-        monkeypatch.setattr(tq, "kv_batch_get", get)
-        monkeypatch.setattr(tq, "kv_batch_put", put)
-        batch = tq.KVBatchMeta(partition_id="train", keys=[*rewards], tags=[{} for _ in rewards])
-        trainer._compute_advantage(batch, {})
-        return {key: row["advantages"].tolist() for key, row in stored.items()}
-
-    return advantages
-
-
 # Four right answers of 9,000, 9,000, 9,550 and 12,400 tokens, with `length_penalty: piecewise`; and a useful group.
 ALL_RIGHT = {"f_0_0": 0.99, "f_1_0": 0.99, "f_2_0": 0.9845, "f_3_0": 0.94}
 

@@ -1,0 +1,40 @@
+"""The optimal token baseline for responses with tool calls."""
+
+import pytest
+import torch
+
+from tests.unit.objectives.cases import float64
+from verl_ext.objectives.tir_otb import tir_otb
+
+
+def test_two_responses_by_hand():
+    """A tool wrote the token in the middle of the first, the second has two tokens; rewards 1 and 0 at the end.
+
+    pi .5, sum pi^2 1: 1 - 1 + 1 = 1 a token; pi .25, sum 1: 1 - .5 + 1 = 1.5. W: 1, 2 and 1.5, 3.
+    Baselines: (1 x 1 + 0 x 1.5) / 2.5 = .4 and (1 x 2 + 0 x 3) / 5 = .4. A: .6 .6 and -.4 -.4.
+    """
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    rewards = float64([[0.0, 5.0, 1.0], [0.0, 0.0, 7.0]])  # what is off the mask is never read
+    log_prob = float64([[0.5] * 3, [0.25] * 3]).log()
+    found = tir_otb(rewards, mask, ["a", "a"], log_prob, torch.ones(2, 3, dtype=torch.float64))
+    assert found[0].tolist() == pytest.approx([0.6, 0.0, 0.6]) and found[1].tolist() == pytest.approx([-0.4, -0.4, 0.0])
+
+
+def test_where_one_response_alone_goes_on_its_baseline_is_0():
+    """Lengths 3 and 1, W as above with 1 a token: baseline (1 + 0) / 2 = .5 of the first token; then A = G = 1."""
+    mask = torch.tensor([[True, True, True], [True, False, False]])
+    rewards, ones = float64([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0]]), torch.ones(2, 3, dtype=torch.float64)
+    found = tir_otb(rewards, mask, ["a", "a"], (0.5 * ones).log(), ones)
+    assert found[0].tolist() == pytest.approx([0.5, 1.0, 1.0]) and found[1].tolist() == pytest.approx([-0.5, 0.0, 0.0])
+
+
+def test_weights_count_squared():
+    """Weights 2 and 1, energies 4 and 1: baseline 1 x 4 / (4 + 1) = .8."""
+    mask, ones = torch.ones(2, 1, dtype=torch.bool), torch.ones(2, 1, dtype=torch.float64)
+    found = tir_otb(float64([[1.0], [0.0]]), mask, ["a", "a"], (0.5 * ones).log(), ones, float64([[2.0], [1.0]]))
+    assert found.flatten().tolist() == pytest.approx([0.2, -0.8])
+
+
+def test_a_group_of_one_has_0():
+    ones = torch.ones(1, 2, dtype=torch.float64)
+    assert tir_otb(ones, ones.bool(), ["a"], -ones, ones).tolist() == [[0.0, 0.0]]

@@ -1,0 +1,159 @@
+"""Advantages of a batch as verl's trainer has them computed: filled groups, groups of one, units of the mean."""
+
+import math
+
+import pytest
+import torch
+
+# A group of four of which one failed: its place has a copy of session 0. Valid rewards 1, 0, 0.
+FILLED = {"a_0_0": 1.0, "a_1_0": 0.0, "a_2_0": 0.0, "a_0_1": 1.0}
+NO_STD = "algorithm.norm_adv_by_std_in_grpo=false"
+
+
+def first(found):
+    return [row[0] for row in found.values()]
+
+
+@pytest.mark.parametrize(
+    "estimator,expected",
+    [
+        ("grpo", [2 / 3, -1 / 3, -1 / 3, 2 / 3]),  # mean 1/3
+        ("grpo_vectorized", [1.154698, -0.577349, -0.577349, 1.154698]),  # by the std 1 / sqrt 3, whatever is set
+        ("rloo", [1.0, -0.5, -0.5, 1.0]),  # less the mean of the other two: 1 - 0, 0 - 1/2; verl: +-.667
+        ("rloo_vectorized", [1.0, -0.5, -0.5, 1.0]),
+        ("maxrl", [2.0, -1.0, -1.0, 2.0]),  # (1 - 1/3) / (1/3); verl's treatment: +-1
+    ],
+)
+def test_a_copy_is_outside_of_the_baseline_of_every_estimator(advantages, estimator, expected):
+    found = advantages(FILLED, (), estimator, NO_STD)
+    assert first(found) == pytest.approx(expected, abs=1e-6)
+    assert found["a_0_1"] == found["a_0_0"] == pytest.approx([expected[0], 0.0, expected[0]], abs=1e-6)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_vectorized", "rloo", "reinforce_plus_plus_baseline", "maxrl"])
+def test_a_group_of_one_has_advantage_0(advantages, estimator):
+    """verl gives it its score, 1 or .999999. A copy of the only one does not make it a group of two."""
+    found = advantages({"one_0_0": 1.0, "one_0_1": 1.0} | FILLED, (), estimator, NO_STD)
+    assert found["one_0_0"] == found["one_0_1"] == [0.0, 0.0, 0.0] and found["a_0_0"][0] > 0.1
+
+
+def test_grpo_of_whole_groups_is_verls(advantages):
+    """1 and -1, twice each: sample std 2 / sqrt 3, .866."""
+    found = advantages({"u_0_0": 1.0, "u_1_0": -1.0, "u_2_0": 1.0, "u_3_0": -1.0}, (), "grpo")
+    assert first(found) == pytest.approx([0.8660, -0.8660, 0.8660, -0.8660], abs=1e-4)
+
+
+def test_another_output_of_a_session_has_one_number_at_each_of_its_tokens(advantages):
+    """Session 0 has two outputs of 3 and 2 tokens; its last one is in the baseline: 1, 0."""
+    rewards = {"a_0_0": 1.0, "a_0_1": 1.0, "a_1_0": 0.0}
+    lengths = {"a_0_0": 3, "a_0_1": 2, "a_1_0": 1}
+    found = advantages(rewards, (), "rloo", lengths=lengths)
+    assert found == {"a_0_0": [1.0, 1.0, 1.0], "a_0_1": [1.0, 1.0], "a_1_0": [-1.0]}
+
+
+# SimpleTIR: a response with a void turn stays in the baseline ---------------------------------------------------------
+
+
+def test_a_void_response_is_in_the_baseline_and_not_in_the_loss(advantages):
+    """Rewards 1, 0 (void), 0, 1: mean 1/2, so .5, 0, -.5, .5. Left out: mean 2/3, so .333, -, -.667, .333."""
+    rewards = {"a_0_0": 1.0, "a_1_0": 0.0, "a_2_0": 0.0, "a_3_0": 1.0}
+    found = advantages(rewards, (), "grpo", NO_STD, baseline_only={"a_1_0"})
+    assert first(found) == [0.5, 0.0, -0.5, 0.5] and found["a_1_0"] == [0.0, 0.0, 0.0]
+
+
+# Units ----------------------------------------------------------------------------------------------------------------
+
+TWO_GROUPS = {"a_0_0": 1.0, "a_1_0": -1.0, "b_0_0": 1.0, "b_1_0": -1.0}
+LENGTHS = {"a_0_0": 1, "a_1_0": 1, "b_0_0": 2, "b_1_0": 4}
+
+
+def test_the_unit_is_a_factor_of_the_advantages(advantages):
+    """A = +-1; 8 tokens; tiny_dapo has 16 / 8 = 2 updates. Batch: 2 / 8. Group: 2 / (2 x 2) and 2 / (2 x 6)."""
+    unit = "actor_rollout_ref.actor.policy_loss.unit"
+    found = {
+        each: first(advantages(TWO_GROUPS, (), "grpo", NO_STD, f"{unit}={each}", lengths=LENGTHS, objective="dapo"))
+        for each in ("mini_batch", "batch", "group")
+    }
+    assert found["mini_batch"] == [1.0, -1.0, 1.0, -1.0]
+    assert found["batch"] == [0.25, -0.25, 0.25, -0.25]
+    assert found["group"] == pytest.approx([0.5, -0.5, 1 / 6, -1 / 6])
+
+
+def test_a_filler_has_no_advantage_in_any_unit(advantages):
+    unit = "actor_rollout_ref.actor.policy_loss.unit=group"
+    found = advantages(TWO_GROUPS, {"b"}, "grpo", NO_STD, unit, lengths=LENGTHS, objective="dapo")
+    assert first(found) == [0.5, -0.5, 0.0, 0.0]
+
+
+# The optimal token baseline -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["tir_otb", "tir_optimal_token_baseline"])
+def test_verls_trainer_gets_the_sum_of_squared_probabilities(advantages, estimator):
+    """As objectives/test_tir_otb.py: W 1, 2 and 1.5, 3; A .6 and -.4. The third row is a copy of the first."""
+    ones = torch.ones(3)
+    found = advantages(
+        {"a_0_0": 1.0, "a_1_0": 0.0, "a_0_1": 1.0},
+        (),
+        estimator,
+        objective="tir_otb",
+        old_log_probs=[ones * math.log(0.5), ones * math.log(0.25), ones * math.log(0.5)],
+        sum_pi_squared=[ones, ones, ones],
+    )
+    assert found["a_0_0"] == found["a_0_1"] == pytest.approx([0.6, 0.0, 0.6])
+    assert found["a_1_0"] == pytest.approx([-0.4, 0.0, -0.4])
+
+
+def test_advantages_are_verls_where_the_formula_is(cpu_platform):
+    import numpy as np
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    from tests.unit.objectives.cases import random_batch
+    from verl_ext.objectives.group_mean import group_mean
+
+    given, groups = random_batch(seed=8), ["a", "b", "a", "b", "a", "a", "b", "b"]
+    generator = torch.Generator().manual_seed(9)
+    rewards = torch.randn(8, 6, generator=generator, dtype=torch.float64)
+    arguments = {"response_mask": given.mask.double(), "index": np.array(groups, dtype=object)}
+    for by_std in (True, False):
+        settings = {"token_level_rewards": rewards.clone(), "norm_adv_by_std_in_grpo": by_std}
+        verls, _ = get_adv_estimator_fn("grpo")(**arguments, **settings)
+        ours = group_mean(rewards.sum(-1), groups, by_std=by_std)
+        assert torch.allclose(ours[:, None] * given.mask, verls, atol=1e-12)
+    squares = torch.rand(8, 6, generator=generator, dtype=torch.float64)
+    more = {"old_log_probs": given.log_prob, "sum_pi_squared": squares}
+    for weights in (None, torch.rand(8, 6, generator=generator, dtype=torch.float64)):
+        both = [
+            get_adv_estimator_fn(name)(
+                **arguments, **more, token_level_rewards=rewards.clone(), rollout_is_weights=weights
+            )
+            for name in ("tir_otb", "tir_optimal_token_baseline")
+        ]
+        assert torch.allclose(both[0][0], both[1][0], atol=1e-9) and torch.allclose(both[0][1], both[1][1], atol=1e-12)
+
+
+def test_the_pass_for_old_log_probs_is_asked_for_it(make, monkeypatch):
+    """verl's never is (trainer_base.py:1653). Of prompt and response, as it is stored, the response's part is kept."""
+    import transfer_queue as tq
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils import tensordict_utils as tu
+
+    trainer, _ = make("actor_rollout_ref.actor.calculate_sum_pi_squared=true")
+    asked, put = [], {}
+
+    def verls(self, batch, metrics):
+        asked.append(batch.extra_info["calculate_sum_pi_squared"])
+        return batch
+
+    def get(keys, partition_id, select_fields):
+        whole = torch.nested.as_nested_tensor([torch.tensor([0.1, 0.2, 0.3, 0.4])], layout=torch.jagged)
+        mask = torch.nested.as_nested_tensor([torch.ones(2, dtype=torch.long)], layout=torch.jagged)
+        return tu.get_tensordict({"sum_pi_squared": whole, "response_mask": mask})
+
+    monkeypatch.setattr(PPOTrainer, "_compute_old_log_prob", verls)
+    monkeypatch.setattr(tq, "kv_batch_get", get)
+    monkeypatch.setattr(tq, "kv_batch_put", lambda keys, partition_id, fields: put.update(fields.items()))
+    batch = tq.KVBatchMeta(partition_id="train", keys=["a_0_0"], tags=[{}])
+    trainer._compute_old_log_prob(batch, {})
+    assert asked == [True] and batch.extra_info["calculate_sum_pi_squared"] is False
+    assert put["sum_pi_squared"].unbind()[0].tolist() == pytest.approx([0.2, 0.3])  # the token before has the logits

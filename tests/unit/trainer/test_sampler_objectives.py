@@ -1,0 +1,85 @@
+"""What DapoReplayBuffer does for SimpleTIR (void turns in the baseline alone) and GRPO-RoC (half of 2n are kept)."""
+
+import pytest
+
+from tests.unit.trainer.prompt_groups import MODES, RAISED, buffer_maker, info, keys_of
+
+
+@pytest.fixture
+def make_buffer(monkeypatch):
+    return buffer_maker(monkeypatch)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_void_turns_stay_in_the_group_and_are_named_for_the_loss(make_buffer, mode):
+    group = [info(1), info(0, void_turns=1), info(0)]
+    queue, buffer = make_buffer([group, [info(1), info(0)]], batch_size=1, void_turn_filter="loss", mode=mode)
+    batch, metrics = buffer.sample(1, "train", 1)
+    assert sorted(batch.keys) == ["uid-0_0_0", "uid-0_1_0", "uid-0_2_0"]
+    assert buffer.baseline_only == {"uid-0_1_0"} and metrics["failure/groups_filled"] == 0
+
+
+def test_a_copy_of_a_void_rollout_is_not_in_the_loss_either(make_buffer):
+    """Five rollouts, two failed: two of the three valid ones, of which two are void, are copied."""
+    failed = info(0, sandbox_failure=1.0, finish_reason="sandbox_failure")
+    group = [info(1, void_turns=1), info(0, void_turns=1), info(1, void_turns=1), failed, failed]
+    queue, buffer = make_buffer([group], batch_size=1, void_turn_filter="loss")
+    batch, _ = buffer.sample(1, "train", 1)
+    assert len(batch.keys) == 5 and buffer.baseline_only == set(batch.keys)
+
+
+# Right with 2 of 2 calls failed, right without an error, wrong twice: of 4, 2 are kept, one right and one wrong.
+DIRTY, CLEAN = info(1, errors={"error": 2}), info(1, ok=2)
+GROUP = [DIRTY, info(0, ok=1), CLEAN, info(0, errors={"error": 1})]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_half_of_a_group_is_kept_the_cleaner_right_answer(make_buffer, mode):
+    queue, buffer = make_buffer([GROUP], batch_size=1, resample="code", mode=mode)
+    assert buffer.generated_for_one == 2
+    batch, metrics = buffer.sample(1, "train", 1)
+    assert sorted(keys_of(batch)) == ["uid-0_1_0", "uid-0_2_0"] and set(queue.tags) == set(batch.keys)
+    assert metrics["train/acc"] == 0.5, "accuracy is of all that was generated"
+
+
+def test_what_infrastructure_failed_is_left_out_first(make_buffer):
+    failed = info(0, sandbox_failure=1.0, finish_reason="sandbox_failure")
+    queue, buffer = make_buffer([[info(1, ok=1), failed, info(0), info(1, ok=1)]], batch_size=1, resample="code")
+    batch, _ = buffer.sample(1, "train", 1)
+    assert sorted(batch.keys) == ["uid-0_0_0", "uid-0_2_0"]  # one right, one wrong, and no copy
+
+
+def test_groups_without_a_valid_rollout_are_replaced_as_ever(make_buffer):
+    failed = [info(0, sandbox_failure=1.0, finish_reason="sandbox_failure")] * 4
+    queue, buffer = make_buffer([RAISED, failed, GROUP], batch_size=1, resample="paper")
+    batch, metrics = buffer.sample(1, "train", 1)
+    assert {key.split("_")[0] for key in batch.keys} == {"uid-2"} and len(batch.keys) == 2
+    assert metrics["failure/groups_dropped"] == 2
+
+
+@pytest.mark.parametrize("settings", [{"resample": "best"}, {"void_turn_filter": "baseline"}])
+def test_another_rule_is_refused(make_buffer, settings):
+    with pytest.raises(ValueError, match="expected false, true or loss, and null, paper or code"):
+        make_buffer([], batch_size=1, **settings)
+
+
+def test_resampling_does_not_go_with_a_filter_that_could_leave_too_few(make_buffer):
+    with pytest.raises(ValueError, match="resample='paper'.*not true"):
+        make_buffer([], batch_size=1, void_turn_filter=True, resample="paper")
+
+
+@pytest.mark.parametrize("objective", ["dapo", "maxrl", "tir_otb"])
+def test_adaptive_n_goes_with_every_baseline_of_groups(make, objective):
+    assert make("retool.adaptive_n.enable=true", objective=objective)[0]._sampling is not None
+
+
+@pytest.mark.parametrize("option,numbers", [((), [16, 16]), (("retool.adaptive_n.enable=true",), [24, 24])])
+def test_twice_the_responses_are_generated(make, submitted, option, numbers):
+    """tiny_dapo has 8 responses a prompt; with adaptive n 12 in the first phase."""
+    from verl.utils import tensordict_utils as tu
+
+    trainer, _ = make(*option, objective="grpo_roc")
+    trainer.global_steps, trainer.agent_loop_manager = 1, submitted.manager
+    batch = tu.get_tensordict({"uid": ["a", "b"], "raw_prompt": [[{"role": "user", "content": "x"}]] * 2})
+    trainer._submit_batch_to_rollout(batch)
+    assert submitted.numbers == numbers

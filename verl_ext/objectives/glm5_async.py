@@ -1,0 +1,27 @@
+"""GLM-5's asynchronous agentic RL (arXiv:2602.15763, Eq. 3-5): preset glm5_async.
+
+    f(r) A log pi,   r = pi / pi_rollout,   f(x) = x where 1 - low < x < 1 + high (open), else 0
+
+There is no pi_old: the ratio is to the log-probs that the rollout engine noted. low = .2, high = .28.
+f(r) has no gradient: if it had, the gradient would be f(r) A (1 + log pi) times that of log pi, which turns round where
+log pi < -1. Departures: log r is held within +-20. The paper does not say whether the advantage is divided by the
+standard deviation; here it is not. The mean is over tokens; dropped tokens stay in its denominator.
+"""
+
+import torch
+from torch import Tensor
+
+from verl_ext.objectives.terms import Terms, Tokens, log_ratio, none_of
+
+
+def double_sided(ratio: Tensor, low: float, high: float) -> Tensor:
+    """The ratio where 1 - low < ratio < 1 + high, else 0."""
+    return torch.where((ratio > 1 - low) & (ratio < 1 + high), ratio, 0)
+
+
+def glm5_async(tokens: Tokens, *, low: float, high: float) -> Terms:
+    """Objective of each token; `tokens.old_log_prob` are the rollout engine's."""
+    weight = double_sided(log_ratio(tokens).exp().detach(), low, high)
+    return Terms(
+        weight * tokens.advantages * tokens.log_prob, none_of(tokens.mask), none_of(tokens.mask), dropped=weight == 0
+    )

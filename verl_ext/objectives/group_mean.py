@@ -1,0 +1,31 @@
+"""Advantages against the mean of a group: presets dapo, grpo, dr_grpo, olmorl and most others.
+
+    A = R - mean(R), and with `by_std` divided by std(R) + 1e-6
+
+GRPO (arXiv:2402.03300, section 4.1.2) and DAPO (Eq. 9) divide by the standard deviation; Dr. GRPO (arXiv:2503.20783)
+and OlmoRL do not. The paper does not say which one: it is the sample's (n - 1), as verl's. A group of one gets 0, where
+verl gives it its score. The same as verl's `grpo` (core_algos.py:268, 0.9.1) for larger groups.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+def rows_of_groups(groups: Sequence[str]) -> Iterator[list[int]]:
+    """The rows of each group, in order."""
+    rows: dict[str, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows.setdefault(group, []).append(row)
+    yield from rows.values()
+
+
+def group_mean(rewards: Tensor, groups: Sequence[str], *, by_std: bool) -> Tensor:
+    """float[B]: advantages. `rewards` is float[B], `groups` names the group of each."""
+    result = torch.zeros_like(rewards)
+    for rows in rows_of_groups(groups):
+        if len(rows) > 1:
+            own = rewards[rows]
+            result[rows] = (own - own.mean()) / (own.std() + 1e-6 if by_std else 1.0)
+    return result

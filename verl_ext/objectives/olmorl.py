@@ -1,0 +1,23 @@
+"""OlmoRL (Olmo 3, arXiv:2512.13961, section 4.4, "OlmoRL"): preset olmorl.
+
+    min(pi_old / pi_rollout, rho) x min(r A, clip(r, 1 - low, 1 + high) A),   A = R - mean of the group
+
+with a mean over all tokens of the batch (`unit: batch`), no KL term, no division by the standard deviation, and groups
+of equal rewards replaced. pi_rollout is the inference engine's.
+Departures: log-ratios are held within +-20. The text gives no number for rho: 2 is ours.
+"""
+
+from torch import Tensor
+
+from verl_ext.objectives.ppo import ppo
+from verl_ext.objectives.terms import Terms, Tokens, weighted
+
+
+def truncate(ratio: Tensor, rho: float) -> Tensor:
+    """min(ratio, rho): truncated importance sampling."""
+    return ratio.clamp(max=rho)
+
+
+def olmorl(tokens: Tokens, *, low: float, high: float) -> Terms:
+    """Objective of each token; `tokens.weights` are `truncate(pi_old / pi_rollout, rho)`."""
+    return weighted(ppo(tokens, low=low, high=high), tokens.weights)

@@ -1,0 +1,58 @@
+"""Optimal token baseline for tool-integrated reasoning: preset tir_otb. The same as verl's `tir_optimal_token_baseline`
+(core_algos.py:991, 0.9.1), whose source is yingru.notion.site/The-Optimal-Token-Baseline.
+
+    A_t = G_t - sum_i G_t W_t / sum_i W_t over the group,   W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_v^2)
+
+G_t is the reward from token t on, W_t the squared norm of the gradient by logits so far. t counts the policy's own
+tokens: those of a tool are left out before responses are laid side by side. Where one response alone goes on, its
+baseline is 0. With weights against the rollout engine, each term of W_t is multiplied by their square.
+Departures: 1e-8 in the denominator, as verl; a group of one gets 0, where verl gives it its reward.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from verl_ext.objectives.group_mean import rows_of_groups
+
+
+def tir_otb(
+    rewards: Tensor,
+    mask: Tensor,
+    groups: Sequence[str],
+    log_prob: Tensor,
+    sum_pi_squared: Tensor,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """float[B, T]: advantages, 0 outside of `mask`.
+
+    Args:
+        rewards: float[B, T], of tokens.
+        mask: bool[B, T], tokens that the policy sampled.
+        groups: the group of each response.
+        log_prob: float[B, T], of the sampled tokens.
+        sum_pi_squared: float[B, T], sum over the vocabulary of squared probabilities.
+        weights: float[B, T], pi_old / pi_rollout, or None.
+    """
+    to_go = torch.where(mask, rewards, 0).flip(-1).cumsum(-1).flip(-1)
+    energy = 1 - 2 * log_prob.exp() + sum_pi_squared
+    if weights is not None:
+        energy = energy * weights**2
+    energy = torch.where(mask, energy, 0).cumsum(-1)
+    result = torch.zeros_like(to_go)
+    for rows in rows_of_groups(groups):
+        lengths = sorted(int(mask[row].sum()) for row in rows)
+        if sum(length > 0 for length in lengths) < 2:
+            continue
+        longest, shared = lengths[-1], lengths[-2]
+        returns, norms = to_go.new_zeros(len(rows), longest), to_go.new_zeros(len(rows), longest)
+        for place, row in enumerate(rows):
+            own = mask[row]
+            returns[place, : own.sum()], norms[place, : own.sum()] = to_go[row][own], energy[row][own]
+        baseline = (returns * norms).sum(0) / (norms.sum(0) + 1e-8)
+        baseline[shared:] = 0
+        for place, row in enumerate(rows):
+            own = mask[row]
+            result[row, own] = returns[place, : own.sum()] - baseline[: own.sum()]
+    return result

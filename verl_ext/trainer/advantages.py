@@ -1,0 +1,163 @@
+"""Where verl meets the advantages of verl_ext/objectives: estimators, groups that were filled, and units of the mean.
+
+Functions that verl 0.9.1's v1 trainers call are replaced in trainer/ppo/v1/trainer_base.py.
+"""
+
+import functools
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import transfer_queue as tq
+from tensordict import TensorDict
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+
+from verl_ext.objectives.maxrl import maxrl
+from verl_ext.objectives.mean import unit_factors
+from verl_ext.objectives.tir_otb import tir_otb
+from verl_ext.versions import VERL, require_versions
+
+ESTIMATORS = ["maxrl", "tir_otb"]  # names of algorithm.adv_estimator, beside verl's; the doctor reads them here
+OF_GROUPS = ("grpo", *ESTIMATORS)  # those whose groups may differ in size
+
+
+def register(algorithms: ModuleType) -> None:
+    """Add our estimators to those of `verl.trainer.ppo.core_algos`."""
+    algorithms.register_adv_est("maxrl")(_maxrl)
+    algorithms.register_adv_est("tir_otb")(_tir_otb)
+
+
+def _maxrl(token_level_rewards: Tensor, response_mask: Tensor, index: np.ndarray, **_: Any) -> tuple[Tensor, Tensor]:
+    result = maxrl(token_level_rewards.sum(-1), list(index)).unsqueeze(-1) * response_mask
+    return result, result
+
+
+def _tir_otb(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: np.ndarray,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    mask = response_mask.bool()
+    result = tir_otb(token_level_rewards, mask, list(index), old_log_probs, sum_pi_squared, rollout_is_weights)
+    return result, (token_level_rewards * mask).flip(-1).cumsum(-1).flip(-1)
+
+
+def replace_in(trainer_base: ModuleType) -> None:
+    """trainer/ppo/v1/trainer_base.py (0.9.1): :1772 calls `group_advantages` instead of verl's function."""
+    require_versions(VERL, "verl_ext/trainer/advantages.py")
+    verls = trainer_base.compute_advantage_for_multi_trajectories
+    trainer_base.compute_advantage_for_multi_trajectories = functools.partial(group_advantages, verls)
+
+
+def group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estimator: str, **settings: Any) -> Any:
+    """Advantages of a batch, in which only the last output of a session enters a baseline, for every estimator.
+
+    verl does so for `grpo` alone (trainer/ppo/v1/utils.py:167): a copy that fills a group (`DapoReplayBuffer`) is a
+    further output of its session. Its advantages are those of that session. A group of one gets 0, where verl's
+    estimators give it its score.
+
+    Args:
+        verls: verl's function, which has `grpo` and, as it has no groups, `gae`.
+        data: verl's DataProto, one row a response.
+        batch_keys: `{uid}_{session}_{index}` of each row.
+    """
+    sessions = [key.rpartition("_")[0] for key in batch_keys]
+    if adv_estimator == "gae":
+        return verls(data, batch_keys=batch_keys, adv_estimator=adv_estimator, **settings)
+    if adv_estimator == "grpo":
+        data = verls(data, batch_keys=batch_keys, adv_estimator=adv_estimator, **settings)
+    else:
+        data = _of_last_outputs(data, batch_keys, sessions, adv_estimator, settings)
+    members: dict[str, set[str]] = {}
+    for session in sessions:
+        members.setdefault(session.rpartition("_")[0], set()).add(session)
+    alone = torch.tensor([len(members[session.rpartition("_")[0]]) == 1 for session in sessions])
+    if alone.any():
+        data.batch["advantages"][alone] = 0
+    return data
+
+
+def _of_last_outputs(
+    data: Any, batch_keys: Sequence[str], sessions: Sequence[str], estimator: str, settings: dict
+) -> Any:
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    if estimator in ("tir_otb", "optimal_token_baseline", "tir_optimal_token_baseline"):
+        data.batch["sum_pi_squared"] = _sum_pi_squared(batch_keys, data.batch["response_mask"].shape[-1])
+    last: dict[str, int] = {}  # session -> row of its last output
+    for row, (key, session) in enumerate(zip(batch_keys, sessions, strict=True)):
+        if session not in last or _index(key) > _index(batch_keys[last[session]]):
+            last[session] = row
+    place = {session: i for i, session in enumerate(last)}
+    chosen = _estimate(compute_advantage, data.select_idxs([*last.values()]), estimator, settings)
+    source = torch.tensor([place[session] for session in sessions])
+    mask, of_last = data.batch["response_mask"].bool(), chosen.batch["response_mask"].bool()[source]
+    is_same = (mask == of_last).all(-1, keepdim=True)
+    for name in ("advantages", "returns"):
+        found = chosen.batch[name][source]
+        first = found.gather(-1, of_last.int().argmax(-1, keepdim=True))  # another output of it: one number, as verl
+        data.batch[name] = torch.where(is_same, found, first * mask)
+    return data
+
+
+def _index(key: str) -> int:
+    return int(key.rpartition("_")[2])
+
+
+def _estimate(verls: Any, data: Any, estimator: str, settings: dict) -> Any:
+    if estimator != "tir_otb":
+        return verls(data, adv_estimator=estimator, **settings)
+    batch = data.batch  # verl passes `sum_pi_squared` to estimators of its own names alone (ray_trainer.py:265)
+    needed = ("token_level_rewards", "response_mask", "old_log_probs", "sum_pi_squared")
+    batch["advantages"], batch["returns"] = _tir_otb(
+        **{name: batch[name] for name in needed},
+        index=data.non_tensor_batch["uid"],
+        rollout_is_weights=batch.get("rollout_is_weights", None),
+    )
+    return data
+
+
+def keep_sum_pi_squared(batch: KVBatchMeta) -> None:
+    """Put what the pass for old log-probs found under `sum_pi_squared`, of prompts too, in the form of responses."""
+    from verl.workers.utils.padding import response_from_nested
+
+    fields = ["sum_pi_squared", "response_mask"]
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    found = response_from_nested(data["sum_pi_squared"], data["response_mask"])
+    _put(batch.keys, batch.partition_id, sum_pi_squared=found.float())
+
+
+def _sum_pi_squared(keys: Sequence[str], width: int) -> Tensor:
+    data = tq.kv_batch_get(keys=list(keys), partition_id="train", select_fields=["sum_pi_squared"])
+    return torch.nested.to_padded_tensor(data["sum_pi_squared"], 0.0, (len(keys), width))
+
+
+def scale(batch: KVBatchMeta, *, unit: str, updates: int, without: Sequence[bool]) -> None:
+    """Multiply the advantages of a batch in verl's queue by the factors of `unit`, and by 0 where `without` is true."""
+    if unit == "mini_batch":
+        keys = [key for key, is_out in zip(batch.keys, without, strict=True) if is_out]
+        factors = torch.zeros(len(keys))
+    else:
+        keys = list(batch.keys)
+    if not keys:
+        return
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["advantages", "response_mask"])
+    advantages = data["advantages"]
+    if unit != "mini_batch":
+        lengths = torch.stack([mask.sum() for mask in data["response_mask"].unbind()])
+        groups = [key.rsplit("_", 2)[0] for key in keys]
+        factors = unit_factors(lengths, groups, unit=unit, updates=updates)
+        factors = torch.where(torch.tensor(list(without)), 0, factors)
+    scaled = [row * factor for row, factor in zip(advantages.unbind(), factors.to(advantages.dtype), strict=True)]
+    _put(keys, batch.partition_id, advantages=torch.nested.as_nested_tensor(scaled, layout=torch.jagged))
+
+
+def _put(keys: list[str], partition_id: str, **columns: Tensor) -> None:
+    tq.kv_batch_put(keys=keys, partition_id=partition_id, fields=TensorDict(columns, batch_size=len(keys)))

@@ -1,0 +1,256 @@
+"""Where verl meets verl_ext/objectives: the losses of `actor.policy_loss.loss_mode: retool_*`, their checks and counts.
+
+verl 0.9.1 hands a loss no log-probs of the rollout engine (workers/utils/losses.py:84): an objective that needs them
+gets them as old ones (`algorithm.rollout_correction.bypass_mode: true`), or as weights that the trainer has computed
+once for the batch (`rollout_is`). What is NaN or infinite is replaced before any arithmetic, and its token dropped.
+"""
+
+import difflib
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from verl.workers.config import ActorConfig, PolicyLossConfig
+
+from verl_ext.objectives.cispo import cispo
+from verl_ext.objectives.dppo import dppo_kl, dppo_tv
+from verl_ext.objectives.glm5_async import glm5_async
+from verl_ext.objectives.gmpo import gmpo
+from verl_ext.objectives.gspo import gspo
+from verl_ext.objectives.icepop import icepop
+from verl_ext.objectives.icepop_onpolicy import icepop_onpolicy
+from verl_ext.objectives.mean import MODES, UNITS, mean_loss
+from verl_ext.objectives.mis import mis
+from verl_ext.objectives.olmorl import olmorl
+from verl_ext.objectives.ppo import ppo
+from verl_ext.objectives.sapo import sapo
+from verl_ext.objectives.terms import Terms, Tokens, log_ratio
+from verl_ext.versions import VERL, require_versions
+
+COUNT = "actor/count/"  # metrics that are added up over micro-batches and ranks; shares are made of them
+LOSS_MODES = [  # names of actor.policy_loss.loss_mode, beside verl's; the doctor reads them here
+    "retool_ppo",
+    "retool_olmorl",
+    "retool_icepop",
+    "retool_icepop_onpolicy",
+    "retool_glm5_async",
+    "retool_mis",
+    "retool_gspo",
+    "retool_sapo",
+    "retool_cispo",
+    "retool_dppo_tv",
+    "retool_dppo_kl",
+    "retool_gmpo",
+]
+
+
+@dataclass
+class ObjectiveConfig(PolicyLossConfig):
+    """`actor.policy_loss` of a run with one of our objectives: verl's, and the unit of the mean."""
+
+    unit: str = "mini_batch"
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One objective, and what the rest of a run's config must be for it.
+
+    Attributes:
+        objective: from tokens to terms.
+        settings: arguments of `objective` -> keys of `actor`.
+        weights: kinds of `rollout_correction` one of which it needs; none: it takes no weights.
+        old: whose log-probs the old ones must be: "trainer", "rollout", or "" for either.
+        modes: the means that its paper has, or that are exact.
+        one_update: whether a batch may have one update alone.
+    """
+
+    objective: Callable[..., Terms]
+    settings: Mapping[str, str]
+    weights: tuple[str, ...] = ()
+    old: str = ""
+    modes: tuple[str, ...] = MODES
+    one_update: bool = False
+
+
+_BOUNDS = {"low": "clip_ratio_low", "high": "clip_ratio_high"}
+_TRUNCATED = _BOUNDS | {"truncation": "clip_ratio_c"}
+_RESPONSES = ("seq-mean-token-mean",)
+LOSSES = {
+    "retool_ppo": Loss(ppo, _BOUNDS | {"dual_clip": "clip_ratio_c"}),
+    "retool_olmorl": Loss(olmorl, _BOUNDS, ("token truncation",), "trainer"),
+    "retool_icepop": Loss(icepop, _BOUNDS, ("token interval",), "trainer"),
+    "retool_icepop_onpolicy": Loss(icepop_onpolicy, _BOUNDS, old="rollout", one_update=True),
+    "retool_glm5_async": Loss(glm5_async, _BOUNDS, old="rollout"),
+    "retool_mis": Loss(mis, _BOUNDS, ("token interval", "sequence interval"), "trainer"),
+    "retool_gspo": Loss(gspo, _BOUNDS, modes=_RESPONSES),
+    "retool_sapo": Loss(sapo, {"tau_pos": "tau_pos", "tau_neg": "tau_neg"}),
+    "retool_cispo": Loss(cispo, _BOUNDS),
+    "retool_dppo_tv": Loss(dppo_tv, _TRUNCATED, old="rollout"),
+    "retool_dppo_kl": Loss(dppo_kl, _TRUNCATED, old="rollout"),
+    "retool_gmpo": Loss(gmpo, _BOUNDS, modes=_RESPONSES),
+}
+
+
+# In the actor's processes ---------------------------------------------------------------------------------------------
+
+
+def register(algorithms: ModuleType) -> None:
+    """Add our losses to those of `verl.trainer.ppo.core_algos`."""
+    for name, loss in LOSSES.items():
+        algorithms.register_policy_loss(name)(functools.partial(policy_loss, loss))
+
+
+def policy_loss(
+    loss: Loss,
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: ActorConfig,
+    loss_agg_mode: str = "token-mean",
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, float]]:
+    """A loss with the signature of verl's (core_algos.py:53).
+
+    Returns:
+        The loss of this micro-batch, and counts of its tokens (`COUNT`).
+    Raises:
+        ValueError: weights are missing, or there are some that the objective does not take.
+    """
+    if (rollout_is_weights is not None) != bool(loss.weights):
+        raise ValueError(
+            f"{loss.objective.__name__} got {'no ' * bool(loss.weights)}weights from the trainer: expected "
+            f"algorithm.rollout_correction with rollout_is={'token or sequence' if loss.weights else 'null'} and "
+            f"bypass_mode={str(not loss.weights).lower()}. objective=NAME sets both."
+        )
+    sampled = response_mask.bool()
+    numbers = [log_prob, old_log_prob, advantages, *([rollout_is_weights] if loss.weights else [])]
+    usable = functools.reduce(torch.logical_and, map(torch.isfinite, numbers), sampled)
+    tokens = Tokens(*(torch.where(usable, each, 0) for each in numbers[:3]), usable)
+    if loss.weights:
+        tokens = tokens._replace(weights=torch.where(usable, rollout_is_weights, 0))
+    terms = loss.objective(tokens, **{name: getattr(config, key) for name, key in loss.settings.items()})
+    info = config.global_batch_info
+    value = mean_loss(
+        torch.where(usable, terms.objective, 0),
+        sampled,  # what is dropped stays in the mean
+        mode=loss_agg_mode,
+        unit=config.policy_loss.get("unit", "mini_batch"),
+        ranks=info.get("dp_size") or 1,
+        tokens=info.get("batch_num_tokens"),
+        responses=info.get("global_batch_size"),
+        scale=info.get("loss_scale_factor"),
+    )
+    counts = {
+        "tokens": sampled,
+        "clipped_low": terms.clipped_low & usable,
+        "clipped_high": terms.clipped_high & usable,
+        "dropped": (terms.dropped | ~usable) & sampled,
+        "not_finite": sampled & ~usable,
+        "ppo_kl": -log_ratio(tokens),  # 0 of what is not usable
+    }
+    return value, {COUNT + name: float(each.sum()) for name, each in counts.items()}
+
+
+def sum_counts(losses: ModuleType) -> None:
+    """verl/workers/utils/losses.py (0.9.1): our counts of tokens are added up.
+
+    - :103 takes the mean of a loss's metrics over micro-batches and ranks, whatever number of tokens they have. The
+      mean over ranks comes first (utils/metric/utils.py:152): counts are multiplied by their number.
+    """
+    require_versions(VERL, "verl_ext/trainer/objective.py")
+    verls = losses.ppo_loss
+
+    @functools.wraps(verls)
+    def ppo_loss(config: ActorConfig, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
+        loss, metrics = verls(config, model_output, data, dp_group)
+        for name in [name for name in metrics if name.startswith(COUNT)]:
+            total = losses.Metric(losses.AggregationType.SUM)
+            total.extend([value * data["dp_size"] for value in metrics[name].values])
+            metrics[name] = total
+        return loss, metrics
+
+    losses.ppo_loss = ppo_loss
+
+
+# In the trainer -------------------------------------------------------------------------------------------------------
+
+
+def make_shares(metrics: dict[str, Any]) -> None:
+    """Replace a step's counts of tokens by shares, `actor/clipped_low` and so on, and by verl's `actor/pg_clipfrac`."""
+    counts = {name.removeprefix(COUNT): metrics.pop(name) for name in [*metrics] if name.startswith(COUNT)}
+    if not counts:
+        return
+    tokens = max(counts.pop("tokens"), 1)
+    metrics.update({f"actor/{name}": count / tokens for name, count in counts.items()})
+    metrics["actor/pg_clipfrac"] = metrics["actor/clipped_low"] + metrics["actor/clipped_high"]
+
+
+def check_objective(config: DictConfig) -> None:
+    """Raise where the objective of a run and the rest of its config do not fit; nothing for verl's own losses.
+
+    Raises:
+        ValueError: an unknown key of `policy_loss`; weights, old log-probs, a mean or sizes that the objective does not
+            allow.
+    """
+    actor = config.actor_rollout_ref.actor
+    name, section = actor.policy_loss.loss_mode, OmegaConf.to_container(actor.policy_loss)
+    known = {field.name for field in fields(ObjectiveConfig)} | {"_target_"}
+    for key in sorted(section.keys() - known):
+        near = difflib.get_close_matches(key, known, n=1)
+        raise ValueError(
+            f"actor_rollout_ref.actor.policy_loss.{key} is no key of an objective."
+            + (f" Did you mean {near[0]}?" if near else f" Expected one of {', '.join(sorted(known))}.")
+        )
+    if config.algorithm.adv_estimator == "tir_otb":
+        correction = config.algorithm.rollout_correction
+        if correction.bypass_mode or not actor.calculate_sum_pi_squared:
+            raise ValueError(
+                "algorithm.adv_estimator=tir_otb needs the actor's pass for old log-probs, got rollout_correction."
+                f"bypass_mode={correction.bypass_mode} and actor.calculate_sum_pi_squared="
+                f"{actor.calculate_sum_pi_squared}; expected false and true. objective=tir_otb sets both."
+            )
+    if name not in LOSSES:
+        if section.get("unit", "mini_batch") != "mini_batch":
+            raise ValueError(f"policy_loss.unit={section['unit']} needs one of our objectives, got loss_mode={name}.")
+        return
+    for problem in _problems(config, LOSSES[name], section.get("unit", "mini_batch")):
+        raise ValueError(f"actor.policy_loss.loss_mode={name}: {problem}. objective=NAME sets what belongs together.")
+
+
+def _problems(config: DictConfig, loss: Loss, unit: str) -> list[str]:
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    problems, old = [], "rollout" if correction.bypass_mode else "trainer"
+    has = f"{correction.rollout_is} {'interval' if '_' in str(correction.rollout_is_threshold) else 'truncation'}"
+    has = has if correction.rollout_is and old == "trainer" else ""
+    if loss.old not in ("", old):
+        expected = str(loss.old == "rollout").lower()
+        problems.append(
+            f"its old log-probs are the {loss.old}'s, and algorithm.rollout_correction.bypass_mode is "
+            f"{correction.bypass_mode}; expected {expected}"
+        )
+    elif has not in (loss.weights or ("",)):
+        problems.append(
+            f"algorithm.rollout_correction has rollout_is={correction.rollout_is}, rollout_is_threshold="
+            f"{correction.rollout_is_threshold}; expected {' or '.join(loss.weights) or 'rollout_is=null'}"
+        )
+    if actor.loss_agg_mode not in loss.modes:
+        problems.append(f"actor.loss_agg_mode is {actor.loss_agg_mode}; expected {' or '.join(loss.modes)}")
+    if unit not in UNITS or (unit != "mini_batch" and actor.loss_agg_mode != "token-mean"):
+        problems.append(
+            f"policy_loss.unit is {unit} with actor.loss_agg_mode={actor.loss_agg_mode}; expected one of "
+            f"{', '.join(UNITS)}, the last two with token-mean"
+        )
+    updates = config.data.train_batch_size / actor.ppo_mini_batch_size
+    if loss.one_update and (actor.ppo_epochs != 1 or updates > 1):
+        problems.append(
+            f"a batch may have one update, and train_batch_size={config.data.train_batch_size}, ppo_mini_batch_size="
+            f"{actor.ppo_mini_batch_size}, ppo_epochs={actor.ppo_epochs}; expected equal sizes and one epoch"
+        )
+    return problems
