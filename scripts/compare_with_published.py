@@ -19,8 +19,9 @@ from markupsafe import Markup
 
 from verl_ext.records.run_folder import metric_files
 from verl_ext.records.run_record import Metrics, read_metrics
-from verl_ext.report.charts import HEIGHT, WIDTH, Series, line_chart
+from verl_ext.report.charts import Series, line_chart
 from verl_ext.report.page import page_environment
+from verl_ext.report.picture import write_picture
 from verl_ext.report.verdict import held_out_source
 
 REPO = Path(__file__).resolve().parents[1]
@@ -267,29 +268,6 @@ def write_page(parts: Sequence[Part], out: Path) -> None:
     out.write_text(page, encoding="utf-8")
 
 
-def write_picture(parts: Sequence[Part], out: Path) -> None:
-    """The charts alone, three in a row, as one SVG file in the page's light colours."""
-    style = (REPO / "verl_ext" / "report" / "page_style.html").read_text(encoding="utf-8")
-    colours = dict(re.findall(r"(--[\w-]+): (#\w+);", style.partition("@media")[0]))
-    rules = "".join(re.findall(r"^svg (?:\.|text).*$", style, re.MULTILINE))
-    cells = []
-    charts = [(metric.title, chart(part, metric)) for part in parts for metric in COMPARED[part.name]]
-    for number, (title, svg) in enumerate((title, str(svg)) for title, svg in charts if svg):
-        left, top = number % 3 * (WIDTH + 20), number // 3 * (HEIGHT + 40)
-        svg = re.sub(r' data-chart="[^"]*"', "", svg.partition("</svg>")[0])
-        svg = svg.replace("<svg ", f'<svg x="{left}" y="{top + 30}" width="{WIDTH}" height="{HEIGHT}" ', 1)
-        heading = f'<text class="heading" x="{left + WIDTH / 2}" y="{top + 22}" text-anchor="middle">{title}</text>'
-        cells.append(f"{heading}{svg}</svg>")
-    width, height = 3 * (WIDTH + 20), -(-len(cells) // 3) * (HEIGHT + 40)
-    picture = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">'
-        f"<style>{rules}svg text.heading {{ font-size: 15px; fill: var(--ink); }}</style>"
-        f'<rect width="100%" height="100%" style="fill:var(--card)"/>{"".join(cells)}</svg>\n'
-    )
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(re.sub(r"var\((--[\w-]+)\)", lambda found: colours[found[1]], picture), encoding="utf-8")
-
-
 def _name(side: str, source: str) -> str:
     return f"{side}, {source}" if source else side
 
@@ -360,7 +338,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         write_page(parts, args.out)
         if args.picture:
-            write_picture(parts, args.picture)
+            charts = [(metric.title, chart(part, metric)) for part in parts for metric in COMPARED[part.name]]
+            write_picture([(title, svg) for title, svg in charts if svg], args.picture)
     except (OSError, ValueError) as error:
         sys.exit(f"compare_with_published.py: {error}")
     for part in parts:
