@@ -12,11 +12,13 @@ A step trains `prompts` groups. What a mode does beside that:
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from verl_ext.analysis.events import Simulation, Speed
 from verl_ext.analysis.workload import Group, Response, Shape, draw
+
+STOCK_LASTS = 8  # steps for which a batch of the first ones is waiting for the trainer, at the most
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,21 @@ class Step:
     tokens: float
     generate_s: float = 0.0
     oldest: int = 0
+
+
+def coarser(machine: Machine, shape: Shape, factor: int) -> tuple[Machine, Shape]:
+    """The same step with 1/`factor` of its groups, slots and workers, where a token and a context weigh as many.
+
+    Raises:
+        ValueError: slots, workers or groups do not divide.
+    """
+    sizes = (machine.speed.slots, machine.workers, shape.prompts)
+    if any(size % factor for size in sizes):
+        raise ValueError(f"{sizes} turns, sandbox workers and groups: expected multiples of {factor}.")
+    slots, workers, prompts = (size // factor for size in sizes)
+    speed = replace(machine.speed, slots=slots, context_s=machine.speed.context_s * factor)
+    costs = {"log_prob_s": machine.log_prob_s * factor, "update_s": machine.update_s * factor}
+    return replace(machine, speed=speed, workers=workers, **costs), replace(shape, prompts=prompts)
 
 
 def sync(
@@ -123,7 +140,7 @@ def sync(
 def partial(
     machine: Machine, shape: Shape, *, useful: float = 1.0, log_probs: bool = True, steps: int = 6, seed: int = 0
 ) -> Step:
-    """Means over `steps` steps, after as many that are not counted."""
+    """Means over `steps` steps, after as many that are not counted. Arguments: as `sync`."""
     player = _Player(machine, machine.gpus, shape, useful, seed)
     player.issue(2 * shape.prompts)
     played = []
@@ -154,7 +171,7 @@ def asynchronous(
     steps: int = 6,
     seed: int = 0,
 ) -> Step:
-    """Means over `steps` steps, after as many and `staleness` that are not counted.
+    """Means over `steps` steps, after those in which what was issued at the start is used up.
 
     Raises:
         ValueError: servers or trainer would have no GPU.
@@ -167,7 +184,7 @@ def asynchronous(
     player = _Player(machine, rollout_gpus, shape, useful, seed)
     simulation = player.simulation
     player.issue((staleness + 1) * shape.prompts)
-    played, skipped = [], steps + staleness
+    played, skipped = [], steps + STOCK_LASTS * staleness
     for number in range(skipped + steps):
         begin = simulation.now_s
         simulation.run(lambda: len(player.done) >= shape.prompts)

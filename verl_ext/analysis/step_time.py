@@ -21,12 +21,14 @@ from verl_ext.analysis.calibration import (
     own_run,
     published_run,
 )
-from verl_ext.analysis.schedules import Machine, Step, asynchronous, partial, sync
+from verl_ext.analysis.schedules import Machine, Step, asynchronous, coarser, partial, sync
 from verl_ext.analysis.workload import Shape, shape_of
 from verl_ext.report.charts import Series, line_chart
 from verl_ext.report.picture import write_picture
 
 STALENESS = range(1, 9)
+APART, WITHOUT = "asynchronous", "icepop_onpolicy"  # which has no pass for old log-probs
+COARSE = 8  # modes are compared with so much fewer responses, of a server that is as much smaller
 
 
 class Variant(NamedTuple):
@@ -45,19 +47,17 @@ def variants(machine: Machine, shape: Shape, *, useful: float, rollout_gpus: int
         rollout_gpus: GPUs of the servers where they have their own.
         steps: that a mean of `partial` and `asynchronous` is over.
     """
-    more, fewer = (replace(machine, workers=max(1, int(machine.workers * factor))) for factor in (4, 1 / 32))
+    more = replace(machine, workers=4 * machine.workers)
     yield Variant("sync", sync(machine, shape, useful=useful))
-    yield Variant(f"sync, {more.workers} sandbox workers", sync(more, shape, useful=useful))
-    yield Variant(f"sync, {fewer.workers} sandbox workers", sync(fewer, shape, useful=useful))
+    yield Variant("sync, 4 x the sandbox workers", sync(more, shape, useful=useful))
     yield Variant("sync, active sampling", sync(machine, shape, useful=useful, active=True))
-    yield Variant("sync, icepop_onpolicy", sync(machine, shape, useful=useful, log_probs=False))
+    yield Variant(f"sync, {WITHOUT}", sync(machine, shape, useful=useful, log_probs=False))
     yield Variant("partial", partial(machine, shape, useful=useful, steps=steps))
     apart = {"rollout_gpus": rollout_gpus, "useful": useful, "steps": steps}
-    for staleness in STALENESS:
-        step = asynchronous(machine, shape, staleness=staleness, **apart)
-        yield Variant(f"asynchronous, staleness {staleness}", step, staleness)
-    step = asynchronous(machine, shape, staleness=1, log_probs=False, **apart)
-    yield Variant("asynchronous, staleness 1, icepop_onpolicy", step)
+    for mode, log_probs in ((APART, True), (f"{APART}, {WITHOUT}", False)):
+        for staleness in STALENESS:
+            step = asynchronous(machine, shape, staleness=staleness, log_probs=log_probs, **apart)
+            yield Variant(f"{mode}, staleness {staleness}", step, staleness)
 
 
 def error_table(run: Run, compared: Sequence[Compared]) -> str:
@@ -98,14 +98,16 @@ def _pair(seen: float, simulated: float) -> str:
 def variant_table(found: Sequence[Variant]) -> str:
     first = found[0].step
     rows = [
-        f"{'':<44}{'step, s':>9}{'waits':>8}{'trains':>8}{'useful groups':>15}{'of them an hour':>17}{'x sync':>8}"
+        f"{'':<46}{'step, s':>9}{'waits':>8}{'trains':>8}{'useful groups':>15}{'of them an hour':>17}{'x sync':>8}"
         f"{'oldest':>8}"
     ]
     for name, step, _ in found:
-        rate = 3600 * step.useful / step.step_s
+        useful = step.useful * COARSE
+        rate = useful / step.step_s
+        speed = rate * first.step_s / (first.useful * COARSE)
         rows.append(
-            f"{name:<44}{step.step_s:>9.0f}{step.rollout_s:>8.0f}{step.train_s:>8.0f}{step.useful:>15.0f}{rate:>17.0f}"
-            f"{rate * first.step_s / 3600 / first.useful:>8.2f}{step.oldest:>8}"
+            f"{name:<46}{step.step_s:>9.0f}{step.rollout_s:>8.0f}{step.train_s:>8.0f}{useful:>15.0f}"
+            f"{3600 * rate:>17.0f}{speed:>8.2f}{step.oldest:>8}"
         )
     return "\n".join(rows)
 
@@ -125,12 +127,14 @@ def draw_charts(compared: Sequence[Compared], found: Sequence[Variant], out: Pat
         title="Published and simulated steps",
         include=[0],
     )
-    apart = [each for each in found if each.staleness]
-    flat = [each for each in found if each.name in ("sync", "partial", "sync, icepop_onpolicy")]
-    over = [each.staleness for each in apart]
+    ends = [STALENESS[0], STALENESS[-1]]
+    flat = [each for each in found if each.name in ("sync", f"sync, {WITHOUT}", "partial")]
+    lines = [Series(each.name, ends, [each.step.step_s] * 2) for each in flat]
+    for name in (APART, f"{APART}, {WITHOUT}"):
+        points = [each for each in found if each.name == f"{name}, staleness {each.staleness}"]
+        lines.append(Series(name, [each.staleness for each in points], [each.step.step_s for each in points]))
     modes = line_chart(
-        [Series("asynchronous", over, [each.step.step_s for each in apart])]
-        + [Series(each.name, over, [each.step.step_s] * len(over)) for each in flat],
+        [line for line in lines if line.x],
         x_label="staleness, versions",
         y_label="seconds of a step",
         title="A step in each mode",
@@ -152,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, help="of the sandbox, instead of the published run's 128")
     parser.add_argument("--gpus", type=int, default=8, help="a multiple of 4 (default: 8)")
     parser.add_argument("--rollout-gpus", type=int, help="of the servers in asynchronous modes (default: half)")
-    parser.add_argument("--steps", type=int, default=4, help="that a mean of a mode is over (default: 4)")
+    parser.add_argument("--steps", type=int, default=8, help="that a mean of a mode is over (default: 8)")
     parser.add_argument("--fit", action="store_true", help="find the published run's speeds again; takes minutes")
     picture = "outputs/step_time.svg"
     parser.add_argument("--out", type=Path, default=Path(picture), help=f"picture (default: {picture})")
@@ -173,6 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"s, {machine.workers} sandbox workers; {args.useful:g} of the groups useful (assumed)"
         )
         gpus = args.rollout_gpus or max(4, args.gpus // 8 * 4)
+        machine, shape = coarser(machine, shape, COARSE)
         found = list(variants(machine, shape, useful=args.useful, rollout_gpus=gpus, steps=args.steps))
         print(variant_table(found))
         draw_charts(compared, found, args.out)

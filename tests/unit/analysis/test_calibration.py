@@ -1,7 +1,6 @@
 """Speeds that are found from a run, and what the published run says about the simulation."""
 
 import json
-import math
 from dataclasses import replace
 
 import pytest
@@ -91,15 +90,3 @@ def test_what_the_trainer_of_the_published_run_takes():
     machine = published_run().machine
     assert machine.log_prob_s == pytest.approx((21.076e-6 + 20.228e-6) / 2, rel=1e-3)
     assert machine.switch_s == pytest.approx((2528.954 - 2492.012 + 3299.951 - 3256.579) / 2, abs=0.01)
-
-
-def test_the_published_run_is_met():
-    """Steps that nothing was fitted to: rollouts and step within 5%, the mean time of a response within 10%."""
-    run = published_run()
-    run.metrics.cold.update({2, 3, 4, 6, 7, 8})  # not played here, for time
-    last = [each for each in compare(run) if not each.is_fitted]
-    assert [each.number for each in last] == [9, 10]
-    for each in last:
-        assert math.isclose(each.simulated.rollout_s, each.rollout_s, rel_tol=0.05)
-        assert math.isclose(each.simulated.step_s, each.step_s, rel_tol=0.05)
-        assert math.isclose(each.simulated.generate_s, each.generate_s, rel_tol=0.1)

@@ -3,7 +3,7 @@
 import pytest
 
 from verl_ext.analysis.events import Speed
-from verl_ext.analysis.schedules import Machine, asynchronous, partial, sync
+from verl_ext.analysis.schedules import Machine, asynchronous, coarser, partial, sync
 from verl_ext.analysis.workload import Shape
 
 # One group of one response without a call; quantiles above .001 are all as long as the longest.
@@ -88,3 +88,15 @@ def test_groups_are_at_most_as_old_as_the_staleness_where_none_overtakes(stalene
 def test_the_trainer_needs_gpus():
     with pytest.raises(ValueError, match="2 of 2 GPUs"):
         asynchronous(machine(gpus=2), ONE, staleness=1, rollout_gpus=2)
+
+
+def test_a_coarser_step_takes_the_same_time():
+    """64 groups of 8 on two servers of 32, and an eighth of all three."""
+    fine = Machine(2, 1, Speed(32, 0.02, 4e-6), 1e-5, 5e-5, 0.1, 0.3, workers=64)
+    drawn = Shape(64, 8, 30.0, 40.0, 128.0, 0.02, 1.0, 1.0, 3, 0.5)
+    expected, found = sync(fine, drawn), sync(*coarser(fine, drawn, 8))
+    assert found.rollout_s == pytest.approx(expected.rollout_s, rel=0.05)
+    assert found.train_s == pytest.approx(expected.train_s, rel=0.02)
+    assert (8 * found.useful, found.generate_s) == (64, pytest.approx(expected.generate_s, rel=0.05))
+    with pytest.raises(ValueError, match="multiples of 7"):
+        coarser(fine, drawn, 7)
