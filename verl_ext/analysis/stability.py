@@ -21,7 +21,7 @@ class Summary(NamedTuple):
         accuracy: mean on held-out problems after training.
         half_width: of its 95% interval by Student's t over seeds; None with one seed.
         collapsed: share of the runs that end below where they began.
-        masked: share of tokens that were clipped or dropped, mean over steps and runs.
+        masked: shares of tokens that were clipped and that were dropped, added; mean over steps and runs.
         cosine: of the gradient and the one of fresh rollouts, mean over steps and runs; None if none was measured.
     """
 
@@ -109,7 +109,7 @@ def write_maps(
     figures = {
         "accuracy": ("Accuracy on held-out problems, with 95% intervals over seeds", (0.3, 1.0)),
         "collapsed": ("Share of runs that end below their start", (0.0, 1.0)),
-        "masked": ("Share of tokens clipped or dropped", (0.0, 0.2)),
+        "masked": ("Shares of tokens clipped and dropped, added", (0.0, 0.2)),
         "cosine": ("Cosine of the gradient and that of fresh rollouts", (0.0, 1.0)),
     }
     summed, paths = summaries(objectives, conditions, found), []

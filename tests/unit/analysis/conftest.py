@@ -6,6 +6,15 @@ import pytest
 import torch
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads cost more than they bring for so small a model."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def tiny(tiny_tools, tokenizer, tmp_path_factory):
     """`actor`: a transformers model; `config`, `weights`: the same, read from its folder; biases are not 0."""
