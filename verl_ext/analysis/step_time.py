@@ -138,7 +138,6 @@ def draw_charts(compared: Sequence[Compared], found: Sequence[Variant], out: Pat
         x_label="staleness, versions",
         y_label="seconds of a step",
         title="A step in each mode",
-        include=[0],
     )
     write_picture([("The published run", steps), ("A step in each mode", modes)], out, columns=2)
 
@@ -161,8 +160,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     picture = "outputs/step_time.svg"
     parser.add_argument("--out", type=Path, default=Path(picture), help=f"picture (default: {picture})")
     args = parser.parse_args(argv)
+    published = published_run()
+    if args.step not in published.steps or not 0 < args.useful <= 1:
+        parser.error(f"--step {args.step} --useful {args.useful:g}: expected a step of 1 to 10, and a share above 0")
     try:
-        published = published_run()
         if args.fit:
             published = replace(published, machine=fit(published, PUBLISHED_SLOTS))
         compared = compare(published)
@@ -181,7 +182,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = list(variants(machine, shape, useful=args.useful, rollout_gpus=gpus, steps=args.steps))
         print(variant_table(found))
         draw_charts(compared, found, args.out)
-    except (OSError, KeyError, ValueError) as error:
+    except KeyError as error:
+        sys.exit(f"step_time: a run has no {error} in its metrics or config: expected an RL run of these configs")
+    except (OSError, ValueError) as error:
         sys.exit(f"step_time: {error}")
     print(f"\nPicture: {args.out}")
 

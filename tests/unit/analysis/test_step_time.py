@@ -5,10 +5,13 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from verl_ext.analysis import step_time
 from verl_ext.analysis.calibration import Compared, compare, published_run
 from verl_ext.analysis.events import Speed
 from verl_ext.analysis.schedules import Machine, Step
-from verl_ext.analysis.step_time import Variant, draw_charts, error_table, variant_table, variants
+from verl_ext.analysis.step_time import Variant, draw_charts, error_table, main, variant_table, variants
 from verl_ext.analysis.workload import Shape
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "step_time.md"
@@ -74,3 +77,17 @@ def test_the_published_run_is_met_and_the_page_has_the_table():
         assert math.isclose(each.simulated.step_s, each.step_s, rel_tol=0.05)
         assert math.isclose(each.simulated.generate_s, each.generate_s, rel_tol=0.1)
     assert error_table(run, compared) in PAGE.read_text(encoding="utf-8")
+
+
+def test_a_step_that_was_not_published_is_refused(capsys):
+    for words in (["--step", "11"], ["--step", "0"], ["--useful", "0"]):
+        with pytest.raises(SystemExit):
+            main(words)
+        assert "expected a step of 1 to 10" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(step_time, "compare", lambda run: [])
+    monkeypatch.setattr(step_time, "error_table", lambda run, compared: "")
+    with pytest.raises(SystemExit, match="has no metrics"):
+        main([str(tmp_path)])
