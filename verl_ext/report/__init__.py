@@ -1,7 +1,7 @@
 """One page on a run, or on several: `python -m verl_ext.report --run RUN`.
 
 `page.py` puts the page together, `comparison.py` that of several runs, `verdict.py` says what improved and what did
-not, `charts.py` draws, `picture.py` puts charts into a file, `rollouts.py` chooses and splits the rollouts that are
-shown.
+not, `charts.py` draws, `picture.py` puts charts into a file, `heat_map.py` draws one, `rollouts.py` chooses and splits
+the rollouts that are shown.
 In: a run's folder. Out: report.html, summary.json.
 """

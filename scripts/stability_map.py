@@ -1,0 +1,161 @@
+"""Which objective bears how much staleness, and engine noise: many small runs on the tiny task, and heat maps of them.
+
+    python scripts/stability_map.py                    # all 270 runs that are not there yet, then the maps
+    python scripts/stability_map.py --cell icepop 4 bf16 0
+    python scripts/stability_map.py --maps             # the maps alone; runs that are not there are shown as missing
+
+A run is a plain fp32 PyTorch loop (verl_ext/analysis/cell.py) that starts from the quickstart's SFT model and calls the
+objectives' own files. Each run is one file, written when it has ended: a stopped command goes on where it was.
+docs/stability.md says what the maps show.
+"""
+
+import argparse
+import ast
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(REPO), str(REPO / "data" / "tiny_tools")]
+
+from task import interpreter_output  # noqa: E402
+
+from verl_ext.analysis.cell import Cell, Problem, Task, run_cell  # noqa: E402
+from verl_ext.analysis.preset import RUN  # noqa: E402
+from verl_ext.analysis.stability import read_cells, table, write_maps  # noqa: E402
+from verl_ext.analysis.tiny_model import load_model  # noqa: E402
+from verl_ext.settings import compose_run  # noqa: E402
+
+OBJECTIVES = (
+    *("dapo", "grpo", "dr_grpo", "olmorl", "maxrl"),
+    *("icepop", "icepop_onpolicy", "glm5_async", "mis_token", "mis_seq"),
+    *("gspo", "gmpo", "sapo", "cispo", "dppo_tv"),
+)
+CONDITIONS = ((0, False), (1, False), (4, False), (16, False), (0, True), (4, True))  # staleness, bf16
+SEEDS = (0, 1, 2)
+HELD_OUT = 256  # problems
+
+_ALLOWED = (ast.Module, ast.Expr, ast.Call, ast.Name, ast.Load, ast.Store, ast.Assign, ast.Constant, ast.BinOp, ast.Add)
+_ALLOWED += (ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Div, ast.UnaryOp, ast.USub)
+
+
+def cells() -> list[Cell]:
+    """All of the map, seed by seed, so that what is there first covers all objectives."""
+    return [
+        Cell(name, staleness, bf16, seed) for seed in SEEDS for staleness, bf16 in CONDITIONS for name in OBJECTIVES
+    ]
+
+
+def interpret(code: str) -> str:
+    """What the interpreter says to a model's code. Only short arithmetic on small integers runs, in this process.
+
+    All else gets an error, whose text is not the real one.
+    """
+    if len(code) >= 80:
+        return "MemoryError"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return _interpret(code)
+
+
+def _interpret(code: str) -> str:
+    try:
+        nodes = list(ast.walk(ast.parse(code)))
+    except (SyntaxError, ValueError):
+        return interpreter_output(code)  # compiling it fails, too
+    numbers = [node.value for node in nodes if isinstance(node, ast.Constant)]
+    is_arithmetic = all(isinstance(node, _ALLOWED) for node in nodes) and all(
+        type(number) is int and number < 10**7 for number in numbers
+    )
+    if is_arithmetic and {node.id for node in nodes if isinstance(node, ast.Name)} <= {"print", "prin", "x"}:
+        return interpreter_output(code)
+    return "NameError: name is not defined"
+
+
+def read_task(folder: Path) -> Task:
+    """The quickstart's problems, tokenised as its SFT model reads them."""
+    import pyarrow.parquet as pq
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "sft" / "merged")
+
+    def problems(name: str) -> Iterator[Problem]:
+        rows = pq.read_table(folder / "data" / f"{name}.parquet", columns=["prompt", "reward_model", "data_source"])
+        for row in rows.to_pylist():
+            if row["data_source"] == "tiny_tools":
+                text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
+                truth = row["reward_model"]["ground_truth"]
+                yield Problem(tokenizer.encode(text, add_special_tokens=False), truth)
+
+    return Task(compose_run(RUN), tokenizer, list(problems("rl_train")), list(problems("eval"))[:HELD_OUT], interpret)
+
+
+def run(cell: Cell, quickstart: Path, task: Task, out: Path, steps: int) -> None:
+    """Plays a cell and writes its file, whole or not at all."""
+    began, wall = time.process_time(), time.monotonic()
+    config, weights = load_model(quickstart / "sft" / "merged")
+    result = run_cell(cell, config, weights, task, steps=steps)
+    result["cpu_s_per_step"] = (time.process_time() - began) / steps
+    path = out / "cells" / f"{cell.name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(result), encoding="utf-8")
+    os.replace(part, path)
+    print(
+        f"{cell.name}: accuracy {result['before']:.3f} -> {result['after']:.3f}, {time.monotonic() - wall:.0f} s, "
+        f"{result['cpu_s_per_step']:.2f} CPU-s a step",
+        flush=True,
+    )
+
+
+def chosen(words: Sequence[str]) -> Cell:
+    """The cell of `--cell OBJECTIVE STALENESS fp32|bf16 SEED`.
+
+    Raises:
+        ValueError: no such cell in the map.
+    """
+    name, staleness, precision, seed = words
+    found = [cell for cell in cells() if cell.name == f"{name}_s{staleness}_{precision}_{seed}"]
+    if not found:
+        conditions = ", ".join(f"{each} {'bf16' if bf16 else 'fp32'}" for each, bf16 in CONDITIONS)
+        seeds = ", ".join(map(str, SEEDS))
+        raise ValueError(
+            f"--cell {' '.join(words)} is not in the map: expected one of {', '.join(OBJECTIVES)}; "
+            f"one of {conditions}; a seed of {seeds}."
+        )
+    return found[0]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ("OBJECTIVE", "STALENESS", "PRECISION", "SEED")
+    parser.add_argument("--cell", nargs=4, metavar=names, help="this run alone")
+    parser.add_argument("--maps", action="store_true", help="no run, the maps alone")
+    parser.add_argument("--steps", type=int, default=80, help="of a run (default: 80)")
+    parser.add_argument("--quickstart", type=Path, default=Path("outputs/quickstart"), help="has data/ and sft/merged/")
+    parser.add_argument("--out", type=Path, default=Path("outputs/stability"), help="runs, table and maps")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)  # several of these commands with different --cell share the cores better than one
+    try:
+        wanted = [chosen(args.cell)] if args.cell else [] if args.maps else cells()
+        missing = [cell for cell in wanted if not (args.out / "cells" / f"{cell.name}.json").is_file()]
+        if missing:
+            task = read_task(args.quickstart)
+            for cell in missing:
+                run(cell, args.quickstart, task, args.out, args.steps)
+        found = read_cells(args.out / "cells")
+        print(table(OBJECTIVES, CONDITIONS, found))
+        for path in write_maps(OBJECTIVES, CONDITIONS, found, args.out):
+            print(path)
+    except (OSError, ValueError) as error:
+        sys.exit(f"stability_map.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""A run of the stability map: staleness, tool calls, rewards and what is reported."""
+
+import pytest
+import torch
+
+from verl_ext.analysis import cell as cells
+from verl_ext.analysis.cell import Cell, cosine, run_cell
+from verl_ext.analysis.tiny_model import Rollout
+
+
+@pytest.fixture
+def short(task, monkeypatch):
+    """The task with responses of 16 tokens, two to a prompt."""
+    monkeypatch.setattr(task, "limit", 16)
+    monkeypatch.setattr(task, "n", 2)
+    monkeypatch.setattr(task, "_buffer", 4)
+    return task
+
+
+def play(tiny, task, monkeypatch, *, steps=4, **changes):
+    """(result, weights that rollouts came from, in order; the last one of evaluations is not among them)."""
+    used, real = [], cells.roll_out
+
+    def roll_out(engine, weights, *rest):
+        used.append(torch.cat([each.detach().flatten() for each in weights.values()]).clone())
+        found = real(engine, weights, *rest)
+        rewards = torch.where(torch.arange(len(found.ids)) % 3 == 0, 1.0, -1.0)  # the random model has none right
+        return found._replace(batch=found.batch._replace(rewards=rewards))
+
+    monkeypatch.setattr(cells, "roll_out", roll_out)
+    cell = Cell(**({"objective": "dapo", "staleness": 0, "bf16": False, "seed": 0} | changes))
+    return run_cell(cell, tiny.config, tiny.weights, task, steps=steps), used
+
+
+def test_rollouts_are_as_stale_as_the_cell_says(tiny, short, monkeypatch):
+    """Staleness 2: steps 1 to 3 have the first weights, step 4 those of step 2; without, each step has its own."""
+    _, fresh = play(tiny, short, monkeypatch)
+    assert not any(torch.equal(a, b) for a, b in zip(fresh, fresh[1:], strict=False))
+    result, stale = play(tiny, short, monkeypatch, staleness=2)
+    assert torch.equal(stale[0], stale[2]) and not torch.equal(stale[0], stale[3])
+    # step 1 trains on the same rollouts in both cells, so what step 2 starts from is the same
+    assert torch.equal(stale[3], fresh[1])
+    assert [row["log_prob_difference"] > 1e-4 for row in result["rows"]] == [False, True, True, True]
+
+
+def test_a_cell_is_repeated_by_its_seed(tiny, short, monkeypatch):
+    first, _ = play(tiny, short, monkeypatch, steps=2, objective="icepop_onpolicy", bf16=True, staleness=1)
+    again, _ = play(tiny, short, monkeypatch, steps=2, objective="icepop_onpolicy", bf16=True, staleness=1)
+    other, _ = play(tiny, short, monkeypatch, steps=2, objective="icepop_onpolicy", bf16=True, staleness=1, seed=1)
+    assert first == again and first["rows"] != other["rows"]
+    assert first["rows"][0]["log_prob_difference"] > 1e-4  # the engine rounds, from the first step on
+
+
+def test_every_20th_step_has_a_cosine(tiny, short, monkeypatch):
+    monkeypatch.setattr(cells, "COSINE_EVERY", 2)
+    result, used = play(tiny, short, monkeypatch, steps=2)
+    assert "cosine" not in result["rows"][0] and -1 <= result["rows"][1]["cosine"] <= 1
+    assert len(used) == 2 + cells.FRESH
+
+
+def rollout(task, tiny, text, calls=0):
+    ids = tiny.tokenizer.encode(text, add_special_tokens=False)
+    return Rollout(ids, [1] * len(ids), [0.0] * len(ids), calls)
+
+
+def test_code_is_answered_until_the_limit_of_calls(tiny, task):
+    asked = rollout(task, tiny, "<code>print(7)</code>")
+    said = tiny.tokenizer.decode(task.reply(asked))
+    assert said == "\n<interpreter>\n7\n</interpreter>\n" and asked.calls == 1
+    assert task.reply(rollout(task, tiny, "<code>print(7)</code>", calls=3)) is None
+
+
+def test_what_cannot_be_run_is_said(tiny, task):
+    assert "</code> without <code>" in tiny.tokenizer.decode(task.reply(rollout(task, tiny, "print(7)</code>")))
+
+
+def test_accuracy_is_of_the_policys_own_tokens(tiny, task):
+    own = rollout(task, tiny, "\\boxed{7}")
+    assert task.accuracy(own, "7") == 1 and task.accuracy(own, "8") == 0
+    own.mask = [0] * len(own.ids)
+    assert task.accuracy(own, "7") == 0
+
+
+def test_rewards_are_the_runs(task):
+    """128 tokens, the last 32 of which cost up to 1: right with 96: 1; right with 128: 0; wrong with 112: -1.5."""
+    assert task.rewards([1.0, 1.0, 0.0], torch.tensor([96, 128, 112])).tolist() == [1.0, 0.0, -1.5]
+
+
+def test_cosines_by_hand():
+    """(1, 0) and (1, 1): 1 / sqrt 2."""
+    assert cosine(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])) == pytest.approx(0.5**0.5)
+    assert cosine(torch.zeros(2), torch.ones(2)) is None
+    assert cosine(torch.tensor([float("nan"), 1.0]), torch.ones(2)) is None

@@ -1,0 +1,91 @@
+"""The harness's model computes what transformers does, which the actor runs; tests/e2e compares the actor with vLLM."""
+
+import math
+
+import pytest
+import torch
+
+from verl_ext.analysis.tiny_model import TinyModel
+
+
+def actors_log_probs(tiny, sampled):
+    """float[B, R]: of transformers' model."""
+    logits = tiny.actor(sampled.ids).logits
+    picked = logits.gather(1, sampled.places[..., None].expand(-1, -1, logits.shape[-1]))
+    return picked.log_softmax(-1).gather(-1, sampled.targets[..., None])[..., 0]
+
+
+def test_log_probs_are_the_actors(tiny, sampled):
+    with torch.no_grad():
+        expected = actors_log_probs(tiny, sampled)
+        found = TinyModel(tiny.config).log_probs(tiny.weights, sampled.ids, sampled.places, sampled.targets)
+    mask = sampled.batch.mask
+    assert mask.sum() > 500
+    assert (found - expected)[mask].abs().max() < 2e-5
+
+
+def sample(tiny, weights, *, reply, stop, prompts, seed=0, limit=60, bf16=False):
+    generator = torch.Generator().manual_seed(seed)
+    model = TinyModel(tiny.config, bf16=bf16)
+    return model.sample(weights, prompts, limit=limit, reply=reply, stop=stop, generator=generator)
+
+
+def recomputed(tiny, prompt, rollout):
+    """Log-probs of a rollout's tokens in one pass, without a cache and without padding."""
+    ids = torch.tensor([prompt + rollout.ids])
+    places = torch.arange(len(prompt) - 1, ids.shape[1] - 1)[None]
+    return TinyModel(tiny.config).log_probs(tiny.weights, ids, places, ids[:, len(prompt) :])[0].tolist()
+
+
+PROMPTS = [[5, 6, 7], [9] * 11, [30, 31, 32, 33, 34, 35]] * 8
+
+
+@pytest.fixture(scope="module")
+def rollouts(tiny):
+    """Of weights as they are; any of the tokens 100 to 131 would do as the stop: 100 does."""
+    return sample(tiny, tiny.weights, reply=lambda rollout: [1, 2, 3], stop=100, prompts=PROMPTS)
+
+
+def test_sampled_log_probs_are_those_of_one_pass(tiny, rollouts):
+    """Prompts of three lengths, rows that end at different times, and tool output in some."""
+    assert any(0 in rollout.mask for rollout in rollouts) and len({len(each.ids) for each in rollouts}) > 1
+    for prompt, rollout in zip(PROMPTS, rollouts, strict=True):
+        expected = recomputed(tiny, prompt, rollout)
+        for own, noted, log_prob in zip(rollout.mask, rollout.log_probs, expected, strict=True):
+            assert math.isclose(noted, log_prob, abs_tol=2e-5) if own else noted == 0
+
+
+def test_a_stop_token_is_followed_by_the_reply(rollouts):
+    for rollout in rollouts:
+        for place, (token, own) in enumerate(zip(rollout.ids, rollout.mask, strict=True)):
+            if token == 100 and own and place + 4 < len(rollout.ids):
+                assert rollout.ids[place + 1 : place + 4] == [1, 2, 3]
+                assert rollout.mask[place : place + 5] == [1, 0, 0, 0, 1]
+
+
+def test_a_response_ends_where_it_may_not_call_and_at_the_limit(tiny):
+    for rollout in sample(tiny, tiny.weights, reply=lambda rollout: None, stop=100, prompts=PROMPTS):
+        ended = rollout.ids[-1] in (100, tiny.config["eos_token_id"])
+        assert ended or len(rollout.ids) == 60
+        assert not {100, tiny.config["eos_token_id"]} & set(rollout.ids[:-1])
+
+
+def test_tokens_are_drawn_from_the_policy(tiny):
+    """20,000 first tokens after one prompt: shares are within 5 standard errors of the probabilities."""
+    drawn = sample(tiny, tiny.weights, reply=lambda rollout: None, stop=-1, prompts=[[5, 6, 7]] * 20_000, limit=1)
+    with torch.no_grad():
+        probs = tiny.actor(torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(-1)
+    counts = torch.bincount(torch.tensor([each.ids[0] for each in drawn]), minlength=len(probs))
+    error = (probs * (1 - probs) / 20_000).sqrt()
+    assert ((counts / 20_000 - probs).abs() <= 5 * error + 1e-4).all()
+
+
+def test_an_engine_in_bf16_is_near_and_not_equal(tiny):
+    (rollout,) = sample(tiny, tiny.weights, reply=lambda rollout: None, stop=-1, prompts=[[5, 6, 7]], bf16=True)
+    off = [abs(a - b) for a, b in zip(rollout.log_probs, recomputed(tiny, [5, 6, 7], rollout), strict=True)]
+    assert 1e-4 < sum(off) / len(off) < 0.1
+
+
+def test_another_architecture_is_refused(tiny):
+    with pytest.raises(ValueError, match="one key head"):
+        TinyModel(tiny.config | {"num_key_value_heads": 2})

@@ -1,0 +1,80 @@
+"""The command of the stability map: its runs, what of a model's code it executes, and that it goes on where it was."""
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def script(load_script, tiny_tools):
+    return load_script("stability_map")
+
+
+def test_there_are_270_runs(script):
+    cells = script.cells()
+    assert len(cells) == len({cell.name for cell in cells}) == 270
+    assert len({cell.objective for cell in cells}) == 15
+    assert {cell.staleness for cell in cells if cell.bf16} == {0, 4}
+    assert {cell.staleness for cell in cells if not cell.bf16} == {0, 1, 4, 16}
+
+
+@pytest.mark.parametrize(
+    "code,said",
+    [
+        ("print(12*30+4)", "364"),
+        ("x=7", "(no output)"),
+        ("prin(7)", "NameError: name 'prin' is not defined. Did you mean: 'print'?"),
+        ("print(7", "SyntaxError: '(' was never closed"),
+        ("print(7//0)", "ZeroDivisionError: integer division or modulo by zero"),
+    ],
+)
+def test_what_the_task_has_is_run(script, code, said):
+    assert script.interpret(code) == said
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        *("import os", "open('x','w')", "print(9**9**9)", "while 1:pass", "[0]*9**9", "print('a'*999999999)"),
+        *("exit()", "print.__self__", "x=lambda:0", "print(1"[:6] + "9" * 80 + ")", "print(10000000*2)", "f(1)"),
+    ],
+)
+def test_anything_else_is_not_run(script, monkeypatch, code):
+    monkeypatch.setattr(script, "interpreter_output", lambda code: pytest.fail(f"{code} was run"))
+    assert script.interpret(code) in ("NameError: name is not defined", "MemoryError")
+
+
+@pytest.fixture
+def played(script, monkeypatch, tmp_path):
+    """Names of the runs that are made; nothing is trained."""
+    names = []
+
+    def run_cell(cell, config, weights, task, *, steps):
+        names.append(cell.name)
+        row = {"clipped_low": 0.0, "clipped_high": 0.0, "dropped": 0.0}
+        own = {"objective": cell.objective, "staleness": cell.staleness, "bf16": cell.bf16, "seed": cell.seed}
+        return {"cell": own, "steps": steps, "before": 0.4, "after": 0.5, "rows": [row]}
+
+    monkeypatch.setattr(script, "run_cell", run_cell)
+    monkeypatch.setattr(script, "load_model", lambda folder: ({}, {}))
+    monkeypatch.setattr(script, "read_task", lambda folder: None)
+    monkeypatch.setattr(script, "OBJECTIVES", ("dapo", "gspo"))
+    return names
+
+
+def test_a_run_that_is_there_is_not_made_again(script, played, tmp_path, capsys):
+    script.main(["--cell", "gspo", "4", "bf16", "1", "--out", str(tmp_path)])
+    assert played == ["gspo_s4_bf16_1"]
+    script.main(["--out", str(tmp_path)])
+    assert len(played) == len(set(played)) == 36
+    script.main(["--out", str(tmp_path)])
+    assert len(played) == 36 and "36 of 36 runs are there." in capsys.readouterr().out
+    assert (tmp_path / "stability_cosine.svg").is_file() and not list(tmp_path.glob("cells/*.part"))
+
+
+def test_maps_alone_make_no_run(script, played, tmp_path):
+    script.main(["--maps", "--out", str(tmp_path)])
+    assert not played and (tmp_path / "stability_accuracy.svg").is_file()
+
+
+def test_a_run_outside_of_the_map_is_refused(script, played, tmp_path):
+    with pytest.raises(SystemExit, match="gspo 1 bf16 0 is not in the map"):
+        script.main(["--cell", "gspo", "1", "bf16", "0", "--out", str(tmp_path)])

@@ -1,0 +1,139 @@
+"""What the runs of the stability map say: a table, and a heat map for each of four figures."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+from verl_ext.analysis.cell import Cell
+from verl_ext.report.heat_map import write_heat_map
+
+T_95 = {2: 12.706, 3: 4.303}  # Student's t, two-sided 95%, by the number of seeds
+Condition = tuple[int, bool]  # staleness, bf16
+
+
+class Summary(NamedTuple):
+    """The runs of an objective in a condition.
+
+    Attributes:
+        seeds: number of runs.
+        accuracy: mean on held-out problems after training.
+        half_width: of its 95% interval by Student's t over seeds; None with one seed.
+        collapsed: share of the runs that end below where they began.
+        masked: shares of tokens that were clipped and that were dropped, added; mean over steps and runs.
+        cosine: of the gradient and the one of fresh rollouts, mean over steps and runs; None if none was measured.
+    """
+
+    seeds: int
+    accuracy: float
+    half_width: float | None
+    collapsed: float
+    masked: float
+    cosine: float | None
+
+
+def read_cells(folder: Path) -> dict[Cell, dict]:
+    """Each run that is there.
+
+    Raises:
+        ValueError: a file is no run, or the runs differ in their number of steps.
+    """
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+            found[Cell(**result["cell"])] = result
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f"{path} is no run of the map ({error!r}): delete it, and it will be made again."
+            ) from None
+    steps = sorted({result["steps"] for result in found.values()})
+    if len(steps) > 1:
+        raise ValueError(f"{folder} has runs of {steps} steps: they cannot be compared. Delete those of one kind.")
+    return found
+
+
+def summarize(results: Sequence[dict]) -> Summary:
+    """Figures of runs that differ in their seed alone; at least one."""
+    after = [result["after"] for result in results]
+    rows = [row for result in results for row in result["rows"]]
+    cosines = [row["cosine"] for row in rows if row.get("cosine") is not None]
+    return Summary(
+        seeds=len(after),
+        accuracy=fmean(after),
+        half_width=T_95[len(after)] * stdev(after) / len(after) ** 0.5 if len(after) > 1 else None,
+        collapsed=fmean(result["after"] < result["before"] for result in results),
+        masked=fmean(row["clipped_low"] + row["clipped_high"] + row["dropped"] for row in rows),
+        cosine=fmean(cosines) if cosines else None,
+    )
+
+
+def summaries(
+    objectives: Sequence[str], conditions: Sequence[Condition], found: dict[Cell, dict]
+) -> dict[tuple[str, Condition], Summary]:
+    """Of the objectives and conditions that have a run."""
+    result = {}
+    for name in objectives:
+        for staleness, bf16 in conditions:
+            runs = [
+                run
+                for cell, run in found.items()
+                if (cell.objective, cell.staleness, cell.bf16) == (name, staleness, bf16)
+            ]
+            if runs:
+                result[name, (staleness, bf16)] = summarize(runs)
+    return result
+
+
+def table(objectives: Sequence[str], conditions: Sequence[Condition], found: dict[Cell, dict]) -> str:
+    """A line for each objective and condition that has a run, and how many runs are missing."""
+    lines = [
+        f"{'objective':<16}{'condition':<20}{'seeds':>6}{'accuracy':>15}{'collapsed':>11}{'masked':>9}{'cosine':>8}"
+    ]
+    for (name, condition), each in summaries(objectives, conditions, found).items():
+        cosine = "-" if each.cosine is None else f"{each.cosine:.2f}"
+        lines.append(
+            f"{name:<16}{_condition(condition):<20}{each.seeds:>6}{_accuracy(each):>15}{each.collapsed:>11.2f}"
+            f"{each.masked:>9.4f}{cosine:>8}"
+        )
+    wanted = 3 * len(objectives) * len(conditions)
+    lines.append(f"{len(found)} of {wanted} runs are there.")
+    return "\n".join(lines)
+
+
+def write_maps(
+    objectives: Sequence[str], conditions: Sequence[Condition], found: dict[Cell, dict], out: Path
+) -> list[Path]:
+    """Writes a heat map for each figure into `out`, and returns the files."""
+    figures = {
+        "accuracy": ("Accuracy on held-out problems, with 95% intervals over seeds", (0.3, 1.0)),
+        "collapsed": ("Share of runs that end below their start", (0.0, 1.0)),
+        "masked": ("Shares of tokens clipped and dropped, added", (0.0, 0.2)),
+        "cosine": ("Cosine of the gradient and that of fresh rollouts", (0.0, 1.0)),
+    }
+    summed, paths = summaries(objectives, conditions, found), []
+    for figure, (title, scale) in figures.items():
+        cells = {}
+        for (name, condition), each in summed.items():
+            value = getattr(each, figure)
+            if value is not None:
+                text = (
+                    _accuracy(each)
+                    if figure == "accuracy"
+                    else f"{value:.3f}"
+                    if figure == "masked"
+                    else f"{value:.2f}"
+                )
+                cells[name, _condition(condition)] = (value, text)
+        paths.append(out / f"stability_{figure}.svg")
+        write_heat_map(title, objectives, [_condition(each) for each in conditions], cells, scale=scale, out=paths[-1])
+    return paths
+
+
+def _condition(condition: Condition) -> str:
+    return f"{condition[0]} stale{', bf16' if condition[1] else ''}"
+
+
+def _accuracy(each: Summary) -> str:
+    return f"{each.accuracy:.2f}" + ("" if each.half_width is None else f" ± {each.half_width:.2f}")
