@@ -34,7 +34,8 @@ def _check_rl(run: Run) -> Iterator[Finding]:
     if mini * n % run.data_parallel:
         yield fail(f"""a mini-batch of {mini} prompts x {n} = {mini * n} responses does not divide among
             {run.data_parallel} data-parallel ranks -> Change ppo_mini_batch_size, rollout.n or the Ulysses size.""")
-    yield from _check_tokens(run, ACTOR, "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu")
+    share = mini * n // run.data_parallel
+    yield from _check_tokens(run, ACTOR, "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", share)
     if run.get(f"{ROLLOUT}.log_prob_use_dynamic_bsz"):
         yield from _check_tokens(run, ROLLOUT, "log_prob_max_token_len_per_gpu")
     max_model_len = run.get(f"{ROLLOUT}.max_model_len")
@@ -77,24 +78,23 @@ def _check_separate(run: Run, mini: int, per_server: int) -> Iterator[Finding]:
 
 
 def _check_sft(run: Run) -> Iterator[Finding]:
-    ranks, micro = run.data_parallel, run.micro_batch
-    share = run.batch // ranks
+    ranks = run.data_parallel
     if run.batch % ranks:
         yield fail(f"""data.train_batch_size={run.batch} does not divide among {ranks} data-parallel ranks
             -> Take a multiple of {ranks}.""")
-    yield from _check_tokens(run, "data", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
-    if not run.is_dynamic and micro and share % micro:
-        yield fail(f"""{share} traces of each data-parallel rank are no multiple of
-            data.micro_batch_size_per_gpu={micro}
-            -> Take one that divides {share}, such as {_divisor(share, micro)}.""")
+    yield from _check_tokens(run, "data", "max_token_len_per_gpu", "micro_batch_size_per_gpu", run.batch // ranks)
 
 
-def _check_tokens(run: Run, section: str, key: str, micro: str = "") -> Iterator[Finding]:
-    """Whether a token budget times Ulysses holds the longest sequence; `micro`: key of sequences, if not dynamic."""
+def _check_tokens(run: Run, section: str, key: str, micro: str = "", rows: int = 0) -> Iterator[Finding]:
+    """Whether a token budget times Ulysses holds the longest sequence; or, if not dynamic, `micro` divides `rows`."""
     tokens = (run.get(f"{section}.{key}") or 0) * run.ulysses
     if micro and not run.get(f"{section}.use_dynamic_bsz"):
-        if run.get(f"{section}.{micro}") is None:
+        size = run.get(f"{section}.{micro}")
+        if size is None:
             yield fail(f"{section}.{micro} is null, and dynamic batches are off -> Set it, or use_dynamic_bsz=true.")
+        elif rows % size:
+            yield fail(f"""{rows} sequences of each data-parallel rank are no multiple of {section}.{micro}={size}
+                -> Take one that divides {rows}, such as {_divisor(rows, size)}.""")
     elif tokens < run.longest:
         yield fail(f"""{section}.{key}={run.get(f"{section}.{key}")} x Ulysses {run.ulysses} = {tokens} tokens is less
             than the longest sequence, {run.longest} -> Set it to {-(-run.longest // run.ulysses)} or more.""")

@@ -122,6 +122,11 @@ def test_reward_settings_are_read_by_the_class_that_uses_them(make_run, told, on
             Level.FAIL,
             "ppo_micro_batch_size_per_gpu is null, and dynamic batches are off",
         ),
+        (
+            [f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=7"],
+            Level.FAIL,
+            "rank are no multiple of actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=7",
+        ),
         ([f"{ROLLOUT}.max_model_len=16384"], Level.FAIL, "is below prompt + response = 18432 tokens"),
         ([f"{ROLLOUT}.max_model_len=null"], Level.WARN, "refuses to start where its KV cache holds no sequence"),
         (["retool.max_tool_response_tokens=16384"], Level.FAIL, "leaves nothing of a response"),
@@ -201,7 +206,7 @@ def test_without_flash_attn_a_batch_is_one_sequence(make_run, only_ok):
     ("overrides", "message"),
     [
         (["data.train_batch_size=30"], "data.train_batch_size=30 does not divide among 4 data-parallel ranks"),
-        (["data.micro_batch_size_per_gpu=3"], "8 traces of each data-parallel rank are no multiple"),
+        (["data.micro_batch_size_per_gpu=3"], "8 sequences of each data-parallel rank are no multiple"),
         (["data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=4000"], "= 16000 tokens is less than"),
         (["engine.ulysses_sequence_parallel_size=5"], "16 GPUs are no multiple of ulysses_sequence_parallel_size=5"),
     ],
