@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 Weights = dict[str, Tensor]
 HEAD = "lm_head.weight"  # the embedding again
@@ -194,5 +194,5 @@ def _rotate(each: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def load_model(folder: Path) -> tuple[dict, Weights]:
     """A merged checkpoint's config and weights, these in fp32."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    weights = {name: each.float() for name, each in load_file(folder / "model.safetensors").items() if name != HEAD}
-    return config, weights
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return config, {name: each.detach() for name, each in model.state_dict().items() if name != HEAD}

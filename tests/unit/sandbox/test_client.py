@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import time
 
 import aiohttp
@@ -196,7 +197,7 @@ async def test_waiting_for_a_free_slot_counts_towards_the_deadline(start):
     await asyncio.sleep(0.05)
     second = await client.run("1", timeout_s=0.1)
     assert (second.status, second.attempts) == ("sandbox_failure", 0)
-    assert "no free slot of this client for 0.4 s" in second.message
+    assert re.search(r"no free slot of this client for 0\.[4-9] s", second.message)  # .4 and what a loaded machine adds
     assert (await first).status == "sandbox_failure"
     await client.aclose()
 
