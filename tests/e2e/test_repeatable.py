@@ -1,4 +1,4 @@
-"""`+repeatable=cpu`: two runs of the real stack with one seed have equal metrics, and another seed has others."""
+"""`+repeatable=cpu`: two runs of the real stack with one seed have equal metrics."""
 
 import importlib.util
 import json
@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 OVERRIDES = (
     "+repeatable=cpu",
+    "trainer.total_training_steps=3",
     "trainer.save_freq=-1",
     "trainer.test_freq=3",
     "data.train_batch_size=4",
@@ -28,14 +29,13 @@ OVERRIDES = (
 def start(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     folder = tmp_path_factory.mktemp("repeatable")
 
-    def start(name: str, *overrides: str, **environment: str) -> Path:
+    def start(name: str, **environment: str) -> Path:
         out = folder / name
         with running_server() as url:
             process = launch(
                 "run_tiny_dapo.sh",
                 out / "log.txt",
                 *OVERRIDES,
-                *overrides,
                 DATA_DIR=str(small / "data"),
                 MODEL_PATH=str(small / "sft" / "merged"),
                 OUTPUT_DIR=str(out),
@@ -65,11 +65,10 @@ def rollouts(out: Path) -> list[tuple]:
     )
 
 
-def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(
-    start: Callable[..., Path], compare: ModuleType
-) -> None:
-    first = start("first", "trainer.total_training_steps=3")
-    second = start("second", "trainer.total_training_steps=3", **OWN_SERVER)  # another server: another seed of hashes
+def test_two_runs_with_one_seed_are_equal(start: Callable[..., Path], compare: ModuleType) -> None:
+    """That another seed gives others: tests/unit/rollout/test_loop.py, tests/unit/trainer/test_repeatable.py."""
+    first = start("first")
+    second = start("second", **OWN_SERVER)  # another server: another seed of hashes
     metrics = compare.read_run(first)
     assert sorted(metrics) == [1, 2, 3]
     assert compare.differences(metrics, compare.read_run(second)) == []
@@ -78,8 +77,3 @@ def test_two_runs_with_one_seed_are_equal_and_another_seed_differs(
     assert all(data["actor/grad_norm"] > 0 for data in metrics.values())
     assert sum(data["filter_groups/generated"] for data in metrics.values()) > 3 * 4
     assert any(name.startswith("val-core/") for name in metrics[3])
-
-    other = start("other", "trainer.total_training_steps=1", "actor_rollout_ref.rollout.seed=43")
-    found = compare.differences({1: metrics[1]}, compare.read_run(other))
-    assert len(found) > 20, found
-    assert not {text for _, _, _, text, _ in rollouts(other)} & {text for _, _, _, text, _ in rollouts(first)}

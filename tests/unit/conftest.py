@@ -166,6 +166,7 @@ def roll_out() -> Callable[..., Any]:
         max_parallel_calls: int = 1,
         agent_loop_manager_class: str | None = "verl_ext.rollout.workers.LeanAgentLoopManager",
         prompt: dict[str, Any] | None = None,
+        seed: int = 0,
         **settings: Any,
     ) -> tuple[Any, ScriptedServer, ScriptedSandbox]:
         sandbox_settings = {
@@ -192,6 +193,7 @@ def roll_out() -> Callable[..., Any]:
                     "rollout": {
                         "response_length": response_length,
                         "prompt_length": 5000,
+                        "seed": seed,
                         "multi_turn": {"max_parallel_calls": max_parallel_calls},
                         "agent": {"agent_loop_manager_class": agent_loop_manager_class},
                     }

@@ -268,14 +268,14 @@ def test_a_server_that_sends_no_log_probs_when_asked_raises(
 
 
 def test_a_repeatable_run_seeds_each_turn_by_its_place(roll_out, tokenizer, encode, answer):
-    def seeds(uid, session, repeatable=True):
-        prompt = {"uid": uid, "session_id": session}
-        _, server, _ = roll_out(tokenizer, [encode(CALL), answer], ["2"], prompt=prompt, repeatable=repeatable)
+    def seeds(uid, session, **settings):
+        settings = {"prompt": {"uid": uid, "session_id": session}, "repeatable": True} | settings
+        _, server, _ = roll_out(tokenizer, [encode(CALL), answer], ["2"], **settings)
         return [call.get("seed") for call in server.calls]
 
     first = seeds("a", 0)
     assert seeds("a", 0) == first and all(0 <= seed < 2**63 for seed in first)
-    assert len({*first, *seeds("a", 1), *seeds("b", 0)}) == 6
+    assert len({*first, *seeds("a", 1), *seeds("b", 0), *seeds("a", 0, seed=1)}) == 8  # `rollout.seed`, too
     assert seeds("a", 0, repeatable=False) == [None, None]
 
 
