@@ -62,7 +62,11 @@ TESTS = {  # source -> its unit tests, the fastest first
         *SAMPLER,
         "trainer/test_failed_samples.py",
     ],
-    "verl_ext/trainer/failed_samples.py": ["trainer/test_failed_samples.py", "trainer/test_run_trainer.py"],
+    "verl_ext/trainer/failed_samples.py": [
+        "trainer/test_failed_samples.py",
+        "trainer/test_run_trainer.py",
+        "trainer/test_run_validation.py",
+    ],
     "verl_ext/evaluation/estimators.py": ["evaluation/test_estimators.py"],
     "verl_ext/trainer/validation.py": ["trainer/test_validation.py", "trainer/test_run_trainer.py"],
     "verl_ext/trainer/early_stop.py": ["trainer/test_early_stop.py"],

@@ -94,7 +94,7 @@ def bootstrap_ratios(num: np.ndarray, den: np.ndarray, *, draws: int, seed: int)
     rows = max(1, MAX_CELLS // max(1, num_problems))
     for start in range(0, draws, rows):
         size = min(rows, draws - start)
-        picks = rng.integers(0, num_problems, (size, num_problems)) if num_problems else np.empty((size, 0), int)
+        picks = rng.integers(0, num_problems, (size, num_problems))
         cells = picks + num_problems * np.arange(size)[:, None]
         times_drawn = np.bincount(cells.ravel(), minlength=size * num_problems).reshape(size, num_problems)
         sums[start : start + size] = times_drawn @ terms
@@ -164,10 +164,9 @@ def difference_95(
     Returns:
         None where either share is 0/0. `low` and `high` are None where nothing can be said: no problem has both shares.
     """
-    sides = [num.sum() / den.sum() if den.any() else np.nan for num, den in (before, after)]
-    value = float(sides[1] - sides[0])
-    if not np.isfinite(value):
+    if not (before[1].any() and after[1].any()):
         return None
+    value = float(after[0].sum() / after[1].sum() - before[0].sum() / before[1].sum())
     known = (before[1] > 0) & (after[1] > 0)
     if not known.any():
         return Estimate(value, None, None)

@@ -16,6 +16,7 @@ from verl_ext.checkpoints.folder import (
     TRACKER,
     NotWhole,
     begin,
+    choose,
     path_of,
     problem,
     publish,
@@ -23,6 +24,7 @@ from verl_ext.checkpoints.folder import (
     require_whole,
     restore,
     resume_point,
+    runs_of,
     steps,
     tracked_step,
     vouch,
@@ -82,6 +84,22 @@ def test_a_tracker_that_was_set_back_is_followed(run: Path):
     assert point == run / "global_step_4" and "names step 4, not the newest (10), and is followed" in said
     (run / "global_step_10" / "data.pt").unlink()
     assert "not the newest" not in resumed(run)[1], "the newest that is whole counts"
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [("auto", "global_step_10"), ("disable", None), ("resume_path", "global_step_2")]
+)
+def test_resume_mode_decides(run: Path, mode: str, expected: str | None):
+    assert choose(mode, str(run / "global_step_2"), run) == (expected and run / expected)
+
+
+def test_a_folders_runs_are_those_of_a_quickstart_or_itself(run: Path, tmp_path_factory: pytest.TempPathFactory):
+    empty = tmp_path_factory.mktemp("empty")
+    assert runs_of(empty) == [empty] and runs_of(run) == [run]
+    shutil.copytree(run, empty / "rl")
+    assert runs_of(empty) == [empty / "rl"]
+    shutil.copytree(empty / "rl", run / "rl")
+    assert runs_of(run) == [run], "its own checkpoints go first"
 
 
 def test_a_run_without_checkpoints_starts_from_scratch(tmp_path: Path):

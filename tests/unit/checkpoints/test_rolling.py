@@ -96,6 +96,19 @@ def test_the_lowest_loss_can_be_the_best(tmp_path: Path):
     assert steps(tmp_path) == [2, 8]
 
 
+def test_what_goes_is_said_with_the_best(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    train(tmp_path / "a", {2: 0.1, 4: 0.5, 6: 0.3}, keep_last=1, best_metric="val/loss", best_mode="min")
+    assert "Checkpoints: kept [2, 6] (best: 2, val/loss 0.1), deleted [4]." in caplog.text
+    train(tmp_path / "b", {2: 0.1, 4: 0.5}, keep_last=1)
+    assert "Checkpoints: kept [4], deleted [2]." in caplog.text
+
+
+def test_a_validation_before_the_first_save_is_recorded(tmp_path: Path):
+    Rolling.from_config(config(tmp_path / "new", **ACCURACY)).record({"val-core/aime/acc/mean@8": 0.5}, 0)
+    assert Rolling.from_config(config(tmp_path / "new", **ACCURACY)).values == {0: 0.5}
+
+
 def test_several_validation_sets_count_by_their_mean(tmp_path: Path):
     rolling = Rolling.from_config(config(tmp_path, **ACCURACY))
     rolling.record({"val-core/a/acc/mean@4": 0.2, "val-core/b/acc/mean@4": 0.6, "val-core/a/acc/maj@4": 1.0}, 2)
@@ -175,7 +188,7 @@ def test_a_metric_that_no_validation_has_is_refused(tmp_path: Path):
         rolling.record({"val-core/aime/acc/mean@8": 0.5}, 5)
 
 
-@pytest.mark.parametrize(("test_freq", "warns"), [(20, True), (-1, True), (15, False)])
+@pytest.mark.parametrize(("test_freq", "warns"), [(20, True), (-1, True), (15, False), (1, False)])
 def test_validations_that_miss_checkpoints_are_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, test_freq: int, warns: bool
 ):

@@ -59,6 +59,7 @@ class Callback:
         self.saved = []
 
     def on_save(self, trainer: Any, global_step: int, checkpoint_dir: str, async_save: bool) -> None:
+        assert not async_save, "nothing is written any more"
         self.saved.append((global_step, checkpoint_dir, checkpoints.problem(Path(checkpoint_dir))))
 
 

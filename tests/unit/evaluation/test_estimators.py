@@ -5,6 +5,7 @@ import pytest
 
 from verl_ext.evaluation.estimators import (
     FEW_PROBLEMS,
+    TOLERANCE,
     bootstrap_ratios,
     difference_95,
     exact_share,
@@ -186,6 +187,12 @@ def test_difference_without_a_bootstrap_interval_by_hand(before, after, value, l
     assert (estimate.value, estimate.low, estimate.high) == pytest.approx((value, low, high), abs=6e-5)
 
 
+def test_a_difference_of_rates_is_of_shares_not_of_counts():
+    one_of_two, two_of_four = (np.full(64, 1.0), np.full(64, 2.0)), (np.full(64, 2.0), np.full(64, 4.0))
+    estimate = difference_95(one_of_two, two_of_four, np.zeros(2))
+    assert (estimate.value, estimate.low, estimate.high) == pytest.approx((0, -0.0560, 0.0560), abs=6e-5)
+
+
 def test_three_problems_that_moved_show_nothing():
     # A resample misses all three with a chance of (61/64)^64 = 0.046: the bootstrap's interval began at 0.
     estimate = difference(right(0, 64), right(3, 64))
@@ -223,6 +230,7 @@ def test_difference_of_what_no_problem_has_on_both_sides_has_no_interval():
 def test_a_figure_without_upper_bound_has_no_interval_where_all_problems_agree():
     estimate = interval_95(2.0, np.full(100, 2.0))
     assert (estimate.value, estimate.low, estimate.high) == (2.0, None, None)
+    assert interval_95(0.1, np.array([0.1, 0.1 + TOLERANCE / 2])).low is None  # they differ by rounding
 
 
 def test_paired_test_by_hand():
@@ -245,6 +253,11 @@ def test_paired_test_of_many_problems_draws_signs():
     drawn = paired_test(some, draws=4000, seed=0).p_sign_flips
     assert drawn == pytest.approx(exact, abs=0.03) and drawn != exact
     assert paired_test(np.full(40, 0.5), draws=999, seed=0).p_sign_flips == 1 / 1000  # never 0
+
+
+def test_signs_that_are_drawn_in_parts_are_as_many_as_asked_for(monkeypatch):
+    monkeypatch.setattr("verl_ext.evaluation.estimators.MAX_CELLS", 40 * 7)
+    assert paired_test(np.tile([0.5, -0.5], 20), draws=100, seed=0).p_sign_flips == 1.0  # a sum of 0: all reach it
 
 
 def test_paired_test_without_any_difference_is_certain_of_nothing():

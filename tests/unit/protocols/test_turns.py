@@ -113,6 +113,12 @@ def test_an_output_within_the_limit_stays_whole(tokenizer, encode):
     assert cut_output(tokenizer, wide, len(encode(wide)), encode) == wide
 
 
+def test_a_segment_has_the_tokens_of_its_whole_text(qwen_tokenizer):
+    """In pieces it would have others at the seams."""
+    ids = SegmentEncoder(qwen_tokenizer).encode(["pri", "nt", ""])
+    assert ids == qwen_tokenizer.encode("print", add_special_tokens=False) and len(ids) == 1
+
+
 @pytest.mark.parametrize("length", [300, 5000])
 @pytest.mark.parametrize("limit", [40, 41])
 def test_a_long_output_keeps_head_and_tail(tokenizer, encode, length, limit):

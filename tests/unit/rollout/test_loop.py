@@ -158,6 +158,12 @@ def test_a_stop_that_an_abort_has_split_is_found_again(roll_out, tokenizer, enco
     assert server.calls[1]["prompt_ids"] == output.prompt_ids + call + encode(BLOCK_2)
 
 
+def test_a_stop_with_one_token_behind_it_is_found_again(roll_out, tokenizer, encode, answer):
+    call = encode(CALL)
+    output, *_ = roll_out(tokenizer, [call + encode("3"), answer], ["2"])
+    assert output.response_ids == call + encode(BLOCK_2) + answer
+
+
 @pytest.mark.parametrize("rest", ["so it is 3. ", "", "<code>1</code>"])
 def test_a_stop_that_an_abort_has_split_counts_before_a_later_one(roll_out, tokenizer, encode, answer, rest):
     """The resumed request went on and wrote another call, at whose stop the server did stop."""

@@ -221,7 +221,7 @@ def test_what_a_rollout_did_is_recorded_where_that_is_on(roll_out, tokenizer, en
     failed = RunResult("code_error", "", "Traceback:\nNameError: x", 1, queue_s=0.5, run_s=0.25, attempts=2, message="")
     turns = [encode("<code></code>"), encode(CALL), encode(CALL), answer]
     log = {"enable": True, "folder": "", "max_mb": 1, "max_files": 2}
-    output, *_ = roll_out(tokenizer, turns, [failed, "2"], response_length=300, trajectory_log=log)
+    output, *_ = roll_out(tokenizer, turns, [failed, "2"], response_length=300, trajectory_log=log, seed=3)
     trajectory = output.extra_fields["trajectory"]
     assert trajectory["prompt"] == tokenizer.decode(output.prompt_ids)
     assert [turn["text"] for turn in trajectory["turns"]] == [tokenizer.decode(turn) for turn in turns]
@@ -236,6 +236,7 @@ def test_what_a_rollout_did_is_recorded_where_that_is_on(roll_out, tokenizer, en
     assert use["code_lines"] == 2 and use["queue_s"] == 0.5 and use["run_s"] == 0.25
     assert use["void_turns"] == 1  # the malformed one
     assert all(0 <= turn["decode_s"] < 60 for turn in trajectory["turns"]) and 0 <= use["generate_s"] < 60
+    assert trajectory["seeds"] == {"data": None, "rollout": 3}
     assert trajectory["sampling"] == {"temperature": 1.0, "top_p": None, "top_k": None}
     assert "trajectory" not in roll_out(tokenizer, [answer])[0].extra_fields
 
