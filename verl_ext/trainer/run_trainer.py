@@ -19,6 +19,7 @@ from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.rl_dataset import collate_fn
 
+from verl_ext.ledger import PromptLedger
 from verl_ext.moved import rename_files
 from verl_ext.outcome import REMEDIES
 from verl_ext.records.journal import StepJournal
@@ -33,12 +34,13 @@ from verl_ext.settings import (
     check,
     read_settings,
 )
-from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveSampling
+from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveSampling, problem_id
 from verl_ext.trainer.advantages import OF_GROUPS, keep_sum_pi_squared, scale
 from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import ExclusionWatch, NothingStored, describe
 from verl_ext.trainer.failed_samples import ALL_RAISED, find_failed, judged_figures
 from verl_ext.trainer.objective import check_objective, make_shares
+from verl_ext.trainer.queue import clear_leftovers, prompts_in_queue
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
 from verl_ext.trainer.validation import ValidationPlan, as_light, light_batches
 
@@ -68,6 +70,7 @@ class RunTrainer(PPOTrainer):
         self._plan: ValidationPlan | None = None
         self._watch: EarlyStopWatch | None = None
         self._exclusions: ExclusionWatch | None = None
+        self._ledger: PromptLedger | None = None
         self._failed_samples = FailedSamples.from_config(config)
         self._is_light = False  # whether the validation that runs is a light one
         self._is_void = False  # whether the newest validation is void
@@ -77,6 +80,7 @@ class RunTrainer(PPOTrainer):
 
         if hasattr(self.replay_buffer, "take_ended"):  # a sampler of ours
             self._exclusions = ExclusionWatch(StepJournal(folder / "exclusions.jsonl"))
+            self._ledger = PromptLedger(folder)
         adaptive_n = read_settings(config, "adaptive_n", AdaptiveN)
         if adaptive_n:
             self._sampling = AdaptiveSampling(adaptive_n, StepJournal(folder / "pass_rates.jsonl"))
@@ -106,6 +110,9 @@ class RunTrainer(PPOTrainer):
         self._last_saved = self.global_steps
         for option in filter(None, (self._exclusions, self._sampling, self._watch)):
             option.resume(self.global_steps)
+        if self._ledger:
+            clear_leftovers()
+            self.replay_buffer.seen_before = self._ledger.resume(self.global_steps, prompts_in_queue())
         if self._watch and (reason := self._watch.reason()):
             logger.warning(
                 "early stop: this run ended at step %d, because %s. To train on: retool.early_stop.enable=false, or "
@@ -122,6 +129,8 @@ class RunTrainer(PPOTrainer):
             metrics.update(self._exclusions.end_step(self.global_steps, self.replay_buffer.take_ended()))
         if self._sampling:
             metrics.update(self._sampling.end_step(self.global_steps))
+        if self._ledger:
+            self._ledger.end_step(self.global_steps, *self.replay_buffer.take_prompt_ends(), len(prompts_in_queue()))
         if self._is_repeatable:
             move_measured(metrics)
         return batch
@@ -161,6 +170,9 @@ class RunTrainer(PPOTrainer):
     # Adaptive n ------------------------------------------------------------------------------------------------------
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
+        if self._ledger:
+            problems = map(problem_id, _column(batch, "raw_prompt"))
+            self._ledger.draw(dict(zip(_column(batch, "uid"), problems, strict=True)))
         numbers, generated = None, getattr(self.replay_buffer, "generated_for_one", 1)
         if self._sampling:
             numbers = self._sampling.assign(

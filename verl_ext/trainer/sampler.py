@@ -32,16 +32,11 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from verl_ext.outcome import (
-    EXCLUSIONS,
-    INFRASTRUCTURE_FAILURES,
-    REMEDIES,
-    PromptEnd,
-    RolloutEnd,
-)
+from verl_ext.outcome import EXCLUSIONS, INFRASTRUCTURE_FAILURES, REMEDIES, PromptEnd, RolloutEnd
 from verl_ext.rollout.tool_use import tool_metrics
 from verl_ext.trainer.exclusions import Ended, NothingStored, describe
 from verl_ext.trainer.group_rules import exclusion, has_void_turn, left_out
+from verl_ext.trainer.queue import remove
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -131,6 +126,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
         self.baseline_only: set[str] = set()  # keys of the rollouts in the newest batch that are not in the loss
         self._ended = Ended()  # since `take_ended`
+        self._prompt_ends: dict[str, PromptEnd] = {}  # since `take_prompt_ends`
+        self.seen_before: set[str] = set()  # uids of ended groups that were counted before the run was resumed
         self._filled = 0  # groups in the newest batch that had failed rollouts
         self.on_group_end: Callable[[str, list[float]], None] | None = None
         self._rng = random.Random(0)  # draws the rollouts that are repeated
@@ -167,6 +164,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
         """What ended since the last call, for the trainer's `ExclusionWatch`."""
         ended, self._ended = self._ended, Ended()
         return ended
+
+    def take_prompt_ends(self) -> tuple[dict[str, PromptEnd], set[str]]:
+        """For the trainer's ledger: what was decided since the last call, and which ended groups are in the queue."""
+        ends, self._prompt_ends = self._prompt_ends, {}
+        return ends, set(self._groups)
 
     @property
     def num_kept(self) -> int:
@@ -265,7 +267,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
 
     def _end(self, uids: set[str], end: PromptEnd) -> None:
         for uid in uids:
-            self._groups[uid].end = end
+            self._groups[uid].end = self._prompt_ends[uid] = end
         self._ends[end] += len(uids)
 
     def _num_replaceable(self) -> int:
@@ -306,7 +308,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
         void = [key for key, extra, _ in rows if self.void_turn_filter == "loss" and has_void_turn(extra)]
         dropped = left_out(rows, self.resample, self._rng)
         self._groups[uid] = _EndedGroup(end, valid, [key for key, *_, why in rows if why is not None], void, dropped)
+        if uid in self.seen_before:
+            return
         self._ends[end] += 1
+        if end is not PromptEnd.OPEN:
+            self._prompt_ends[uid] = end
         excluded = Counter(reason for *_, reason in rows if reason is not None)
         excluded[RolloutEnd.RAISED] = int(raised)
         self._seen += Ended(len(rows), 1, excluded)
@@ -353,7 +359,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 group = self._groups.pop(uid)
                 self.baseline_only |= set(group.void)
                 if self.resample:
-                    _remove(partition_id, group.dropped, partition_snapshot)
+                    remove(partition_id, group.dropped, partition_snapshot)
                 elif group.excluded and group.end != PromptEnd.VOID:
                     self._fill(partition_id, group, partition_snapshot)
         return super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
@@ -369,7 +375,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         data = tq.kv_batch_get(keys=sources, partition_id=partition_id)
         tags = [dict(snapshot[key]) for key in sources]
         tq.kv_batch_put(keys=copies, partition_id=partition_id, fields=data, tags=tags)
-        _remove(partition_id, group.excluded, snapshot)
+        remove(partition_id, group.excluded, snapshot)
         snapshot |= dict(zip(copies, tags, strict=True))
         self._filled += 1
 
@@ -392,9 +398,3 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 "train/model_tokens": float(np.mean([info["response_tokens"] for info in infos])),
             }
         return metrics
-
-
-def _remove(partition_id: str, keys: list[str], snapshot: dict[str, dict]) -> None:
-    tq.kv_clear(keys=keys, partition_id=partition_id)
-    for key in keys:
-        del snapshot[key]

@@ -77,6 +77,7 @@ def make(cpu_platform, monkeypatch, tmp_path):
         monkeypatch.setattr(type(trainer), "on_train_begin", lambda self: None)
         monkeypatch.setattr(trainer_base.PPOTrainer, "_reissue_inflight_prompts", lambda self: 0)
         monkeypatch.setattr(tq, "kv_clear", lambda **_: None)
+        monkeypatch.setattr(tq, "kv_list", dict)
         log = SimpleNamespace(log=lambda data, step: calls.logged.setdefault(step, {}).update(data))
         monkeypatch.setattr(trainer_base, "Tracking", lambda **_: log)
         return trainer, calls

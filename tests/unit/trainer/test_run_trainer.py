@@ -1,6 +1,7 @@
 """How a run with our options starts, and what a step submits and logs; test_run_*.py have the single options."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -106,3 +107,35 @@ def test_exclusions_are_logged_per_step_and_per_run_and_follow_a_resume(make, ca
     resumed.replay_buffer.take_ended = lambda: Ended(rollouts=100, groups=10)
     resumed.fit(None)
     assert calls.logged[3]["failure/run_share_verifier_unknown"] == pytest.approx(1 / 300)
+
+
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+def test_every_prompt_that_is_submitted_is_in_the_ledger(make, submitted, monkeypatch, tmp_path, mode):
+    import transfer_queue as tq
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+    from verl.utils import tensordict_utils as tu
+
+    from verl_ext.ledger import PromptLedger, read_tally
+    from verl_ext.outcome import PromptEnd
+
+    PromptLedger(tmp_path).end_step(3, {}, {}, 0)  # of a start whose step 3 no checkpoint has
+    trainer, _ = make(mode=mode, resume_at=2, steps=3)
+    queue = {"a_0_0": {}, "b": {"is_prompt": True}, "b_0_0": {}}
+    cleared = []
+    monkeypatch.setattr(tq, "kv_list", lambda: {"train": queue})
+    monkeypatch.setattr(tq, "kv_clear", lambda keys, partition_id: cleared.extend(keys))
+
+    def step(self, *_):
+        prompts = [[{"role": "user", "content": text}] for text in ("1+1", "2+2")]
+        self._submit_batch_to_rollout(tu.get_tensordict({"uid": ["c", "d"], "raw_prompt": prompts}))
+        self.replay_buffer._prompt_ends = {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL}
+        queue.clear()
+        queue.update(d={"is_prompt": True})
+        return SimpleNamespace(keys=[], partition_id="train")
+
+    monkeypatch.setattr(PPOTrainer, "step", step)
+    trainer.fit(submitted.manager)
+    assert cleared == ["a_0_0"], "the batch that was trained when the checkpoint was saved"
+    tally = read_tally(tmp_path)
+    assert tally.ends == {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL, "d": PromptEnd.OPEN}
+    assert tally.faults() == [] and tally.step == 3 and len(tally.problems) == 3

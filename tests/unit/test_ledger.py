@@ -1,0 +1,84 @@
+"""The table of a run's prompts, on made-up records; tests/unit/trainer/test_sampler_ledger.py has the real sampler."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_ext.ledger import PromptLedger, read_tally
+from verl_ext.outcome import PromptEnd
+
+
+def ledger(folder: Path) -> PromptLedger:
+    """Two steps: a and b trained, c equal and waiting as a filler, d surplus, e and f open."""
+    made = PromptLedger(folder)
+    made.draw({"a": "1+1", "b": "2+2", "c": "3+3"})
+    made.end_step(1, {"a": PromptEnd.TRAINED}, {"b"}, 2)
+    made.draw({"d": "1+1", "e": "5+5", "f": "6+6"})
+    ends = {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL, "d": PromptEnd.SURPLUS}
+    made.end_step(2, ends, {"c", "d"}, 4)
+    return made
+
+
+def command(folder: Path) -> subprocess.CompletedProcess:
+    arguments = [sys.executable, "-m", "verl_ext.ledger", str(folder)]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_prints_what_became_of_every_prompt(tmp_path: Path):
+    ledger(tmp_path / "rl")
+    shown = command(tmp_path)  # a quickstart's folder
+    assert shown.returncode == 0, shown.stderr
+    counts = dict(line.split() for line in shown.stdout.splitlines()[1:9])
+    expected = {"open": 2, "trained": 2, "equal": 1, "void": 0, "failed": 0, "stale": 0, "surplus": 1}
+    assert counts == {"drawn": "6"} | {name: str(number) for name, number in expected.items()}
+    assert "problems: 4 drawn 1x, 1 drawn 2x" in shown.stdout and "It sums" in shown.stdout
+
+
+def test_a_folder_without_a_ledger_is_named(tmp_path: Path):
+    shown = command(tmp_path)
+    assert (
+        shown.returncode == 1 and f"{tmp_path} has no prompts.jsonl: expected the folder of an RL run" in shown.stderr
+    )
+    (tmp_path / "prompts.jsonl").write_text('{"step": 1}\n')
+    assert "line 1" in command(tmp_path).stderr
+
+
+@pytest.mark.parametrize(
+    ("drawn", "ends", "seen", "in_queue", "fault"),
+    [
+        ({"e": "5+5"}, {}, "cdef", 4, "1 prompts were drawn twice under one name: e."),
+        ({}, {"a": "trained"}, "cd", 4, "1 prompts ended twice, or ended and were never drawn: a."),
+        ({}, {"x": "equal"}, "cd", 4, "1 prompts ended twice, or ended and were never drawn: x."),
+        ({}, {"c": "trained"}, "cd", 4, "1 prompts ended twice, or ended and were never drawn: c."),
+        ({"g": "7+7"}, {}, "cd", 4, "5 prompts are open or wait with an end, but the queue held 4."),
+    ],
+)
+def test_what_does_not_sum_is_told(tmp_path: Path, drawn: dict, ends: dict, seen: str, in_queue: int, fault: str):
+    made = ledger(tmp_path)
+    assert read_tally(tmp_path).faults() == []
+    made.draw(drawn)
+    made.end_step(3, {uid: PromptEnd(end) for uid, end in ends.items()}, set(seen), in_queue)
+    assert read_tally(tmp_path).faults() == [fault]
+    shown = command(tmp_path)
+    assert shown.returncode == 1 and fault in shown.stdout
+
+
+def test_surplus_that_was_kept_can_still_be_trained(tmp_path: Path):
+    ledger(tmp_path).end_step(3, {"d": PromptEnd.TRAINED}, {"c"}, 3)
+    assert read_tally(tmp_path).faults() == [] and read_tally(tmp_path).ends["d"] is PromptEnd.TRAINED
+
+
+def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path):
+    ledger(tmp_path)
+    assert PromptLedger(tmp_path).resume(1, {"b", "c"}) == {"b"}
+    tally = read_tally(tmp_path)
+    assert tally.step == 1 and tally.open == {"b", "c"} and not tally.faults()
+
+
+def test_prompts_of_a_queue_that_the_ledger_does_not_know_count_as_drawn(tmp_path: Path):
+    assert PromptLedger(tmp_path).resume(7, {"x", "y"}) == set()  # a checkpoint of another folder
+    tally = read_tally(tmp_path)
+    assert tally.open == {"x", "y"} and not tally.faults()
+    assert PromptLedger(tmp_path / "new").resume(0, set()) == set() and not (tmp_path / "new").exists()

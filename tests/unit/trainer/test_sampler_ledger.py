@@ -1,0 +1,143 @@
+"""Sampler and ledger over kills and resumes: every prompt is counted once, and has one end or is open."""
+
+import copy
+import random
+from collections import Counter
+
+import pytest
+
+from tests.unit.trainer.prompt_groups import MIXED, MODES, RAISED, RIGHT, SANDBOX_DOWN, WRONG, buffer_maker
+from verl_ext.ledger import FILE, PromptLedger, read_tally
+from verl_ext.outcome import PromptEnd
+
+BATCH, STEPS = 3, 9
+
+
+@pytest.fixture
+def make(monkeypatch):
+    return buffer_maker(monkeypatch)
+
+
+class Run:
+    """verl's training loop around the real sampler and ledger; a checkpoint is a copy of the queue, as TransferQueue's.
+
+    A checkpoint is taken before the rows of the step's batch are removed, and in the mode `sync` holds no queue.
+    """
+
+    def __init__(self, folder, make, mode, outcomes, **options):
+        self.folder, self.make, self.mode, self.options = folder, make, mode, options
+        self.outcomes = outcomes  # uid -> what becomes of a prompt, so that a resumed run meets the same
+        self.step, self.saved, self.told = 0, (0, None, []), []
+        self.start(None)
+
+    def start(self, checkpoint):
+        from verl_ext.trainer.queue import clear_leftovers, prompts_in_queue
+
+        self.queue, self.buffer = self.make((), batch_size=0, mode=self.mode, **self.options)
+        queue, real = self.queue, self.queue.submit
+
+        def submit(count, global_steps=None):
+            first = len(queue.groups)
+            queue.outcomes = iter([self.outcomes[f"uid-{first + i}"] for i in range(count)])
+            before = set(queue.groups)
+            real(count, global_steps=self.step)
+            self.ledger.draw({uid: uid for uid in queue.groups if uid not in before})
+            return count
+
+        self.submit = self.buffer.refill_fn = submit
+        if checkpoint is not None:
+            queue.tags, queue.values, queue.groups, queue.in_flight = copy.deepcopy(checkpoint)
+            for uid in queue.in_flight:
+                queue.tags[uid]["status"] = "pending"  # issued again
+        self.ledger = PromptLedger(self.folder)
+        clear_leftovers()
+        self.buffer.seen_before = self.ledger.resume(self.step, prompts_in_queue())
+        self.buffer.on_group_end = lambda uid, _: self.told.append(uid)
+
+    def one_step(self):
+        from verl_ext.trainer.queue import prompts_in_queue
+
+        self.step += 1
+        warm_up = BATCH if self.mode != "sync" and not self.queue.groups else 0
+        self.submit(warm_up + (self.buffer.num_to_submit(BATCH) if self.mode == "sync" else BATCH))
+        batch, _ = self.buffer.sample(self.step, "train", BATCH)
+        self.ledger.end_step(self.step, *self.buffer.take_prompt_ends(), len(prompts_in_queue()))
+        self.checkpoint = (self.step, self._queue(), list(self.told))
+        if self.mode != "sync":
+            self.buffer.get_sampleable_count(self.step, "train")  # as `on_step_end` of separate_async may
+        self.queue.kv_clear("train", batch.keys)
+        return batch
+
+    def _queue(self):
+        state = copy.deepcopy((self.queue.tags, self.queue.values, self.queue.groups, self.queue.in_flight))
+        return state if self.mode != "sync" else ({}, {}, state[2], [])
+
+    def save(self):
+        self.saved = self.checkpoint
+
+    def kill(self):
+        """The process is gone; another one takes the newest checkpoint."""
+        self.step, checkpoint, told = self.saved
+        self.told = list(told)
+        self.start(checkpoint)
+
+
+def outcomes(seed):
+    rng = random.Random(seed)
+    kinds = [MIXED] * 8 + [RIGHT] * 4 + [WRONG, SANDBOX_DOWN, RAISED]
+    return {f"uid-{i}": rng.choice(kinds) for i in range(900)}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("options", [{}, {"keep_surplus": True, "max_off_policy_threshold": 2}], ids=["plain", "aging"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_ledger_sums_whenever_a_run_is_killed(tmp_path, make, mode, options, seed):
+    rng = random.Random(seed)
+    run = Run(tmp_path, make, mode, outcomes(seed), max_num_gen_batches=2, **options)
+    trained = Counter()
+    taken = {}
+    while run.step < STEPS:
+        batch = run.one_step()
+        taken[run.step] = {key.split("_")[0] for key in batch.keys} - run.buffer.fillers
+        chance = rng.random()
+        if chance < 0.6:
+            run.save()
+        if chance < 0.4 or chance > 0.85:
+            run.kill()
+        tally = read_tally(tmp_path) if (tmp_path / FILE).exists() else None
+        assert tally is None or tally.faults() == []
+        assert len(run.told) == len(set(run.told)), "a group was counted twice"
+    for step in range(1, run.step + 1):
+        trained.update(taken[step])
+    tally = read_tally(tmp_path)
+    assert {uid for uid, end in tally.ends.items() if end is PromptEnd.TRAINED} == trained.keys()
+    assert max(trained.values()) == 1, "a prompt was trained twice"
+    ends = Counter(tally.ends.values())
+    assert sum(ends.values()) == len(tally.ends) and ends[PromptEnd.EQUAL] and ends[PromptEnd.FAILED]
+    assert tally.step == STEPS
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_batch_that_was_trained_is_not_in_the_queue_of_the_resumed_run(tmp_path, make, mode):
+    run = Run(tmp_path, make, mode, outcomes(1))
+    run.one_step()
+    run.save()
+    left = {key.split("_")[0] for key in run.saved[1][0]} - {key for key in run.saved[1][0] if "_" not in key}
+    assert len(left) == BATCH, "the checkpoint holds the batch of its step"
+    run.kill()
+    assert {key.split("_")[0] for key in run.queue.tags} == {key for key in run.queue.tags if "_" not in key}
+
+
+def test_a_prompt_that_the_queue_lost_is_named(tmp_path, make):
+    run = Run(tmp_path, make, "colocate_async", outcomes(2))
+    run.one_step()
+    run.save()
+    lost = sorted(read_tally(tmp_path).open)[0]
+    run.saved[1][0].pop(lost)
+    for key in [key for key in run.saved[1][0] if key.startswith(f"{lost}_")]:
+        run.saved[1][0].pop(key)
+    run.saved[1][3][:] = [uid for uid in run.saved[1][3] if uid != lost]
+    run.kill()
+    assert read_tally(tmp_path).faults() == [
+        f"1 prompts were open at a checkpoint and not in the queue of the run that resumed from it: {lost}."
+    ]

@@ -1,0 +1,167 @@
+"""What became of every prompt of an RL run: `prompts.jsonl` in the run's folder, and the table of it.
+
+    python -m verl_ext.ledger outputs/qwen2-32b_dapo
+
+Every prompt that a run draws from its data has one end (`outcome.PromptEnd`), or is open. The command exits with 1
+unless that holds of all: no prompt was drawn, ended or trained twice, and as many are open as the queue holds.
+
+A step's record is on the disk before the step's checkpoint. What a run did after the checkpoint that it resumes from is
+forgotten, as weights and data loader forget it: those prompts are drawn again, under other names.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_ext.outcome import PromptEnd
+from verl_ext.records import jsonl
+from verl_ext.records.journal import StepJournal
+
+FILE = "prompts.jsonl"
+_MAY_FOLLOW = {PromptEnd.SURPLUS: (PromptEnd.TRAINED, PromptEnd.STALE)}  # surplus that was kept for the next step
+
+
+@dataclass
+class Tally:
+    """The prompts of a run, from its records.
+
+    Attributes:
+        ends: uid -> end; OPEN where none is known.
+        drawn_twice, wrong_ends, lost: uids for which the ledger does not sum, see `faults`.
+        seen: uids of ended groups that waited in the queue at the newest record. They may have an end, such as an equal
+            group that may become a filler.
+        in_queue: prompts in the queue by its own count at the newest record.
+        problems: problem -> times drawn.
+    """
+
+    ends: dict[str, PromptEnd] = field(default_factory=dict)
+    drawn_twice: list[str] = field(default_factory=list)
+    wrong_ends: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+    in_queue: int = 0
+    step: int = 0
+    problems: Counter = field(default_factory=Counter)
+
+    @property
+    def open(self) -> set[str]:
+        return {uid for uid, end in self.ends.items() if end is PromptEnd.OPEN}
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        for uid, problem in record["drawn"].items():
+            if uid in self.ends:
+                self.drawn_twice.append(uid)
+            self.ends.setdefault(uid, PromptEnd.OPEN)
+            self.problems[problem] += 1
+        for uid, name in record["ends"].items():
+            end, before = PromptEnd(name), self.ends.get(uid)
+            if before is not PromptEnd.OPEN and end not in _MAY_FOLLOW.get(before, ()):
+                self.wrong_ends.append(uid)
+            self.ends[uid] = end
+        for uid in record.get("lost", ()):
+            del self.ends[uid]
+            self.lost.append(uid)
+        self.step, self.seen, self.in_queue = record["step"], set(record["seen"]), record["in_queue"]
+
+    def faults(self) -> list[str]:
+        """What does not sum, a sentence each."""
+        faults = [
+            f"{len(uids)} {what}: {', '.join(uids[:3])}{' ...' * (len(uids) > 3)}."
+            for uids, what in (
+                (self.drawn_twice, "prompts were drawn twice under one name"),
+                (self.wrong_ends, "prompts ended twice, or ended and were never drawn"),
+                (self.lost, "prompts were open at a checkpoint and not in the queue of the run that resumed from it"),
+            )
+            if uids
+        ]
+        if (expected := len(self.open | self.seen)) != self.in_queue:
+            faults.append(f"{expected} prompts are open or wait with an end, but the queue held {self.in_queue}.")
+        return faults
+
+    def table(self) -> str:
+        counts = Counter(self.ends.values())
+        rows = [("drawn", len(self.ends) + len(self.lost)), *((end.value, counts[end]) for end in PromptEnd)]
+        rows += [("lost", len(self.lost))] * bool(self.lost)
+        times = ", ".join(f"{n} drawn {times}x" for times, n in sorted(Counter(self.problems.values()).items()))
+        lines = [f"{name:<10}{number:>10,}" for name, number in rows]
+        return "\n".join([f"prompts up to step {self.step}", *lines, f"problems: {times or 'none'}"])
+
+
+class PromptLedger:
+    """Writes the records. Draws and ends belong to the step that is under way when they are told."""
+
+    def __init__(self, folder: Path):
+        self._journal = StepJournal(folder / FILE)
+        self._drawn: dict[str, str] = {}
+
+    def resume(self, step: int, in_queue: set[str]) -> set[str]:
+        """Forget what came after `step`, and compare what is open with the queue that the checkpoint restored.
+
+        Args:
+            in_queue: uids of the prompts in the queue. One that the ledger does not know (the run began in another
+                folder, or before there was a ledger) counts as drawn now.
+        Returns:
+            uids in the queue whose group had ended and was counted before the checkpoint.
+        """
+        tally = Tally()
+        for record in self._journal.resume(step):
+            tally.add(record)
+        seen, unknown, lost = tally.seen & in_queue, sorted(in_queue - tally.ends.keys()), sorted(tally.open - in_queue)
+        if unknown or lost:
+            drawn = dict(zip(unknown, unknown, strict=True))
+            self._journal.append(step, drawn=drawn, ends={}, lost=lost, seen=sorted(seen), in_queue=len(in_queue))
+        return seen
+
+    def draw(self, prompts: Mapping[str, str]) -> None:
+        """uid -> problem, of prompts that are handed to the agent loops."""
+        self._drawn |= prompts
+
+    def end_step(self, step: int, ends: Mapping[str, PromptEnd], seen: Iterable[str], in_queue: int) -> None:
+        """Note a step.
+
+        Args:
+            ends: uid -> end, of all that was decided since the last step.
+            seen: uids of ended groups that wait in the queue.
+            in_queue: prompts in the queue, by the queue's own count.
+        """
+        self._journal.append(step, drawn=self._drawn, ends=dict(ends), seen=sorted(seen), in_queue=in_queue)
+        self._drawn = {}
+
+
+def read_tally(folder: Path) -> Tally:
+    """The newest state of a run.
+
+    Raises:
+        FileNotFoundError: the folder has no ledger.
+        ValueError: a line of it has another form.
+    """
+    tally = Tally()
+    for _ in jsonl.read(folder / FILE, tally.add, "an object with `step`, `drawn` and `ends`"):
+        pass
+    return tally
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of an RL run, or of a quickstart")
+    folder = parser.parse_args().run
+    if not (folder / FILE).exists() and (folder / "rl" / FILE).exists():
+        folder = folder / "rl"
+    try:
+        tally = read_tally(folder)
+    except FileNotFoundError:
+        sys.exit(f"{folder} has no {FILE}: expected the folder of an RL run that has ended a step. SFT has none.")
+    except ValueError as error:
+        sys.exit(str(error))
+    print(tally.table())
+    faults = tally.faults()
+    print(*(faults or ["It sums: every prompt has one end or is open, none is lost or doubled."]), sep="\n")
+    sys.exit(1 if faults else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""What trainer and sampler ask of TransferQueue: the prompts in it, and that rows are removed."""
+
+from collections.abc import Mapping, Sequence
+
+import transfer_queue as tq
+
+PARTITION = "train"
+
+
+def _tags() -> Mapping[str, Mapping]:
+    return (tq.kv_list() or {}).get(PARTITION, {})
+
+
+def prompts_in_queue() -> set[str]:
+    """uids of the training prompts that no batch has taken: pending, running, or ended and waiting."""
+    return {key for key, tag in _tags().items() if tag.get("is_prompt")}
+
+
+def clear_leftovers() -> int:
+    """Remove the rows whose prompt is gone; returns their number.
+
+    verl 0.9.1 (trainer/ppo/v1/trainer_base.py:521) saves a checkpoint before it clears the batch that the step has
+    trained. So a restored queue holds that batch for ever.
+    """
+    tags = _tags()
+    prompts = {key for key, tag in tags.items() if tag.get("is_prompt")}
+    leftovers = [key for key in tags if key not in prompts and key.split("_")[0] not in prompts]
+    if leftovers:
+        tq.kv_clear(keys=leftovers, partition_id=PARTITION)
+    return len(leftovers)
+
+
+def remove(partition_id: str, keys: Sequence[str], snapshot: dict[str, dict]) -> None:
+    """Remove rollouts from the queue and from what the sampler saw of it."""
+    tq.kv_clear(keys=keys, partition_id=partition_id)
+    for key in keys:
+        del snapshot[key]
