@@ -55,7 +55,12 @@ TESTS = {  # source -> its unit tests, the fastest first
         "protocols/test_turns.py",
     ],
     "verl_ext/reward/manager.py": ["reward/test_manager.py", "reward/test_manager_shaping.py"],
-    "verl_ext/trainer/sampler.py": [*SAMPLER, "trainer/test_exclusions.py"],
+    "verl_ext/trainer/sampler.py": [
+        *SAMPLER,
+        "trainer/test_sampler_objectives.py",
+        "trainer/test_sampler_ledger.py",
+        "trainer/test_exclusions.py",
+    ],
     "verl_ext/outcome.py": ["test_outcome.py", "trainer/test_failed_samples.py", *SAMPLER],
     "verl_ext/trainer/exclusions.py": [
         "trainer/test_exclusions.py",

@@ -132,7 +132,7 @@ def test_at_max_num_gen_batches_equal_groups_fill_up_and_the_log_says_so(make, c
 )
 def test_a_run_in_which_everything_fails_outside_the_model_stops_and_says_what_to_do(make, mode, failed, remedy):
     queue, buffer = make([failed] * 100, batch_size=2, max_num_gen_batches=3, mode=mode)
-    said = rf"\d+ of \d+ prompt groups of step 4 failed for reasons outside the model \(.*\)\. {remedy}.*then resume"
+    said = rf"(\d+) of \1 prompt groups of step 4 failed for reasons outside the model \(.*\)\. {remedy}.*then resume"
     with pytest.raises(RuntimeError, match=said):
         buffer.sample(4, "train", 2)
     assert 6 < len(queue.groups) <= 6 + 2 + 6  # stops once more than 3 x 2 have failed
