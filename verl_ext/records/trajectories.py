@@ -82,6 +82,7 @@ def trajectory_record(
         "finish_reason": rollout_end({"finish_reason": extra_fields.get("finish_reason"), **info}),
         "reward": info,
         "versions": [extra_fields.get("min_global_steps"), extra_fields.get("max_global_steps")],
+        "version_spans": extra_fields.get("version_spans"),
         "tool_use": extra_fields.get("tool_use"),
         **trajectory,
     }

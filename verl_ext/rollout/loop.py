@@ -29,6 +29,7 @@ from verl_ext.protocols.hermes import HermesProtocol
 from verl_ext.rollout.log_probs import check_log_probs_are_sent, checked_log_probs, wants_log_probs
 from verl_ext.rollout.seeds import seed_of
 from verl_ext.rollout.tool_use import ToolUse
+from verl_ext.rollout.weight_versions import Span, joined, noted_attempts, spans_of
 from verl_ext.settings import Retool, check
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ class Rollout:
     use: ToolUse = field(default_factory=ToolUse)
     turns: list[dict[str, Any]] = field(default_factory=list)  # for the trajectory log
     tool_rewards: list[float] = field(default_factory=list)
-    versions: dict[str, Any] = field(default_factory=dict)  # of the weights, and what else the server sends
+    version_spans: list[Span] = field(default_factory=list)  # see rollout/weight_versions.py
+    from_server: dict[str, Any] = field(default_factory=dict)  # what else the server sent with the newest turn
 
     @property
     def room(self) -> int:
@@ -179,18 +181,15 @@ class RetoolAgentLoop(AgentLoopBase):
     ) -> tuple[str, bool, bool]:
         """Let the model write; returns its text, whether it ended by an end token, and whether it was aborted."""
         started = time.perf_counter()
-        output = await self.server_manager.generate(
-            request_id=request_id,
-            prompt_ids=prompt_ids + rollout.ids,
-            sampling_params=dict(params, max_tokens=rollout.room),
-            priority=priority,
-        )
+        with noted_attempts() as attempts:
+            output = await self.server_manager.generate(
+                request_id=request_id,
+                prompt_ids=prompt_ids + rollout.ids,
+                sampling_params=dict(params, max_tokens=rollout.room),
+                priority=priority,
+            )
         seconds = time.perf_counter() - started
         rollout.use.generate_s += seconds
-        # The versions of the weights that wrote the rollout: the first turn's oldest, the last turn's newest.
-        first_version = rollout.versions.get("min_global_steps", output.extra_fields.get("min_global_steps"))
-        rollout.versions = {**output.extra_fields, "min_global_steps": first_version}
-
         ids = list(output.token_ids)
         log_probs = checked_log_probs(output.log_probs, ids) if wants_log_probs(params) else [0.0] * len(ids)
         aborted = output.stop_reason in _FAILED_STOPS
@@ -198,8 +197,12 @@ class RetoolAgentLoop(AgentLoopBase):
         if not aborted and (kept := self._length_up_to_stop(ids, text)) < len(ids):
             ids, log_probs = ids[:kept], log_probs[:kept]
             text = self.tokenizer.decode(ids)
+        attempts = attempts or [(len(ids), output.extra_fields.get("global_steps"))]  # not of verl's client
+        spans = spans_of(attempts, len(rollout.ids), len(ids))
+        rollout.version_spans = joined(rollout.version_spans, spans)
+        rollout.from_server = output.extra_fields
         rollout.add_turn(ids, log_probs)
-        versions = [output.extra_fields.get(name) for name in ("min_global_steps", "max_global_steps")]
+        versions = [version for *_, version in spans]
         rollout.turns.append({"text": text, "tokens": len(ids), "decode_s": seconds, "versions": versions, "calls": []})
         end_ids = self.end_ids | self.special_ids if rollout.room else self.end_ids
         return text, bool(ids) and ids[-1] in end_ids, aborted
@@ -314,8 +317,12 @@ class RetoolAgentLoop(AgentLoopBase):
         use, length = rollout.use, len(rollout.ids)
         if not rollout.ids:  # aborted before its first token: verl's tensors need one, which nothing trains on
             rollout.add_reply([self.tokenizer.eos_token_id])
+        versions = [version for *_, version in rollout.version_spans if version is not None]
         extra_fields = {
-            **rollout.versions,
+            **rollout.from_server,
+            "version_spans": rollout.version_spans,
+            "min_global_steps": min(versions, default=None),
+            "max_global_steps": max(versions, default=None),
             "tool_calls": use.calls,
             "tool_errors": use.errors.total(),
             "tool_timeouts": use.errors["timeout"],

@@ -235,15 +235,6 @@ def test_num_turns_counts_user_model_and_tool_turns(roll_out, tokenizer, encode,
     assert roll_out(tokenizer, [encode(CALL)], [FAILURE])[0].num_turns == 2  # the tool did not answer
 
 
-def test_weight_versions_run_from_the_first_turn_to_the_last(roll_out, tokenizer, encode, answer):
-    turns = [
-        (encode(CALL), "completed", {"global_steps": 5, "min_global_steps": 4, "max_global_steps": 5}),
-        (answer, "completed", {"global_steps": 7, "min_global_steps": 6, "max_global_steps": 7}),
-    ]
-    output, *_ = roll_out(tokenizer, turns, ["2"])
-    assert output.extra_fields["min_global_steps"] == 4 and output.extra_fields["max_global_steps"] == 7
-
-
 def test_log_probs_are_absent_where_none_were_asked_for(roll_out, tokenizer, encode, answer):
     output, *_ = roll_out(tokenizer, [encode(CALL), answer], ["2"], logprobs=False)
     assert output.response_logprobs is None
