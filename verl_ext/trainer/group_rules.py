@@ -1,14 +1,55 @@
-"""Which rollouts of a group are excluded, have a void turn, or are left out where twice as many were generated.
-
-The sampler asks (sampler.py).
+"""Which rollouts of a group are excluded, have a void turn, are too old, or are left out where twice as many were
+generated. The sampler asks (sampler.py).
 """
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.objectives.grpo_roc import keep, penalty
-from verl_ext.outcome import VOID_TURN, infrastructure_failure
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES, VOID_TURN, PromptEnd, infrastructure_failure
+from verl_ext.rollout.weight_versions import oldest
+
+Row = tuple[str, Mapping[str, Any], str | None]  # key, `extra_fields` and reason of exclusion of a rollout
+
+
+@dataclass
+class EndedGroup:
+    """The rollouts of one prompt, all ended. `end` is OPEN where the group is useful and waits for a batch."""
+
+    end: PromptEnd
+    valid: dict[str, Any]  # key -> value of the filter's metric; None without a filter
+    excluded: list[str]  # keys
+    void: list[str]  # valid ones with a void turn, where `void_turn_filter` is `loss`
+    dropped: list[str]  # that resampling leaves out
+    oldest: dict[str, int | None]  # key -> oldest version of the weights in it
+
+    def is_lost(self) -> bool:
+        """Whether too few rollouts are left to fill the group with copies of them (the rule of GLM-5)."""
+        return len(self.valid) <= len(self.excluded)
+
+    def are_equal(self) -> bool:
+        return None not in self.valid.values() and len(set(self.valid.values())) == 1
+
+    def drop_older_than(self, version: int) -> int:
+        """Exclude rollouts with a token of older weights; returns their number.
+
+        Raises:
+            ValueError: the server told no version.
+        """
+        unknown = [key for key in self.valid if self.oldest[key] is None]
+        if unknown:
+            raise ValueError(
+                f"sampler_kwargs.max_staleness needs the version of the weights of every token, but {unknown[0]} has "
+                "none: its server sends no `global_steps`. Set max_staleness=null."
+            )
+        stale = [key for key in self.valid if self.oldest[key] < version]
+        for key in stale:
+            del self.valid[key]
+        self.excluded += stale
+        self.void = [key for key in self.void if key in self.valid]
+        return len(stale)
 
 
 def has_void_turn(extra: Mapping[str, Any]) -> bool:
@@ -22,13 +63,27 @@ def exclusion(extra: Mapping[str, Any], void_turn_filter: bool | str) -> str | N
     return reason or (VOID_TURN if void_turn_filter is True and has_void_turn(extra) else None)
 
 
-def left_out(
-    rows: Sequence[tuple[str, Mapping[str, Any], str | None]], rule: str | None, rng: random.Random
-) -> list[str]:
+def metric_of(info: Mapping[str, Any], name: str | None) -> Any:
+    """What dynamic sampling compares, of a rollout's `reward_extra_info`; None without a filter.
+
+    Raises:
+        ValueError: the reward manager gives no such metric.
+    """
+    if name is None:
+        return None
+    if name not in info:
+        numbers = sorted(key for key, value in info.items() if isinstance(value, float))
+        raise ValueError(
+            f"algorithm.filter_groups.metric is {name!r}, which the reward manager does not give. Expected one of "
+            f"{', '.join(numbers)}."
+        )
+    return info[name]
+
+
+def left_out(rows: Sequence[Row], rule: str | None, rng: random.Random) -> list[str]:
     """Keys of half of a group; those that infrastructure failed first, of which a used group has less than half.
 
     Args:
-        rows: key, `extra_fields` and reason of exclusion of each rollout.
         rule: `paper` or `code`; None leaves nothing out.
     """
     valid = [(key, extra) for key, extra, reason in rows if reason is None]
@@ -40,3 +95,29 @@ def left_out(
     penalties = [penalty(use["ok"] + lost, lost) for use, lost in zip(uses, failed, strict=True)]
     kept = {valid[i][0] for i in keep(right, penalties, min(len(rows) // 2, len(valid)), rule=rule, rng=rng)}
     return [key for key, *_ in rows if key not in kept]
+
+
+def end_group(
+    rows: Sequence[Row], *, metric: str | None, void_turn_filter: bool | str, resample: str | None, rng: random.Random
+) -> EndedGroup:
+    """What becomes of a group by the rules above; `rows` is empty where a rollout raised.
+
+    Args:
+        metric: see `metric_of`.
+        void_turn_filter, resample: of the sampler.
+    """
+    group = EndedGroup(
+        end=PromptEnd.OPEN,
+        valid={key: metric_of(extra["reward_extra_info"], metric) for key, extra, reason in rows if reason is None},
+        excluded=[key for key, *_, reason in rows if reason is not None],
+        void=[key for key, extra, _ in rows if void_turn_filter == "loss" and has_void_turn(extra)],
+        dropped=left_out(rows, resample, rng),
+        oldest={key: oldest(extra.get("version_spans", ())) for key, extra, _ in rows},
+    )
+    if group.is_lost():
+        # Void turns alone are the policy's own: such a group is used where nothing else is left.
+        by_policy = rows and not any(reason in INFRASTRUCTURE_FAILURES for *_, reason in rows)
+        group.end = PromptEnd.VOID if by_policy else PromptEnd.FAILED
+    elif group.are_equal():
+        group.end = PromptEnd.EQUAL
+    return group

@@ -1,4 +1,4 @@
-"""What trainer and sampler ask of TransferQueue: the prompts in it, and that rows are removed."""
+"""What trainer and sampler ask of TransferQueue: the prompts in it, and that rows are copied or removed."""
 
 from collections.abc import Mapping, Sequence
 
@@ -28,6 +28,22 @@ def clear_leftovers() -> int:
     if leftovers:
         tq.kv_clear(keys=leftovers, partition_id=PARTITION)
     return len(leftovers)
+
+
+def copy_rollouts(partition_id: str, sources: Sequence[str], snapshot: dict[str, dict]) -> list[str]:
+    """Put each rollout once more into the queue, and into what the sampler saw of it; returns the keys of the copies.
+
+    A copy is a further output of its session, `{uid}_{session}_{index + 1}`.
+    """
+    copies = []
+    for key in sources:
+        session, _, index = key.rpartition("_")
+        copies.append(f"{session}_{int(index) + 1}")
+    data = tq.kv_batch_get(keys=sources, partition_id=partition_id)
+    tags = [dict(snapshot[key]) for key in sources]
+    tq.kv_batch_put(keys=copies, partition_id=partition_id, fields=data, tags=tags)
+    snapshot |= dict(zip(copies, tags, strict=True))
+    return copies
 
 
 def remove(partition_id: str, keys: Sequence[str], snapshot: dict[str, dict]) -> None:

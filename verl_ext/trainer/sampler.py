@@ -23,8 +23,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -35,8 +34,8 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 from verl_ext.outcome import EXCLUSIONS, INFRASTRUCTURE_FAILURES, REMEDIES, PromptEnd, RolloutEnd
 from verl_ext.rollout.tool_use import tool_metrics
 from verl_ext.trainer.exclusions import Ended, NothingStored, describe
-from verl_ext.trainer.group_rules import exclusion, has_void_turn, left_out
-from verl_ext.trainer.queue import remove
+from verl_ext.trainer.group_rules import EndedGroup, end_group, exclusion
+from verl_ext.trainer.queue import copy_rollouts, remove
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -47,17 +46,6 @@ _KEEP_RATE_DECAY = 0.5  # weight of the newest step in the expected share of use
 _USEFUL = (PromptEnd.SURPLUS, PromptEnd.OPEN)
 _REPLACEABLE = (PromptEnd.EQUAL, PromptEnd.VOID)  # useless by what the policy did
 _ORDER = _USEFUL + _REPLACEABLE
-
-
-@dataclass
-class _EndedGroup:
-    """The rollouts of one prompt, all ended. `end` is OPEN where the group is useful and waits for a batch."""
-
-    end: PromptEnd
-    valid: list[str]  # keys
-    excluded: list[str]
-    void: list[str]  # valid ones with a void turn, where `void_turn_filter` is `loss`
-    dropped: list[str]  # that resampling leaves out
 
 
 class DapoReplayBuffer(ReplayBufferAsync):
@@ -84,6 +72,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
             answer is left out like a failed one (true), or of the loss alone (`loss`: it stays in the baseline, as in
             SimpleTIR, arXiv:2509.02479), or trained on (false); `resample`, whether twice the responses are generated
             and half of them kept, and how (`paper` or `code`: objectives/grpo_roc.py), or null;
+            `max_staleness`, how many versions the oldest token of a response may be behind the servers' weights, or
+            null: an older response is left out like a failed one, also where it aged while its group waited;
             `keep_surplus` (default false), whether useful groups that a step of the mode `sync` did not need wait for
             the next one, as long as verl's `max_off_policy_threshold` allows: a step more is a version more, and 1
             allows none. They are in no checkpoint: after a resume their prompts come again in the next epoch; and
@@ -91,7 +81,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             equality makes a group useless, `max_num_gen_batches` the most prompts of a step, in train batches.
         kwargs: what verl passes to every sampler.
     Raises:
-        ValueError: `max_num_gen_batches` is below 1, or `void_turn_filter` or `resample` is none of its values.
+        ValueError: `max_num_gen_batches` is below 1, or another of them is none of its values.
     """
 
     def __init__(self, *, sampler_kwargs: Any, **kwargs: Any):
@@ -110,25 +100,31 @@ class DapoReplayBuffer(ReplayBufferAsync):
             got = f"void_turn_filter={self.void_turn_filter!r}, resample={self.resample!r}"
             expected = "false, true or loss, and null, paper or code; with resample, not true"
             raise ValueError(f"sampler_kwargs has {got}; expected {expected}.")
+        self.max_staleness = sampler_kwargs.get("max_staleness")
+        if self.max_staleness is not None and (self.resample or not 0 <= self.max_staleness < math.inf):
+            got = f"max_staleness={self.max_staleness!r}, resample={self.resample!r}"
+            raise ValueError(f"sampler_kwargs has {got}; expected null, or 0 or more without resample.")
         self.generated_for_one = 2 if self.resample else 1  # responses per response of a batch; read by the trainer
         self.keep_surplus = sampler_kwargs.get("keep_surplus", False)
         # In `separate_async` a step takes so many batches, over which verl averages every metric of ours
         # (trainer/ppo/v1/utils.py:94, 0.9.1): counts are multiplied by it, so that a step's count comes out.
         self._batches_per_step = self.trainer_config.get("parameter_sync_step", 1)
         self.keep_rate = 1.0
-        self._groups: dict[str, _EndedGroup] = {}  # uid -> training groups that ended and are still in the queue
+        self._groups: dict[str, EndedGroup] = {}  # uid -> training groups that ended and are still in the queue
         # Since the last batch was taken:
         self._seen = Ended()
         self._judged: list[dict[str, Any]] = []  # `extra_fields` of the rollouts that infrastructure did not fail
         self._ends: Counter = Counter()  # PromptEnd -> groups; OPEN: of those that ended, the useful ones
         self._limit = math.inf  # groups that may be evicted for each reason before a batch is taken
         self._is_spent = False  # whether so many groups were evicted as EQUAL or VOID
+        self._dropped_as_stale = 0  # rollouts
         self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
         self.baseline_only: set[str] = set()  # keys of the rollouts in the newest batch that are not in the loss
         self._ended = Ended()  # since `take_ended`
         self._prompt_ends: dict[str, PromptEnd] = {}  # since `take_prompt_ends`
         self.seen_before: set[str] = set()  # uids of ended groups that were counted before the run was resumed
-        self._filled = 0  # groups in the newest batch that had failed rollouts
+        self._filled = 0  # groups in the newest batch that had failed or stale rollouts
+        self._staleness: list[int] = []  # of the useful rollouts in the newest batch
         self.on_group_end: Callable[[str, list[float]], None] | None = None
         self._rng = random.Random(0)  # draws the rollouts that are repeated
 
@@ -148,7 +144,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 remedy = REMEDIES[RolloutEnd.RAISED]
                 raise NothingStored(f"All rollouts of {batch_size} validation prompts raised. {remedy}.")
             return batch, metrics
-        self._filled = 0
+        self._filled, self._staleness = 0, []
         if self.trainer_mode == "sync":
             batch, metrics = self._sample_sync(global_steps, partition_id, batch_size)
         else:
@@ -157,7 +153,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         metrics = {**self._metrics(), "failure/groups_filled": self._count(self._filled), **metrics}
         del self._ends[PromptEnd.OPEN]  # not decided yet, or counted by the later end
         logger.info("step %d: what became of the prompt groups: %s", global_steps, describe(self._ends))
-        self._seen, self._judged, self._ends, self._is_spent = Ended(), [], Counter(), False
+        self._seen, self._judged, self._ends, self._is_spent, self._dropped_as_stale = Ended(), [], Counter(), False, 0
         return batch, metrics
 
     def take_ended(self) -> Ended:
@@ -185,8 +181,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
         last_debug_time = time.time()
         while True:
             self._sync_metadata_from_transfer_queue()
-            self._classify(partition_id)
-            self._clear_groups(partition_id, self._uids(PromptEnd.FAILED))
+            self._classify(partition_id, global_steps)
+            self._clear_groups(partition_id, self._uids(PromptEnd.FAILED, PromptEnd.STALE))
             useful, failed = self._uids(*_USEFUL), self._ends[PromptEnd.FAILED]
             self._stop_if_most_failed(failed, limit, global_steps)
             in_flight = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
@@ -237,7 +233,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
     ) -> tuple[set[str], set[str], set[str], Counter]:
         if partition_id == "val":
             return super()._terminal_eviction_reasons(global_steps, partition_id)
-        self._classify(partition_id)
+        self._classify(partition_id, global_steps)
         failed, spare = self._uids(PromptEnd.FAILED), self._uids(*_REPLACEABLE)
         self._stop_if_most_failed(self._ends[PromptEnd.FAILED], self._limit, global_steps)
         if self._num_replaceable() > self._limit:
@@ -251,7 +247,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             spare = set()
         stale = self._stale_terminal_keys(global_steps, partition_id)
         self._end(stale & self._uids(*_USEFUL), PromptEnd.STALE)
-        return stale, spare, failed, Counter()
+        return stale | self._uids(PromptEnd.STALE), spare, failed, Counter()
 
     def _stop_if_most_failed(self, failed: int, limit: float, global_steps: int) -> None:
         if failed > limit:
@@ -278,8 +274,13 @@ class DapoReplayBuffer(ReplayBufferAsync):
         useful = self._ends[PromptEnd.OPEN]
         return useful / max(useful + self._num_replaceable(), 1)
 
-    def _classify(self, partition_id: str) -> None:
-        """Look at the groups that ended since the last look."""
+    def _classify(self, partition_id: str, global_steps: int) -> None:
+        """Look at the groups that ended since the last look, and at the age of all that wait.
+
+        In step s the servers have the weights of step s - 1, which is their version, also where a step has several
+        updates (`parameter_sync_step`).
+        """
+        self._version = global_steps - 1
         raised = self.failure_keys[partition_id]  # a loop of the group raised: nothing of it is used
         ended = (self.finished_keys[partition_id] | raised) - self._groups.keys()
         rows: dict[str, list[tuple[str, dict]]] = {uid: [] for uid in sorted(ended)}
@@ -292,43 +293,35 @@ class DapoReplayBuffer(ReplayBufferAsync):
             self._add_group(
                 uid, [(key, extra, exclusion(extra, self.void_turn_filter)) for key, extra in group], uid in raised
             )
+        if self.max_staleness is not None:
+            for uid in sorted(self._uids(*_USEFUL)):
+                group = self._groups[uid]
+                self._dropped_as_stale += group.drop_older_than(self._version - self.max_staleness)
+                if group.is_lost() or group.are_equal():
+                    self._end({uid}, PromptEnd.STALE if group.is_lost() else PromptEnd.EQUAL)
 
     def _add_group(self, uid: str, rows: list[tuple[str, dict, str | None]], raised: bool) -> None:
         """`rows`: key, `extra_fields` and reason of exclusion of each rollout; none where one raised."""
-        valid = [key for key, _, reason in rows if reason is None]
-        judged = [extra for _, extra, reason in rows if reason not in INFRASTRUCTURE_FAILURES]
-        scored = [] if self.filter_metric is None else [extra for _, extra, reason in rows if reason is None]
-        values = {self._metric(extra["reward_extra_info"]) for extra in scored}
-        end = PromptEnd.OPEN
-        if 2 * len(valid) <= len(rows):
-            # Void turns alone are the policy's own: such a group is used where nothing else is left.
-            end = PromptEnd.VOID if rows and len(judged) == len(rows) else PromptEnd.FAILED
-        elif len(values) == 1:
-            end = PromptEnd.EQUAL
-        void = [key for key, extra, _ in rows if self.void_turn_filter == "loss" and has_void_turn(extra)]
-        dropped = left_out(rows, self.resample, self._rng)
-        self._groups[uid] = _EndedGroup(end, valid, [key for key, *_, why in rows if why is not None], void, dropped)
+        group = self._groups[uid] = end_group(
+            rows,
+            metric=self.filter_metric,
+            void_turn_filter=self.void_turn_filter,
+            resample=self.resample,
+            rng=self._rng,
+        )
         if uid in self.seen_before:
             return
-        self._ends[end] += 1
-        if end is not PromptEnd.OPEN:
-            self._prompt_ends[uid] = end
+        self._ends[group.end] += 1
+        if group.end is not PromptEnd.OPEN:
+            self._prompt_ends[uid] = group.end
         excluded = Counter(reason for *_, reason in rows if reason is not None)
         excluded[RolloutEnd.RAISED] = int(raised)
         self._seen += Ended(len(rows), 1, excluded)
         self._ended += Ended(len(rows), 1, excluded)
+        judged = [extra for _, extra, reason in rows if reason not in INFRASTRUCTURE_FAILURES]
         self._judged += judged
         if self.on_group_end:
             self.on_group_end(uid, [extra["reward_extra_info"]["acc"] for extra in judged])
-
-    def _metric(self, info: Mapping[str, Any]) -> Any:
-        if self.filter_metric not in info:
-            numbers = sorted(name for name, value in info.items() if isinstance(value, float))
-            raise ValueError(
-                f"algorithm.filter_groups.metric is {self.filter_metric!r}, which the reward manager does not give. "
-                f"Expected one of {', '.join(numbers)}."
-            )
-        return info[self.filter_metric]
 
     def _select_prompt_uids(
         self, partition_id: str, sampleable_keys: Iterable[str], batch_size: int
@@ -358,25 +351,20 @@ class DapoReplayBuffer(ReplayBufferAsync):
             for uid in selected_prompt_uids:
                 group = self._groups.pop(uid)
                 self.baseline_only |= set(group.void)
+                ages = [self._version - group.oldest[key] for key in group.valid if group.oldest[key] is not None]
+                self._staleness += ages * (uid in useful)
                 if self.resample:
                     remove(partition_id, group.dropped, partition_snapshot)
                 elif group.excluded and group.end != PromptEnd.VOID:
                     self._fill(partition_id, group, partition_snapshot)
         return super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
 
-    def _fill(self, partition_id: str, group: _EndedGroup, snapshot: dict[str, dict]) -> None:
+    def _fill(self, partition_id: str, group: EndedGroup, snapshot: dict[str, dict]) -> None:
         """Put copies of valid rollouts, drawn at random, in the place of the excluded ones."""
-        sources = self._rng.sample(group.valid, len(group.excluded))  # there are more: none is taken twice
-        copies = []
-        for key in sources:
-            session, _, index = key.rpartition("_")
-            copies.append(f"{session}_{int(index) + 1}")
+        sources = self._rng.sample(list(group.valid), len(group.excluded))  # there are more: none is taken twice
+        copies = copy_rollouts(partition_id, sources, snapshot)
         self.baseline_only |= {copy for copy, source in zip(copies, sources, strict=True) if source in group.void}
-        data = tq.kv_batch_get(keys=sources, partition_id=partition_id)
-        tags = [dict(snapshot[key]) for key in sources]
-        tq.kv_batch_put(keys=copies, partition_id=partition_id, fields=data, tags=tags)
         remove(partition_id, group.excluded, snapshot)
-        snapshot |= dict(zip(copies, tags, strict=True))
         self._filled += 1
 
     def _count(self, number: int) -> float:
@@ -389,8 +377,12 @@ class DapoReplayBuffer(ReplayBufferAsync):
             "filter_groups/failed": self._count(self._ends[PromptEnd.FAILED]),
             "failure/groups_dropped": self._count(self._ends[PromptEnd.FAILED]),
             **{f"failure/{reason}": self._count(self._seen.excluded[reason]) for reason in EXCLUSIONS},
+            "staleness/dropped": self._count(self._dropped_as_stale),
             **tool_metrics([rollout for rollout in self._judged if "tool_use" in rollout]),  # not of others' loops
         }
+        if self._staleness:
+            ages = {"mean": np.mean(self._staleness), "max": max(self._staleness)}
+            metrics |= {f"staleness/{name}": float(value) for name, value in ages.items()}
         if infos:
             metrics |= {
                 "train/acc": float(np.mean([info["acc"] for info in infos])),

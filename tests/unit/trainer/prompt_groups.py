@@ -101,6 +101,7 @@ def buffer_maker(monkeypatch):
         keep_surplus=None,
         max_off_policy_threshold=None,
         resample=None,
+        max_staleness=None,
     ):
         queue = FakeQueue(outcomes, partition)
         for name in ("kv_list", "kv_batch_get", "kv_batch_put", "kv_clear"):
@@ -113,7 +114,7 @@ def buffer_maker(monkeypatch):
             max_off_policy_strategy="drop",
             sampler_kwargs=OmegaConf.create(
                 {"poll_interval_s": 0.0, "filter_groups": filter_groups, "void_turn_filter": void_turn_filter}
-                | {"resample": resample}
+                | {"resample": resample, "max_staleness": max_staleness}
                 | ({} if keep_surplus is None else {"keep_surplus": keep_surplus})
             ),
             refill_fn=queue.submit,

@@ -64,7 +64,7 @@ def test_validating_an_older_checkpoint_leaves_what_the_run_learned_as_it_is(mak
     only.config.trainer.val_before_train = True
     only.fit(None)
     assert calls.validations == [(2, "all problems")] and calls.steps == []
-    assert {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")} == before and len(before) == 2
+    assert {path.name: path.read_text() for path in tmp_path.glob("*.jsonl")} == before and len(before) == 3
 
 
 def test_a_collapse_that_a_resumed_run_measures_before_training_ends_it(make):
