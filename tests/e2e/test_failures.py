@@ -24,6 +24,7 @@ import pytest
 
 from tests.e2e.conftest import REPO, launch, pipeline, read_metrics, run_to_end
 from tests.processes import kill_tree
+from verl_ext.ledger import read_tally
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -286,7 +287,10 @@ def test_rollouts_on_a_server_of_their_own_while_the_actor_learns(small: Path, t
     # changed the weights when the second is taken.
     assert metrics[1]["training/rollout_probs_diff_max"] < 1e-3 < metrics[2]["training/rollout_probs_diff_max"]
     trajectories = run.trajectories()
-    assert {version for t in trajectories for version in t["versions"]} >= {0, 1}  # the new weights came
+    versions = {version for t in trajectories for *_, version in t["version_spans"]}
+    assert versions in ({0, 1}, {0, 1, 2}), "the new weights came, and every token has a version"
+    assert metrics[1]["staleness/max"] == 0 and metrics[2]["staleness/max"] <= 1
+    assert read_tally(run.out).faults() == []
     failed = [t for t in trajectories if t["finish_reason"] == "sandbox_failure"]
     assert run.total("failure/sandbox_failure") <= len(failed)  # some may end when the last batch has been taken
     for data in metrics.values():
@@ -360,8 +364,10 @@ def test_surplus_groups_of_a_step_are_trained_on_in_the_next(small: Path, tmp_pa
     kept = 0
     for step in range(1, 6):
         older = [uid for uid in trained[step - 1] if born[uid] < step]
+        assert metrics[step]["staleness/max"] == bool(kept)
         assert len(older) == kept and metrics[step]["filter_groups/generated"] == list(born.values()).count(step)
         kept = metrics[step]["filter_groups/kept"]
         assert kept == metrics[step]["filter_groups/surplus"]
     assert sum(data["filter_groups/kept"] for data in metrics.values()) > 0
+    assert read_tally(run.out).faults() == []
     check_advantages(run)

@@ -18,6 +18,7 @@ from tests.e2e.conftest import OWN_SERVER, launch, read_metrics, run_to_end
 from tests.processes import kill_tree
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.evaluation.settings import load_config
+from verl_ext.ledger import read_tally
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -206,6 +207,10 @@ def test_rl_ends_at_its_last_step(small: Path, tmp_path: Path, trainer: str, mod
         again = load_config(str(run.out / "hydra" / "config.yaml"), [])  # as an evaluation of this run reads it
         assert OmegaConf.select(again, f"{AGENT}.agent_loop_config_path") == "verl_ext/rollout/agent_loops.yaml"
         assert "verl_ext.replay_buffer is now verl_ext.trainer.sampler" in run.log.read_text(errors="replace")
+    tally = read_tally(run.out)
+    assert tally.faults() == [] and tally.step == 4
+    if "epochs" not in trainer:
+        assert set(tally.problems.values()) == {1}, "a problem was drawn twice, by the ledger"
     early, late = run.out / "global_step_2", run.out / "global_step_4"
     assert optimizer_steps(early) == {4.0}
     assert optimizer_steps(late) == {8.0}, "the optimizer started anew"
