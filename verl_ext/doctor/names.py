@@ -168,7 +168,7 @@ def _check_settings(run: Run) -> Iterator[Finding]:
     for key, names in settings.items():
         if run.get(key) != defaults.get(key):  # verl's own default is known
             known = set(names(run))
-            for name in run.listed(key):
+            for name in run.listed(key) or ([None] if key in defaults else []):  # nothing, where verl's own is a name
                 if name not in known:
                     yield _not_among(f"{key} is {name!r}", name, known)
     for problem in run.own_problems("name"):

@@ -30,9 +30,12 @@ BOUNDS = (
     ("optim.weight_decay", warn, "[0, 1)", "AdamW takes lr times so much off every weight in a step", "0.01"),
     (f"{ROLLOUT}.temperature", fail, "(0, inf)", "all samples of a prompt would be equal: no exploration", "1.0"),
     (f"{ROLLOUT}.temperature", warn, "[0.1, 1.5]", "samples of a prompt are equal below it, and noise above", "1.0"),
+    (f"{ROLLOUT}.val_kwargs.temperature", fail, "[0, inf)", "vLLM refuses it", "1.0, or to 0 for greedy"),
     (f"{ROLLOUT}.val_kwargs.temperature", warn, "[0, 1.5]", "noise would be measured", "1.0, or to 0 for greedy"),
     (f"{ROLLOUT}.top_p", fail, "(0, 1]", "it is a share of the probability", "1.0 for all tokens"),
     (f"{ROLLOUT}.val_kwargs.top_p", fail, "(0, 1]", "it is a share of the probability", "1.0 for all tokens"),
+    (f"{ROLLOUT}.top_k", fail, "[-1, inf)", "vLLM refuses it", "-1 for all tokens"),
+    (f"{ROLLOUT}.val_kwargs.top_k", fail, "[-1, inf)", "vLLM refuses it", "-1 for all tokens"),
     (f"{ROLLOUT}.gpu_memory_utilization", fail, "(0, 0.98]", "vLLM starts only where so large a share is free", "0.9"),
     (f"{ROLLOUT}.gpu_memory_utilization", warn, "[0.05, 0.95]", "the rest is for contexts and the actor", "0.9"),
     (f"{ACTOR}.clip_ratio_low", fail, "(0, 1]", "new over old probability may fall to 1 minus this", "0.2"),
@@ -69,7 +72,7 @@ def _check_numbers(run: Run) -> Iterator[Finding]:
         if value is None or key in told or (number is not None and is_in(number, interval)):
             continue
         told.add(key)
-        say, why = (fail, "it is no number") if number is None else (say, why)
+        say, why = (fail, "it is no number") if number is None or number != number else (say, why)
         yield say(f"{key} is {value!r}, expected in {interval}: {why} -> Set it to {advice}.")
 
 

@@ -18,6 +18,7 @@ a request that its backend refuses for its content (HTTP 400, 404, 422), an argu
 does not say which one it was), or work that the arguments made too long.
 """
 
+import errno
 import http.client
 import os
 import sys
@@ -43,6 +44,8 @@ _BAD_ADDRESSES = (
 
 
 _OF_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
+# Whatever file was meant: a full or broken disk, too many open files, no memory.
+_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class ToolError(ValueError):
@@ -88,11 +91,13 @@ def _is_of_file(error: OSError) -> bool:
 
 
 def _fault_of_file(error: OSError, arguments: Mapping[str, Any]) -> Fault:
+    if error.errno in _OF_THE_MACHINE:
+        return Fault.INFRASTRUCTURE
     file = os.path.normpath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
     names = {os.path.basename(file), os.path.splitext(os.path.basename(file))[0]} - {""}
     if names & {os.path.basename(os.path.normpath(text)) for text in _texts(arguments) if text}:
         return Fault.MODEL
-    return Fault.OURS if isinstance(error, _OF_FILES) else Fault.INFRASTRUCTURE  # a full disk, too many open files
+    return Fault.OURS if isinstance(error, _OF_FILES) else Fault.INFRASTRUCTURE  # ETXTBSY, EROFS, ...
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -62,6 +62,8 @@ def test_our_own_runs_name_what_is_there(name, hardware, run, only_ok):
             "algorithm.adv_estimator=grop",
             "algorithm.adv_estimator is 'grop', expected a name that is registered -> Did ",
         ),
+        ("algorithm.adv_estimator=null", "algorithm.adv_estimator is None, expected a name that is registered"),
+        ("trainer.logger=[]", "trainer.logger is None, expected a name"),
         ("algorithm.adv_estimator=GRPO", "Did you mean grpo? Take one of gae, gdpo"),
         ("algorithm.kl_penalty=low_var", "Did you mean low_var_kl?"),
         (f"{ACTOR}.kl_loss_type=k4", "actor_rollout_ref.actor.kl_loss_type is 'k4'"),

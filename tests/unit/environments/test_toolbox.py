@@ -134,6 +134,8 @@ def test_any_other_exception_is_a_bug_and_raised_with_the_tools_name(call, make,
         ssl.SSLError("handshake"),
         OSError(errno.ENETUNREACH, "Network is unreachable"),
         OSError(errno.EMFILE, "Too many open files", "/etc/hosts"),
+        OSError(errno.EMFILE, "Too many open files", "/data/x"),  # x: the call's argument
+        OSError(errno.ENOSPC, "No space left on device", "/data/x.csv"),
         http.client.RemoteDisconnected("closed"),
         aiohttp.ServerDisconnectedError(),
         aiohttp.ContentTypeError(None, (), status=200, message="unexpected mimetype: text/html"),

@@ -98,10 +98,17 @@ RELATIONS = [
     ("x≠3", r"\mathbb{R}\setminus\{3\}", True),
     ("x≯3", r"x\le 3", True),
     ("x≯3", "x>3", False),
+    ("x≰3", "x>3", True),
+    ("x≱3", "x<3", True),
+    ("x≱3", "x>3", False),
+    (r"x\nleq 3", "x>3", True),
+    (r"x\ngtr 3", r"x\le 3", True),
+    (r"x\ngtr 3", "x<3", False),
+    ("x⋜3", r"x\le 3", True),
     ("x＞3", "x>3", True),
 ]  # fmt: skip
 DASHES_AND_SPACES = [
-    *((f"{dash}5", ground_truth, ground_truth == "-5") for dash in "‐‑‒–—―−﹣－" for ground_truth in ("-5", "5")),
+    *((f"{dash}5", ground_truth, ground_truth == "-5") for dash in "‐‑‒–—―−﹣－˗⁃" for ground_truth in ("-5", "5")),
     *((f"x{dash}5", "x-5", True) for dash in "‐‑−"),
     *((f"12{space}000", "12000", True) for space in "\u00a0\u2009\u202f\u2007\u3000\u200b\u2060\ufeff"),
     *((f"12{space}34", "1234", False) for space in "\u00a0\u2009\u202f"),
@@ -127,6 +134,33 @@ SIGNS = [
     ("(−∞,3)∩(5,∞)", r"(-\infty,3)\cup(5,\infty)", False),
     ("1±√2", r"1+\sqrt2,1-\sqrt2", True),
     ("𝑥+𝟏", "x+1", True),
+]
+ARGUMENTS = [  # one token, where there are no braces
+    (r"\frac\pi2", r"\frac{\pi}{2}", True),
+    (r"\frac{\pi}{2}", r"\frac\pi 2", True),
+    (r"\frac\pi2", r"\frac{2}{\pi}", False),
+    (r"\frac ab", "a/b", True),
+    (r"\frac ab", "b/a", False),
+    (r"\frac1\pi", r"1/\pi", True),
+    (r"\frac1{\sqrt2}", r"\frac{\sqrt2}2", True),
+    (r"\frac{\frac12}3", r"\frac16", True),
+    (r"\frac{\frac12}3", r"\frac23", False),
+    (r"\sqrt x", r"\sqrt{x}", True),
+    (r"x^{1/2}", r"\sqrt x", True),
+    (r"\sqrt ab", r"b\sqrt{a}", True),
+    (r"\sqrt ab", r"\sqrt{ab}", False),
+    (r"\sqrt13", r"3\sqrt{1}", True),
+    (r"\sqrt\pi", r"\pi^{1/2}", True),
+    (r"\sqrt[3]2", "2^{1/3}", True),
+    (r"\sqrt[3]2", r"\sqrt{2}", False),
+    (r"\sqrt\frac12", r"\frac{\sqrt2}{2}", True),
+    (r"e^\frac12", r"\sqrt e", True),
+    (r"\binom nk", r"\binom{n}{k}", True),
+    (r"\binom nk", r"\binom{k}{n}", False),
+    ("3sqrt13", r"3\sqrt{13}", True),
+    ("sqrt 13/2", r"\frac{\sqrt{13}}{2}", True),
+    ("2sqrt x", r"2\sqrt{x}", True),
+    ("sqrt10", r"\sqrt{1}", False),
 ]
 BRACKETS = [
     (r"\lbrack 0,1\rbrack", "[0,1]", True),
@@ -184,6 +218,9 @@ FACTORS = [
     ("2(1,2)", "(2,4)", True),
     ("2(1,2)", "(1,2)", False),
     ("f(1,2)", "(1,2)", False),
+    (r"2\begin{smallmatrix}1&2\\3&4\end{smallmatrix}", TWICE_M, True),
+    (r"\begin{Bmatrix}1&2\\3&4\end{Bmatrix}", M, True),
+    (r"\begin{vmatrix}1&2\\3&4\end{vmatrix}", M, False),
 ]
 SMALL = [
     (r"e^{-999}", "0", False),
@@ -239,7 +276,24 @@ def test_degrees_become_radians_in_an_argument_only(text, normal):
 
 @pytest.mark.parametrize(
     "piece",
-    ["9", "9 ", "(1)", r"\frac{1}{2}", r"\sin ", r"\sin(", r"\{", r"\{x|", r"\cup ", "√(", "½", "1<x,", "]1,", "x<"],
+    [
+        "9",
+        "9 ",
+        "(1)",
+        r"\frac{1}{2}",
+        r"\frac",
+        r"\sqrt1{",
+        r"\sin ",
+        r"\sin(",
+        r"\{",
+        r"\{x|",
+        r"\cup ",
+        "√(",
+        "½",
+        "1<x,",
+        "]1,",
+        "x<",
+    ],
 )
 def test_long_answer_of_any_notation_is_read_at_once(piece):
     start = time.process_time()

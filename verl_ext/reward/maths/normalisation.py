@@ -19,6 +19,7 @@ _FUNCTIONS = "sin|cos|tan|cot|sec|csc"
 # Commands with another spelling.
 _MACROS = {"lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")", "langle": "(", "rangle": ")", "div": "/"}
 _MACROS |= {"lbrace": r"\{", "rbrace": r"\}", "backslash": r"\setminus ", "bigcup": r"\cup "}
+_MACROS |= {"nless": r"\ge ", "ngtr": r"\le ", "nleq": ">", "ngeq": "<"}
 _MACROS |= {"vee": r"\lor ", "wedge": r"\land ", "times": r"\cdot ", "ast": r"\cdot "}
 _MACROS |= dict.fromkeys(("lvert", "rvert", "vert", "mid"), "|") | dict.fromkeys(("lVert", "rVert", "Vert"), r"\|")
 # What changes how an answer looks, not what it says. Each line works on what the lines above it left.
@@ -42,11 +43,7 @@ _REWRITES = [
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
-        (r"\\binom\s*(\d)\s*(\d)", r"\\binom{\1}{\2}"),
         (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}|(?<![a-zA-Z\\])C\((\d+),\s*(\d+)\)", r"\\binom{\1\3}{\2\4}"),
-        (r"\\frac\s*(\d)", r"\\frac{\1}"),
-        (r"\\frac\s*(\{(?:[^{}]|\{[^{}]*\})*\})\s*([\da-zA-Z])", r"\\frac\1{\2}"),
-        (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
         (r"\^\s*\\frac(\{[^{}]*\}\{[^{}]*\})", r"^{\\frac\1}"),
         (rf"\\({'|'.join(_MACROS)})(?![a-zA-Z])", lambda m: _MACROS[m[1]]),
         (r"\\mathbb\s*([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}"),
@@ -65,6 +62,7 @@ _REWRITES = [
         (r"\*", r"\\cdot "),
         (rf"_\s*(\{{\s*)?\\text\s*\{{\s*({'|'.join(_BASES)})\s*\}}(?(1)\s*\}})", lambda m: f"_{_BASES[m[2]]}"),
         # ASCII notation
+        (r"(?<![\\a-zA-Z])sqrt\s*(\d+(?:\.\d+)?|[a-zA-Z](?![a-zA-Z]))", r"\\sqrt{\1}"),
         (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan)(?![a-zA-Z])", r"\\\1"),
         (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
     ]
@@ -87,6 +85,13 @@ _UNITS = [
         (r"\s+", " "),
     ]
 ]
+# Commands with arguments, and what TeX takes for one where there are no braces: a digit, a letter, a command.
+_COMMAND = re.compile(r"\\(?:[dtc]?frac|[dt]?binom|(?P<root>sqrt))(?![a-zA-Z])\s*(?(root)(?:\[[^\[\]]*\])?)")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<group>(?=\{))|[\da-zA-Z]|(?P<command>(?=\\(?:[dtc]?frac|[dt]?binom|sqrt)(?![a-zA-Z])))"
+    r"|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|pi|rho|sigma|tau|phi|omega)(?![a-zA-Z]))"
+)
+MAX_COMMANDS = 50  # more are left as they are: each costs a look for its closing braces
 RELATION = re.compile(r"<|>|\\(?:le|ge|ne)(?![a-zA-Z])")
 _AND, _OR = (
     re.compile(
@@ -116,7 +121,7 @@ def normalise(answer: str) -> str:
 
     Does not judge: nonsense comes back as nonsense.
     """
-    text = to_latex(answer)
+    text = _write_braces(to_latex(answer))
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
     text = _degrees_as_radians(text)
@@ -132,6 +137,36 @@ def normalise(answer: str) -> str:
     if len(groups) > 1 and "," in text:  # p=5,q=2; p=7,q=2
         text = ",".join(f"({group})" for group in groups)
     return unwrap_group(text.replace(";", ","))
+
+
+def _write_braces(text: str) -> str:
+    r"""`\frac\pi2` as `\frac{\pi}{2}` and `\sqrt x` as `\sqrt{x}`; from the right, as the inner command comes first."""
+    for command in reversed(list(_COMMAND.finditer(text))[:MAX_COMMANDS]):
+        start, written = command.end(), []
+        for _ in range(1 if command["root"] else 2):
+            token = _TOKEN.match(text, start)
+            end = _token_end(text, token) if token else -1
+            if end < 0:
+                break
+            argument = text[start:end].strip()
+            written.append(argument if token["group"] is not None else f"{{{argument}}}")
+            start = end
+        if written:
+            text = f"{command[0].rstrip()}{''.join(written)}".join((text[: command.start()], text[start:]))
+    return text
+
+
+def _token_end(text: str, token: re.Match[str]) -> int:
+    """Where a token of TeX ends, its braces or arguments included; -1 where a brace stays open."""
+    end, groups = token.end(), int(token["group"] is not None)
+    if token["command"] is not None:
+        command = _COMMAND.match(text, end)
+        end, groups = command.end(), 1 if command["root"] else 2
+    for _ in range(groups):
+        if text[end : end + 1] != "{" or (length := closing_index(text[end:]) + 1) == 0:
+            return -1
+        end += length
+    return end
 
 
 def _write_connectives(text: str) -> str:

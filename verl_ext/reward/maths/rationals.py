@@ -204,7 +204,9 @@ class _Parser:
         base = self._factorial()
         if not self._take("^"):
             return base
+        self._deeper()
         exponent = self._signed()  # right-associative: 2^3^2 is 2^9
+        self._depth -= 1
         if exponent.denominator != 1:
             raise _Foreign  # a root
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
@@ -227,9 +229,7 @@ class _Parser:
         self._index += 1
         if isinstance(token, Fraction):
             return token
-        self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH}")
+        self._deeper()
         if token == "\\frac":
             value = _small(self._atom()) / _small(self._atom())
         elif token in ("(", "{"):
@@ -240,6 +240,11 @@ class _Parser:
             raise ValueError(f"unexpected {token}")
         self._depth -= 1
         return value
+
+    def _deeper(self) -> None:
+        self._depth += 1
+        if self._depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH}")
 
 
 def _read_token(match: re.Match[str]) -> Fraction | str:

@@ -31,7 +31,7 @@ _FACTOR = (
 )
 _LETTERS = r"|[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|rho|sigma|tau|phi|omega)(?![a-zA-Z])"
 _MATRIX = re.compile(
-    rf"(?P<factor>{_FACTOR % _LETTERS})(?:\[|\()?\s*\\begin\{{[pb]?(?:matrix|array)\}}(?:\{{[clr|]*\}})?"
+    rf"(?P<factor>{_FACTOR % _LETTERS})(?:\[|\()?\s*\\begin\{{(?:[pbB]?matrix|smallmatrix|array)\}}(?:\{{[clr|]*\}})?"
     rf"(?P<cells>(?:(?!\\begin).)*)\\end\{{\w+\}}\s*[\])]?(?:\s*\\cdot(?P<after>{_FACTOR % ''}))?+",
     re.DOTALL,
 )

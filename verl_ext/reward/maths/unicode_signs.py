@@ -36,10 +36,10 @@ _LETTERS = {  # as LaTeX has them; the other capitals are Latin letters there
 }
 # What is written, and after it the signs that it is written for; with a letter first, it is a command of LaTeX.
 _SIGNS = """
-- ‐‑‒–—―−﹘﹣－➖ , \u2063、 . 。 : ∶ ' ′’ / ÷∕⁄ ( ⟨〈❨ ) ⟩〉❩ [ 【〔❲ ] 】〕❳ | ∣❘ ^n ⁿ \\$ €£¥₹
-times ×✕✖ cdot ·⋅∙•∗⁎\u2062 pm ± mp ∓ ge ≥⩾≧⪖≮ le ≤⩽≦⪕≯ ne ≠ approx ≈ equiv ≡ sim ∼ infty ∞ cup ∪⋃ cap ∩⋂ setminus ∖⧵
-emptyset ∅⌀ in ∈ notin ∉ subset ⊂ subseteq ⊆ angle ∠ triangle △ perp ⊥ parallel ∥ to →⟶ neg ¬ lor ∨ land ∧ sum ∑ prod ∏
-int ∫ partial ∂ lfloor ⌊ rfloor ⌋ lceil ⌈ rceil ⌉
+- ‐‑‒–—―−﹘﹣－➖˗⁃ , \u2063、 . 。 : ∶ ' ′’ / ÷∕⁄ ( ⟨〈❨ ) ⟩〉❩ [ 【〔❲ ] 】〕❳ | ∣❘ ^n ⁿ \\$ €£¥₹
+times ×✕✖ cdot ·⋅∙•∗⁎\u2062 pm ± mp ∓ ge ≥⩾≧⪖≮⋝ le ≤⩽≦⪕≯⋜ > ≰ < ≱ ne ≠ approx ≈ equiv ≡ sim ∼ infty ∞ cup ∪⋃ cap ∩⋂
+setminus ∖⧵ emptyset ∅⌀ in ∈ notin ∉ subset ⊂ subseteq ⊆ angle ∠ triangle △ perp ⊥ parallel ∥ to →⟶ neg ¬ lor ∨ land ∧
+sum ∑ prod ∏ int ∫ partial ∂ lfloor ⌊ rfloor ⌋ lceil ⌈ rceil ⌉
 """.split()
 _LATEX = {
     (rf"\{name} " if name[0].isalpha() else name): signs for name, signs in zip(_SIGNS[::2], _SIGNS[1::2], strict=True)
