@@ -1,7 +1,7 @@
 """A batch that a run was trained on, as one file a step: `RUN/recorded_batches/step_<n>.pt`.
 
-The trainer writes it (trainer/batch_recorder.py), the correction lab reads it (analysis/correction_lab.py). Responses are
-stored one after the other without padding.
+The trainer writes it (trainer/batch_recorder.py), the correction lab reads it (analysis/correction_lab.py). Responses
+are stored one after the other without padding.
 """
 
 import os
@@ -86,8 +86,8 @@ def read_batch(run: Path, step: int) -> RecordedBatch:
     if not path.is_file():
         there = sorted(int(each.stem.removeprefix("step_")) for each in path.parent.glob("step_*.pt"))
         raise FileNotFoundError(
-            f"{path} is not there. Recorded steps: {', '.join(map(str, there)) or 'none'}. A run records its batches with "
-            "retool.record_batches.enable=true, each `every` steps."
+            f"{path} is not there. Recorded steps: {', '.join(map(str, there)) or 'none'}. A run records its batches "
+            "with retool.record_batches.enable=true, each `every` steps."
         )
     try:
         stored = torch.load(path, weights_only=True)
