@@ -184,6 +184,13 @@ class EarlyStop(Option):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordBatches(Option):
+    """Batches that are saved for the correction lab; verl_ext/trainer/batch_recorder.py."""
+
+    every: int = key(within="[1, inf)", about="a number of steps")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Retool:
     """`retool` of an RL run; what each key does stands beside it in configs/qwen2-32b_dapo.yaml."""
 
@@ -203,6 +210,7 @@ class Retool:
     validation_schedule: ValidationSchedule | None = None
     light_validation: LightValidation | None = None
     early_stop: EarlyStop | None = None
+    record_batches: RecordBatches | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """A preset of configs/objective on a batch in memory: advantages, weights and loss, without verl's trainer.
 
 Calls the files of verl_ext/objectives through the adapter that verl calls (verl_ext/trainer/objective.py). What needs
-verl's sampler or more passes has no place here: resampling, filters of groups and turns, `sum_pi_squared`.
+verl's sampler or more passes has no place here: resampling, filters of groups and turns, `sum_pi_squared`. A recorded
+batch has some of it (correction_lab.py).
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from verl_ext.objectives.maxrl import maxrl
 from verl_ext.objectives.mean import unit_factors
 from verl_ext.objectives.mis import response_ratio
 from verl_ext.objectives.olmorl import truncate
-from verl_ext.objectives.terms import MAX_LOG_RATIO
+from verl_ext.objectives.terms import MAX_LOG_RATIO, Terms, Tokens
 from verl_ext.settings import CONFIGS, compose_run
 from verl_ext.trainer.objective import COUNT, LOSSES, policy_loss
 
@@ -68,17 +69,21 @@ class Preset:
         """Mini-batches of a batch."""
         return self.config.data.train_batch_size // self._actor.ppo_mini_batch_size
 
-    def prepare(self, batch: Batch, old_log_prob: Tensor | None, *, updates: int) -> Update:
+    def prepare(
+        self, batch: Batch, old_log_prob: Tensor | None, *, updates: int, advantages: Tensor | None = None
+    ) -> Update:
         """What the losses of all mini-batches are computed from.
 
         Args:
             old_log_prob: float[B, T], of the trainer before the first update; None where the preset has none.
             updates: mini-batches of the batch.
+            advantages: float[B, T], instead of those of `advantages`.
         """
         old = batch.rollout_log_prob if old_log_prob is None else old_log_prob
         factors = unit_factors(batch.mask.sum(-1), batch.groups, unit=self._unit, updates=updates)
-        advantages = self._advantages(batch) * factors.to(batch.rewards.dtype)
-        return Update(old, advantages[:, None] * batch.mask, self._weights(batch, old_log_prob), batch.mask)
+        found = self.advantages(batch)[:, None] if advantages is None else advantages
+        found = found * factors[:, None].to(batch.rewards.dtype)
+        return Update(old, found * batch.mask, self._weights(batch, old_log_prob), batch.mask)
 
     def loss(self, update: Update, rows: Tensor, log_prob: Tensor) -> tuple[Tensor, dict[str, float]]:
         """The loss of a mini-batch, and counts of its tokens by name: tokens, clipped_low, clipped_high, dropped, ...
@@ -107,6 +112,12 @@ class Preset:
         )
         return value, {name.removeprefix(COUNT): count for name, count in counts.items()}
 
+    def terms(self, update: Update, log_prob: Tensor) -> Terms:
+        """The objective of each token of the whole batch, without a mean."""
+        loss = LOSSES[self._mode]
+        tokens = Tokens(log_prob, update.old_log_prob, update.advantages, update.mask, update.weights)
+        return loss.objective(tokens, **{name: self._actor[key] for name, key in loss.settings.items()})
+
     @property
     def _actor(self) -> DictConfig:
         return self.config.actor_rollout_ref.actor
@@ -119,7 +130,8 @@ class Preset:
     def _unit(self) -> str:
         return self._actor.policy_loss.unit
 
-    def _advantages(self, batch: Batch) -> Tensor:
+    def advantages(self, batch: Batch) -> Tensor:
+        """float[B], without the unit of the mean."""
         algorithm = self.config.algorithm
         if algorithm.adv_estimator == "maxrl":
             return maxrl(batch.rewards, batch.groups)

@@ -29,6 +29,7 @@ from verl_ext.settings import (
     EarlyStop,
     FailedSamples,
     LightValidation,
+    RecordBatches,
     Retool,
     ValidationSchedule,
     check,
@@ -36,6 +37,7 @@ from verl_ext.settings import (
 )
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveSampling, problem_id
 from verl_ext.trainer.advantages import OF_GROUPS, keep_sum_pi_squared, scale
+from verl_ext.trainer.batch_recorder import BatchRecorder
 from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import ExclusionWatch, NothingStored, describe
 from verl_ext.trainer.failed_samples import ALL_RAISED, find_failed, judged_figures
@@ -71,6 +73,7 @@ class RunTrainer(PPOTrainer):
         self._watch: EarlyStopWatch | None = None
         self._exclusions: ExclusionWatch | None = None
         self._ledger: PromptLedger | None = None
+        self._recorder: BatchRecorder | None = None
         self._failed_samples = FailedSamples.from_config(config)
         self._is_light = False  # whether the validation that runs is a light one
         self._is_void = False  # whether the newest validation is void
@@ -92,6 +95,8 @@ class RunTrainer(PPOTrainer):
                 )
             self.replay_buffer.on_group_end = self._sampling.observe
 
+        if record := read_settings(config, "record_batches", RecordBatches):
+            self._recorder = BatchRecorder(record, config)
         schedule = read_settings(config, "validation_schedule", ValidationSchedule)
         light = read_settings(config, "light_validation", LightValidation)
         early_stop = read_settings(config, "early_stop", EarlyStop)
@@ -201,6 +206,16 @@ class RunTrainer(PPOTrainer):
         return dp_size * self._updates_per_step() if self._sampling else super()._get_required_batch_multiple(dp_size)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """Between the two looks of the recorder, where the batch is recorded."""
+        if not self._recorder or not self._recorder.is_due(self.global_steps, self.local_trigger_step):
+            return self._update(batch, metrics)
+        before = self._recorder.log_probs(self.actor_rollout_wg, batch)
+        batch = self._update(batch, metrics)
+        after = self._recorder.log_probs(self.actor_rollout_wg, batch)
+        self._recorder.save(self.global_steps, batch, before, after, self._updates_per_step())
+        return batch
+
+    def _update(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Line 1809 takes ppo_mini_batch_size x rollout.n as the responses of a mini-batch."""
         if not self._sampling:
             batch = super()._update_actor(batch, metrics)
