@@ -13,7 +13,6 @@ from verl_ext.versions import VERL, require_versions
 
 Span = tuple[int, int, int | None]
 _attempts: ContextVar[list[tuple[int, int | None]] | None] = ContextVar("attempts", default=None)
-_admitted_at: ContextVar[int | None] = ContextVar("admitted_at")
 
 
 @contextmanager
@@ -81,14 +80,22 @@ def read_version_at_admission(servers: ModuleType) -> None:
     server = servers.vLLMHttpServer
     park, generate = server._park_until_admitted, server.generate
 
+    # Ray pickles the server's class by value, with what its functions name: hence no context variable here.
     async def _park_until_admitted(self: Any, request_id: str) -> Any:
         rejected = await park(self, request_id)
-        _admitted_at.set(self.global_steps)
+        self.__dict__.setdefault("_admitted_at", {})[request_id] = self.global_steps
         return rejected
 
-    async def generate_at_version(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = await generate(self, *args, **kwargs)
-        output.extra_fields["global_steps"] = _admitted_at.get()
-        return output
+    async def generate_at_version(
+        self: Any, prompt_ids: Any, sampling_params: Any, request_id: str, **rest: Any
+    ) -> Any:
+        admitted_at = self.__dict__.setdefault("_admitted_at", {})
+        try:
+            output = await generate(self, prompt_ids, sampling_params, request_id, **rest)
+            if request_id in admitted_at:  # what a prefill server hands on is admitted by another one
+                output.extra_fields["global_steps"] = admitted_at[request_id]
+            return output
+        finally:
+            admitted_at.pop(request_id, None)
 
     server._park_until_admitted, server.generate = _park_until_admitted, generate_at_version

@@ -112,7 +112,7 @@ def test_a_request_has_the_version_at_which_it_was_admitted(cpu_platform, aborte
             await asyncio.sleep(0)
             return None
 
-        async def generate(self, prompt_ids, request_id):
+        async def generate(self, prompt_ids, sampling_params, request_id):
             await self._park_until_admitted(request_id)
             await asyncio.sleep(0.01)
             return TokenOutput(token_ids=prompt_ids, stop_reason="", extra_fields={"global_steps": self.global_steps})
@@ -121,10 +121,11 @@ def test_a_request_has_the_version_at_which_it_was_admitted(cpu_platform, aborte
 
     async def run():
         server, numbers = Server(), itertools.count()
-        early = asyncio.ensure_future(server.generate([1], request_id=str(next(numbers))))
+        early = asyncio.ensure_future(server.generate([1], {}, request_id=str(next(numbers))))
         await asyncio.sleep(0.005)
         server.global_steps += aborted
-        late = await server.generate([2], request_id=str(next(numbers)))
+        late = await server.generate([2], {}, request_id=str(next(numbers)))
+        assert not server._admitted_at
         return [output.extra_fields["global_steps"] for output in (await early, late)]
 
     assert asyncio.run(run()) == ([3, 4] if aborted else [3, 3])
@@ -132,6 +133,9 @@ def test_a_request_has_the_version_at_which_it_was_admitted(cpu_platform, aborte
 
 def test_verls_server_is_patched_where_it_is_imported(cpu_platform):
     pytest.importorskip("vllm", reason="vLLM is not installed")
+    import ray
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     assert vLLMHttpServer.generate.__module__ == "verl_ext.rollout.weight_versions"
+    actor = ray.remote(vLLMHttpServer)
+    ray.cloudpickle.dumps(actor.__ray_metadata__.modified_class)  # as Ray sends it to the server's process
