@@ -79,6 +79,9 @@ def test_output_that_is_no_graded_file_is_left_alone(tmp_path, capsys):
 
 BROKEN = [
     ('{"response": "x", "ground_truth": " "}', "cannot be graded: The ground truth is empty"),
+    ('{"response": "x", "ground_truth": ["1", "2"]}', "of type list: expected text or a number"),
+    ('{"response": "x", "ground_truth": {"answer": "1"}}', "of type dict: expected text or a number"),
+    ('{"response": "x", "ground_truth": NaN}', "of type float: expected text or a number"),
     ('{"response": "x"}', "has the keys response: expected"),
     ('{"response": 3, "ground_truth": "1"}', "has the keys response, ground_truth: expected"),
     ('{"messages": "x", "ground_truth": "1"}', "another form than verl's"),

@@ -19,5 +19,11 @@ class MathVerifier:
         self._threads = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="score_answer")
 
     async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
+        is_text = isinstance(ground_truth, str)
+        if not is_text and (hasattr(ground_truth, "__len__") or ground_truth != ground_truth):  # a list, NaN
+            raise ValueError(
+                f"The ground truth is {str(ground_truth)[:200]!r}, of type {type(ground_truth).__name__}: expected "
+                "text or a number; several values are one text, such as '1, 2'. Check the data row."
+            )
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, score_answer, response_text, str(ground_truth))
