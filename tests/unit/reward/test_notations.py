@@ -161,6 +161,7 @@ ARGUMENTS = [  # one token, where there are no braces
     ("sqrt 13/2", r"\frac{\sqrt{13}}{2}", True),
     ("2sqrt x", r"2\sqrt{x}", True),
     ("sqrt10", r"\sqrt{1}", False),
+    (",".join([r"\frac12"] * 60), ",".join([r"\frac{1}{2}"] * 60), True),
 ]
 BRACKETS = [
     (r"\lbrack 0,1\rbrack", "[0,1]", True),

@@ -91,7 +91,7 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<group>(?=\{))|[\da-zA-Z]|(?P<command>(?=\\(?:[dtc]?frac|[dt]?binom|sqrt)(?![a-zA-Z])))"
     r"|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|pi|rho|sigma|tau|phi|omega)(?![a-zA-Z]))"
 )
-MAX_COMMANDS = 50  # more are left as they are: each costs a look for its closing braces
+MAX_COMMANDS = 400  # more are left as they are: each costs a look for its closing braces
 RELATION = re.compile(r"<|>|\\(?:le|ge|ne)(?![a-zA-Z])")
 _AND, _OR = (
     re.compile(
