@@ -36,7 +36,12 @@ REPO = Path(__file__).resolve().parents[1]
 UNIT = "tests/unit"
 SAMPLER = ["trainer/test_sampler.py", "trainer/test_sampler_excluded.py", "trainer/test_sampler_surplus.py"]
 TESTS = {  # source -> its unit tests, the fastest first
-    "verl_ext/rollout/loop.py": ["rollout/test_loop.py", "rollout/test_loop_calls.py", "protocols/test_hermes_loop.py"],
+    "verl_ext/rollout/loop.py": [
+        "rollout/test_loop.py",
+        "rollout/test_loop_calls.py",
+        "rollout/test_weight_versions.py",
+        "protocols/test_hermes_loop.py",
+    ],
     "verl_ext/protocols/base.py": [
         "protocols/test_turns.py",
         "protocols/test_base.py",
@@ -59,6 +64,7 @@ TESTS = {  # source -> its unit tests, the fastest first
         *SAMPLER,
         "trainer/test_sampler_objectives.py",
         "trainer/test_sampler_ledger.py",
+        "trainer/test_sampler_staleness.py",
         "trainer/test_exclusions.py",
     ],
     "verl_ext/outcome.py": ["test_outcome.py", "trainer/test_failed_samples.py", *SAMPLER],

@@ -22,7 +22,7 @@ from verl_ext.records import jsonl
 from verl_ext.records.journal import StepJournal
 
 FILE = "prompts.jsonl"
-_MAY_FOLLOW = {PromptEnd.SURPLUS: (PromptEnd.TRAINED, PromptEnd.STALE)}  # surplus that was kept for the next step
+_AFTER_SURPLUS = (PromptEnd.TRAINED, PromptEnd.SURPLUS, PromptEnd.STALE, PromptEnd.EQUAL)  # kept for the next step
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Tally:
             self.problems[problem] += 1
         for uid, name in record["ends"].items():
             end, before = PromptEnd(name), self.ends.get(uid)
-            if before is not PromptEnd.OPEN and end not in _MAY_FOLLOW.get(before, ()):
+            if before is not PromptEnd.OPEN and not (before is PromptEnd.SURPLUS and end in _AFTER_SURPLUS):
                 self.wrong_ends.append(uid)
             self.ends[uid] = end
         for uid in record.get("lost", ()):

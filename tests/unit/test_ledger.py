@@ -66,7 +66,9 @@ def test_what_does_not_sum_is_told(tmp_path: Path, drawn: dict, ends: dict, seen
 
 
 def test_surplus_that_was_kept_can_still_be_trained(tmp_path: Path):
-    ledger(tmp_path).end_step(3, {"d": PromptEnd.TRAINED}, {"c"}, 3)
+    made = ledger(tmp_path)
+    made.end_step(3, {"d": PromptEnd.SURPLUS}, {"c", "d"}, 4)  # again
+    made.end_step(4, {"d": PromptEnd.TRAINED}, {"c"}, 3)
     assert read_tally(tmp_path).faults() == [] and read_tally(tmp_path).ends["d"] is PromptEnd.TRAINED
 
 

@@ -172,7 +172,7 @@ class RunTrainer(PPOTrainer):
         scale(batch, unit=unit, updates=self._updates_per_step(), without=without)
         return batch
 
-    # Adaptive n ------------------------------------------------------------------------------------------------------
+    # What is submitted -----------------------------------------------------------------------------------------------
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
         if self._ledger:

@@ -101,9 +101,10 @@ class DapoReplayBuffer(ReplayBufferAsync):
             expected = "false, true or loss, and null, paper or code; with resample, not true"
             raise ValueError(f"sampler_kwargs has {got}; expected {expected}.")
         self.max_staleness = sampler_kwargs.get("max_staleness")
-        if self.max_staleness is not None and (self.resample or not 0 <= self.max_staleness < math.inf):
+        is_age = isinstance(self.max_staleness, int) and self.max_staleness >= 0 and not self.resample
+        if self.max_staleness is not None and not is_age:
             got = f"max_staleness={self.max_staleness!r}, resample={self.resample!r}"
-            raise ValueError(f"sampler_kwargs has {got}; expected null, or 0 or more without resample.")
+            raise ValueError(f"sampler_kwargs has {got}; expected null, or 0, 1, ... without resample.")
         self.generated_for_one = 2 if self.resample else 1  # responses per response of a batch; read by the trainer
         self.keep_surplus = sampler_kwargs.get("keep_surplus", False)
         # In `separate_async` a step takes so many batches, over which verl averages every metric of ours

@@ -11,6 +11,7 @@ from verl_ext.ledger import FILE, PromptLedger, read_tally
 from verl_ext.outcome import PromptEnd
 
 BATCH, STEPS = 3, 9
+KEPT = {"keep_surplus": True, "max_off_policy_threshold": 2}
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def outcomes(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("options", [{}, {"keep_surplus": True, "max_off_policy_threshold": 2}], ids=["plain", "aging"])
+@pytest.mark.parametrize("options", [{}, KEPT], ids=["plain", "kept"])
 @pytest.mark.parametrize("mode", MODES)
 def test_the_ledger_sums_whenever_a_run_is_killed(tmp_path, make, mode, options, seed):
     rng = random.Random(seed)

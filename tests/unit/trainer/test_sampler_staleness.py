@@ -76,7 +76,6 @@ def test_a_server_without_versions_and_values_that_cannot_be_are_refused(make):
         buffer.sample(5, "train", 1)
     _, buffer = make([[info(0), info(1)]], batch_size=1)
     assert "staleness/max" not in buffer.sample(5, "train", 1)[1]
-    with pytest.raises(ValueError, match="max_staleness=-1"):
-        make([], batch_size=0, max_staleness=-1)
-    with pytest.raises(ValueError, match="or 0 or more without resample"):
-        make([], batch_size=0, max_staleness=1, resample="paper")
+    for value, resample in ((-1, None), ("1", None), (0.5, None), (1, "paper")):
+        with pytest.raises(ValueError, match=f"max_staleness={value!r}, .* null, or 0, 1, ... without resample"):
+            make([], batch_size=0, max_staleness=value, resample=resample)
