@@ -40,7 +40,7 @@ MODES = {  # mode -> overrides of configs/tiny_dapo.yaml
     ),
     "separate_async": ("hardware=cpu_separate",),
 }
-SHORT = ("trainer.total_training_steps=3",)
+SHORT = ("trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
 ENOUGH = 0.30  # accuracy above SFT's that an objective is expected to reach
 LOG_LINES = 12
 SOURCE = COLUMNS["tiny"][0][2]  # the data source that the model was trained for

@@ -48,9 +48,10 @@ def test_every_preset_in_every_mode_is_57_runs_of_three_steps_without_an_evaluat
     assert len(cells) == len(set(map(str, cells))) == 57
     found = script.arguments(script.Cell("sapo", "separate_async", 0), Path("q"), short=True)
     assert found[:6] == ["--from", "q", "--seed", "0", "--stage", "rl"]
-    assert found[6:] == (
-        ["--rl", "objective=sapo", "--rl", "hardware=cpu_separate", "--rl", "trainer.total_training_steps=3"]
-    )
+    assert found[6:] == [
+        *("--rl", "objective=sapo", "--rl", "hardware=cpu_separate", "--rl", "trainer.total_training_steps=3"),
+        *("--rl", "actor_rollout_ref.actor.optim.lr_warmup_steps=0"),  # else no step has the whole learning rate
+    ]
     whole = script.arguments(script.Cell("dapo", "sync", 2), Path("q"), short=False)
     assert whole == ["--from", "q", "--seed", "2", "--rl", "objective=dapo"]
 
