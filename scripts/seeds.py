@@ -32,11 +32,21 @@ COLUMNS = {
 }
 
 
-def run(out: Path, *arguments: str) -> dict:
-    """Run the quickstart into `out`; returns its summary."""
+def quickstart(out: Path, *arguments: str) -> None:
+    """Run the quickstart into `out`, or what of it is not there yet. Raises CalledProcessError where it fails."""
     print(f"== {out}", flush=True)
     subprocess.run([sys.executable, "-m", "verl_ext.quickstart", "--out", str(out), *arguments], cwd=REPO, check=True)
+
+
+def summary_of(out: Path) -> dict:
+    """What the quickstart's report says of a whole run."""
     return json.loads((out / "summary.json").read_text())
+
+
+def run(out: Path, *arguments: str) -> dict:
+    """Run the quickstart into `out`; returns its summary."""
+    quickstart(out, *arguments)
+    return summary_of(out)
 
 
 def estimate(summary: dict, when: str, source: str) -> dict[str, float]:

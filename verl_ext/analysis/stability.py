@@ -6,10 +6,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import NamedTuple
 
+from scipy.special import stdtrit
+
 from verl_ext.analysis.cell import Cell
 from verl_ext.report.heat_map import write_heat_map
 
-T_95 = {2: 12.706, 3: 4.303}  # Student's t, two-sided 95%, by the number of seeds
 Condition = tuple[int, bool]  # staleness, bf16
 
 
@@ -54,6 +55,13 @@ def read_cells(folder: Path) -> dict[Cell, dict]:
     return found
 
 
+def half_width(values: Sequence[float]) -> float | None:
+    """Of the 95% interval of their mean, by Student's t; None of fewer than two values."""
+    if len(values) < 2:
+        return None
+    return float(stdtrit(len(values) - 1, 0.975)) * stdev(values) / len(values) ** 0.5
+
+
 def summarize(results: Sequence[dict]) -> Summary:
     """Figures of runs that differ in their seed alone; at least one."""
     after = [result["after"] for result in results]
@@ -62,7 +70,7 @@ def summarize(results: Sequence[dict]) -> Summary:
     return Summary(
         seeds=len(after),
         accuracy=fmean(after),
-        half_width=T_95[len(after)] * stdev(after) / len(after) ** 0.5 if len(after) > 1 else None,
+        half_width=half_width(after),
         collapsed=fmean(result["after"] < result["before"] for result in results),
         masked=fmean(row["clipped_low"] + row["clipped_high"] + row["dropped"] for row in rows),
         cosine=fmean(cosines) if cosines else None,

@@ -82,6 +82,13 @@ def test_effective_sample_size_by_hand():
     assert effective_share(torch.zeros(3)) is None
 
 
+def test_a_cosine_has_a_sign_and_none_where_a_gradient_is_0():
+    from verl_ext.analysis.correction_lab import cosine
+
+    one, other = torch.tensor([[3.0, 4.0]]), torch.tensor([[-4.0, 3.0]])
+    assert (cosine(one, -one), cosine(one, other), cosine(one, 0 * one)) == (-1.0, 0.0, None)
+
+
 def test_a_line_of_the_table_by_hand(presets, recorded):
     """dapo at the end: weights 0 0 1 1.1 sorted, so .9 is at place 2.7: 1 + .7 x .1."""
     from verl_ext.analysis.correction_lab import look, table
@@ -121,8 +128,9 @@ def test_a_group_of_equal_answers_trains_nothing_where_the_preset_filters_groups
 
     recorded = recorded._replace(groups=["a", "b", "a", "b"], acc=torch.tensor([1.0, 1.0, 0.0, 1.0]))
     for name, trains in (("dapo", False), ("grpo", True)):
-        gradient = apply(presets[name], recorded, recorded.old_log_prob).gradient
-        assert (bool(gradient[[1, 3]].any()), bool(gradient[[0, 2]].all())) == (trains, True), name
+        found = apply(presets[name], recorded, recorded.old_log_prob)
+        assert (bool(found.gradient[[1, 3]].any()), bool(found.gradient[[0, 2]].all())) == (trains, True), name
+        assert found.weights.tolist() == pytest.approx([1.0] * (4 if trains else 2))  # of tokens with an advantage
 
 
 def test_grpo_roc_keeps_half_a_group_and_of_the_right_ones_the_clean_one(presets, recorded):

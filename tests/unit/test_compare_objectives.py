@@ -1,0 +1,136 @@
+"""`scripts/compare_objectives.py`: what it runs, what it does not run again, and its tables."""
+
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+DIGESTS = {"data/rl_train.parquet": "abc"}
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("compare_objectives", REPO / "scripts" / "compare_objectives.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Quickstart:
+    """Instead of the real one: fails as often as `failures` says of a run, and writes its journal."""
+
+    def __init__(self, failures=None, stages=("rl",)):
+        self.failures, self.stages, self.started = dict(failures or {}), stages, []
+
+    def __call__(self, out, *arguments):
+        self.started.append((out.name, *arguments))
+        (out / "rl").mkdir(parents=True, exist_ok=True)
+        (out / "rl" / "log.txt").write_text("".join(f"line {i}\n" for i in range(30)) + "ValueError: sizes\n")
+        is_broken = self.failures.get(out.name, 0) > 0
+        entry = {"settings": {"from": DIGESTS}, "wall_s": 20.0, "status": "broken" if is_broken else "done"}
+        (out / "stages.json").write_text(json.dumps([{"stage": stage, **entry} for stage in self.stages]))
+        if is_broken:
+            self.failures[out.name] -= 1
+            raise subprocess.CalledProcessError(1, "quickstart")
+        if "eval_after" in self.stages:
+            (out / "summary.json").write_text("{}")
+
+
+def names(fake):
+    return [name for name, *_ in fake.started]
+
+
+def test_every_preset_in_every_mode_is_57_runs_of_three_steps_without_an_evaluation(script):
+    cells = list(script.cells_of(script.OBJECTIVES, list(script.MODES), [0]))
+    assert len(cells) == len(set(map(str, cells))) == 57
+    found = script.arguments(script.Cell("sapo", "separate_async", 0), Path("q"), short=True)
+    assert found[:6] == ["--from", "q", "--seed", "0", "--stage", "rl"]
+    assert found[6:] == [
+        *("--rl", "objective=sapo", "--rl", "hardware=cpu_separate", "--rl", "trainer.total_training_steps=3"),
+        *("--rl", "actor_rollout_ref.actor.optim.lr_warmup_steps=0"),  # else no step has the whole learning rate
+    ]
+    whole = script.arguments(script.Cell("dapo", "sync", 2), Path("q"), short=False)
+    assert whole == ["--from", "q", "--seed", "2", "--rl", "objective=dapo"]
+
+
+def test_a_finished_run_is_not_run_again_and_a_failed_one_is_tried_once_more(script, tmp_path):
+    cells = list(script.cells_of(["dapo", "sapo", "gmpo"], ["sync"], [0]))
+    run = {"source": tmp_path / "q", "digests": DIGESTS, "short": True}
+    first = Quickstart({"sapo_sync_0": 2, "gmpo_sync_0": 1})
+    failed = script.run_missing(cells, tmp_path, start=first, **run)
+    assert names(first) == ["dapo_sync_0", *["sapo_sync_0"] * 2, *["gmpo_sync_0"] * 2]
+    assert list(failed) == [script.Cell("sapo", "sync", 0)]
+    end = failed[script.Cell("sapo", "sync", 0)].splitlines()
+    assert end[0].endswith("sapo_sync_0/rl/log.txt:")
+    assert end[1:] == [*(f"line {i}" for i in range(19, 30)), "ValueError: sizes"]
+    second = Quickstart()
+    assert script.run_missing(cells, tmp_path, start=second, **run) == {}
+    assert names(second) == ["sapo_sync_0"]  # the next call tries it again, and no other
+
+
+def test_a_comparison_is_done_when_it_is_evaluated(script, tmp_path):
+    cell = script.Cell("dapo", "sync", 0)
+    run = {"out": tmp_path, "source": tmp_path / "q", "digests": DIGESTS, "short": False}
+    script.run_missing([cell], start=Quickstart(stages=("rl",)), **run)
+    assert not script.is_done(tmp_path / "dapo_sync_0", digests=DIGESTS, short=False)
+    again = Quickstart(stages=("rl", "eval_after"))
+    script.run_missing([cell], start=again, **run)
+    assert names(again) == ["dapo_sync_0"] and script.is_done(tmp_path / "dapo_sync_0", digests=DIGESTS, short=False)
+
+
+def test_runs_of_another_sft_are_not_taken_for_ones_own(script, tmp_path):
+    Quickstart()(tmp_path / "dapo_sync_0")
+    with pytest.raises(ValueError, match="dapo_sync_0 began from another SFT"):
+        script.is_done(tmp_path / "dapo_sync_0", digests={"data/rl_train.parquet": "xyz"}, short=True)
+
+
+def test_the_table_of_modes(script):
+    """Means: (30 + 40) / 2 in sync, 50 in separate_async."""
+    seconds = {("dapo", "sync"): 30.0, ("sapo", "sync"): 40.0, ("dapo", "separate_async"): 50.0}
+    modes = ["sync", "separate_async", "colocate_async"]
+    text = script.mode_table(["dapo", "sapo"], modes, seconds, {("sapo", "separate_async")})
+    assert text.splitlines() == [
+        "| objective | sync | separate_async | colocate_async |",
+        "|---|---|---|---|",
+        "| dapo | ok, 30 s | ok, 50 s | not run |",
+        "| sapo | ok, 40 s | failed | not run |",
+        "| mean of those that are ok | 35 s | 50 s | - |",
+    ]
+
+
+def summary(before, after):
+    def side(value):
+        return {"tiny_tools": {"metrics": {"acc/mean@k": {"value": value, "low": value - 0.05, "high": value + 0.05}}}}
+
+    return {"evaluation": {"before": side(before), "after": side(after)}}
+
+
+def test_gains_over_sft_by_hand(script):
+    """Gains .5, .6, .7: mean .6, std .1, t of two degrees 4.303: .1 x 4.303 / sqrt 3 = .248."""
+    found = {("dapo", seed): summary(0.25, 0.75 + seed / 10) for seed in (0, 1, 2)}
+    found |= {("gspo", seed): summary(0.3, 0.5) for seed in (0, 1, 2)} | {("cispo", 0): summary(0.3, 0.9)}
+    lines = script.gain_table(["dapo", "gspo", "cispo", "grpo"], [0, 1, 2], found).splitlines()
+    sides = (
+        ".25 [.20, .30] -> .75 [.70, .80]",
+        ".25 [.20, .30] -> .85 [.80, .90]",
+        ".25 [.20, .30] -> .95 [.90, 1.00]",
+    )
+    assert lines[2] == " | ".join(["| dapo", *sides, "+0.600 ± 0.248", "+0.500", "yes |"])
+    assert lines[3].endswith("| +0.200 ± 0.000 | +0.200 | no |")
+    assert lines[4].endswith("| not run | not run | +0.600 | +0.600 | open |")  # one seed says nothing of three
+    assert lines[5].endswith("| not run | not run | not run | - | - | open |")
+
+
+def test_the_picture_has_a_curve_and_a_gain_of_each_objective(script, tmp_path):
+    folders = {("dapo", seed): tmp_path / str(seed) for seed in (0, 1)}
+    for (_, seed), folder in folders.items():
+        (folder / "rl").mkdir(parents=True)
+        rows = [{"step": step, "data": {"train/acc": step / 10 + seed / 10}} for step in (1, 2)]
+        (folder / "rl" / "metrics-1.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    found = {key: summary(0.3, 0.8 + key[1] / 10) for key in folders}
+    script.draw(["dapo", "olmorl"], found, folders, tmp_path / "all.svg")
+    picture = (tmp_path / "all.svg").read_text()
+    assert "Gain over SFT" in picture and "dapo: 0.15 at 1, 0.25 at 2" in picture and "dapo: 0.55 at 1" in picture
