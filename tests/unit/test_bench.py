@@ -12,7 +12,9 @@ import pytest
 class Launched:
     """In the place of the Supervisor: the launcher, and TRL's side, write what a run of four steps leaves behind."""
 
-    started: list[Path] = []
+    started: list[Path] = []  # folders
+    commands: list[list[str]] = []
+    sizes: list[dict] = []  # that TRL's side was told
 
     def __enter__(self):
         return self
@@ -23,15 +25,29 @@ class Launched:
     def run(self, command, *, log, env):
         log.parent.mkdir(parents=True, exist_ok=True)
         self.started.append(log.parent)
+        self.commands.append(command)
         if "OUTPUT_DIR" not in env:
+            self.sizes.append(json.loads(command[command.index("--sizes") + 1]))
+            counts = {"calls_per_response": [1.0] * 4, "tokens_per_response": [30.0] * 4}
             figures = Path(command[command.index("--out") + 1])
-            figures.write_text(json.dumps({"step_ends": [10, 12, 14, 16], "reward": [0.0]}))
+            figures.write_text(json.dumps({"step_ends": [10, 12, 14, 16], "reward": [0.0], **counts}))
             return
         data = {"timing_s/step": 2.0, "timing_s/update_actor": 0.5}
-        data |= {"filter_groups/generated": 16, "train/acc": 0.5}
+        data |= {"filter_groups/generated": 16, "train/acc": 0.5, "tool/calls": 1.0, "train/model_tokens": 30.0}
         rows = [json.dumps({"step": step, "data": data}) for step in (1, 2, 3, 4)]
         # The launcher names the file after the time it starts.
         (Path(env["OUTPUT_DIR"]) / f"metrics-{len(self.started)}.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def prepare(script, tmp_path, monkeypatch, options):
+    (tmp_path / "run" / "sft" / "merged").mkdir(parents=True)
+    monkeypatch.setattr(script, "Supervisor", Launched)
+    monkeypatch.setattr(script, "running_server", lambda options: contextlib.nullcontext("http://127.0.0.1:1"))
+    seconds = itertools.count()
+    monkeypatch.setattr("time.strftime", lambda form: f"20260101-00000{next(seconds)}")
+    monkeypatch.setattr(sys, "argv", ["bench", "--run", f"{tmp_path}/run", "--out", f"{tmp_path}/out", *options])
+    for name in ("started", "commands", "sizes"):
+        monkeypatch.setattr(Launched, name, [])
 
 
 @pytest.mark.parametrize(
@@ -44,16 +60,32 @@ class Launched:
 def test_a_second_start_keeps_the_figures_of_the_first(name, options, load_script, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "scripts")
     script = load_script(name)
-    (tmp_path / "run" / "sft" / "merged").mkdir(parents=True)
-    monkeypatch.setattr(script, "Supervisor", Launched)
-    monkeypatch.setattr(script, "running_server", lambda options: contextlib.nullcontext("http://127.0.0.1:1"))
-    seconds = itertools.count()
-    monkeypatch.setattr("time.strftime", lambda form: f"20260101-00000{next(seconds)}")
-    monkeypatch.setattr(sys, "argv", [name, "--run", f"{tmp_path}/run", "--out", f"{tmp_path}/out", *options])
-    monkeypatch.setattr(Launched, "started", [])
+    prepare(script, tmp_path, monkeypatch, options)
     script.main()
     first = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     script.main()
     assert {path: path.read_bytes() for path in first} == first
     assert len(set(Launched.started)) == len(Launched.started) > 2
     assert len([*(tmp_path / "out").glob("*/summary.json")]) == 2
+
+
+def test_trl_has_the_batch_of_the_small_run(load_script, tmp_path, monkeypatch, capsys):
+    script = load_script("bench_vs_trl")
+    prepare(script, tmp_path, monkeypatch, ["--trl-python", "python", "--model", "small"])
+    script.main()
+    ours, trl, static = Launched.commands
+    assert ours[1].endswith("run_smollm2_dapo.sh") and static[1] == ours[1]
+    assert [command[-1] == "algorithm.filter_groups.enable=false" for command in (ours, static)] == [False, True]
+    (sizes,) = Launched.sizes
+    # 8 prompts x 8 samples, one update of micro-batches that are a group each
+    assert [sizes[key] for key in ("samples", "responses", "mini_batch", "micro_batch")] == [8, 64, 64, 8]
+    assert (sizes["response_tokens"], sizes["lr"], sizes["warmup_steps"]) == (256, 4e-5, 1)
+    # 16 prompts x 8 in 2 s of ours; 64 responses in 2 s of TRL's
+    assert "a step of verl-retool takes 1.00 x TRL's, and it generates 2.00 x as many" in capsys.readouterr().out
+
+
+def test_trl_has_the_batch_of_the_tiny_run(load_script):
+    script = load_script("bench_vs_trl")
+    sizes = script.sizes(script.compose_run(*script.MODELS["tiny"].config))
+    # 16 prompts x 8 samples in two updates, each in one go
+    assert [sizes[key] for key in ("responses", "mini_batch", "micro_batch")] == [128, 64, 64]
