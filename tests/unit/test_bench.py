@@ -89,3 +89,60 @@ def test_trl_has_the_batch_of_the_tiny_run(load_script):
     sizes = script.sizes(script.compose_run(*script.MODELS["tiny"].config))
     # 16 prompts x 8 samples in two updates, each in one go
     assert [sizes[key] for key in ("responses", "mini_batch", "micro_batch")] == [128, 64, 64]
+
+
+RECORD = {  # of a trajectory log: 3 tokens of the model, a tool's output, 2 tokens of the model
+    "uid": "a",
+    "reward": {"train_acc": 1.0},
+    "prompt": "Add.",
+    "turns": [
+        {"text": "abc", "tokens": 3, "calls": [{"output": "7"}]},
+        {"text": "de", "tokens": 2, "calls": []},
+    ],
+}
+
+
+def read(script, **changes):
+    return script.read_response(RECORD | changes, lambda text: [ord(char) for char in text])
+
+
+def test_a_response_has_the_recorded_tokens_and_the_tools_between(load_script):
+    script = load_script("bench_raw_parts")
+    found = read(script)
+    assert "".join(map(chr, found.ids)) == "abc\n<interpreter>\n7\n</interpreter>\nde"
+    assert [found.ids[start : start + length] for start, length in found.turns] == [[97, 98, 99], [100, 101]]
+    other = [{"text": "abc", "tokens": 5, "calls": []}, {"text": "abc", "tokens": 2, "calls": []}]
+    assert "".join(map(chr, read(script, turns=other).ids)) == "abcccab"
+
+
+def test_groups_with_right_and_wrong_answers_are_trained_first(load_script):
+    script = load_script("bench_raw_parts")
+    equal = [read(script, uid="equal") for _ in range(2)]
+    mixed = [read(script, uid="mixed", reward={"train_acc": right}) for right in (0.0, 1.0)]
+    assert script.trained_groups([*equal, *mixed], 1) == [mixed]
+    assert script.trained_groups([*equal, *mixed], 8) == [mixed, equal]
+
+
+def test_a_group_in_one_row_has_loss_and_gradients_of_its_sequences(load_script, monkeypatch):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    script = load_script("bench_raw_parts")
+    monkeypatch.setattr(script, "CHUNK", 4)
+    torch.manual_seed(0)
+    config = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, tie_word_embeddings=True, **config))
+    group = [read(script), read(script, turns=[{"text": "wxyz", "tokens": 4, "calls": []}])]
+
+    loss = script.forward_backward(model, script.as_row(group))
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    plain = 0.0
+    for response in group:
+        logits = model(torch.tensor([response.prompt + response.ids])).logits[0, len(response.prompt) - 1 : -1]
+        log_probs = logits.log_softmax(-1)[range(len(response.ids)), response.ids]
+        plain -= sum(log_probs[start : start + length].sum() for start, length in response.turns)
+    plain.backward()
+    assert loss == pytest.approx(plain.item(), rel=1e-5)
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
