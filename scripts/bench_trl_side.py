@@ -109,7 +109,8 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     shown = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
-    tokenizer.chat_template = shown.partition("<|im_start|>user")[0] + CHAT_TEMPLATE  # with the model's system prompt
+    system_prompt = json.dumps(shown.partition("<|im_start|>user")[0])  # of the model's own template, maybe empty
+    tokenizer.chat_template = f"{{{{ {system_prompt} }}}}" + CHAT_TEMPLATE
     tokenizer.response_template = RESPONSE_TEMPLATE
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
     if len(tokenizer.encode(STOP, add_special_tokens=False)) == 1:
