@@ -1,11 +1,12 @@
-"""TRL's side of scripts/bench_vs_trl.sh: GRPO on the tiny tool task by TRL's GRPOTrainer, the sandbox as its tool.
+"""TRL's side of scripts/bench_vs_trl.sh: GRPO on the same task by TRL's GRPOTrainer, the sandbox as its tool.
 
 Runs in TRL's own environment and imports nothing of this project. It is what a user of TRL would write, with the same
-merged SFT model, prompts, two updates per 128 responses, clip and learning rate as configs/tiny_dapo.yaml. GRPOTrainer
-has no dynamic sampling and no overlong shaping, and needs no old log-probabilities: it does less per step.
+merged SFT model and prompts; batch, clip and learning rate are --sizes, the run's own. GRPOTrainer has no dynamic
+sampling and no overlong shaping, and needs no old log-probabilities: it does less per step.
 """
 
 import argparse
+import functools
 import json
 import re
 import time
@@ -17,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 # How TRL sees the protocol: `<code>..</code>` is a call of the tool `python`, its answer goes on in the same turn. TRL
 # looks for the end of a call at the tokenizer's end token, and checks that a template can render any tool's name.
+STOP = "</code>"
 CHAT_TEMPLATE = (
     "{%- for m in messages %}"
     "{%- if m.role == 'tool' %}{{ '\n<interpreter>\n' ~ m.content ~ '\n</interpreter>\n' }}"
@@ -58,14 +60,36 @@ class Clock(TrainerCallback):
         self.ends.append(time.time())
 
 
+class StringStop(GRPOTrainer):
+    """For a tokenizer that has several tokens for `STOP`: generation stops at the string, which is no end token.
+
+    TRL 1.16.0 knows end tokens alone. It keeps the end token with which `generate` pads a sequence that stopped before
+    others, and it finds where a tool's answer starts by the last end token of a template.
+    """
+
+    def _generate_single_turn(self, *args: object, **kwargs: object) -> tuple:
+        completions, log_probs = super()._generate_single_turn(*args, **kwargs)
+        return [self.without_padding(ids) for ids in completions], log_probs
+
+    def without_padding(self, ids: list[int]) -> list[int]:
+        padded = ids[-1:] == [self._tokenizer.pad_token_id] and STOP in self._tokenizer.decode(ids[-9:-1])[-9:]
+        return ids[:-1] if padded else ids
+
+    def _get_tool_suffix_ids(self, tool_messages: list[dict]) -> list[int]:
+        answers = (f"\n<interpreter>\n{message['content']}\n</interpreter>\n" for message in tool_messages)
+        return self._tokenizer.encode("".join(answers), add_special_tokens=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="merged SFT checkpoint")
     parser.add_argument("--data", required=True, help="rl_train.parquet")
     parser.add_argument("--sandbox", required=True, help="base URL")
-    parser.add_argument("--steps", type=int, required=True, help="of 128 responses and two updates each")
+    parser.add_argument("--sizes", type=json.loads, required=True, help="JSON, scripts/bench_vs_trl.py `sizes`")
+    parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", required=True, help="JSON file for the figures")
     args = parser.parse_args()
+    sizes = args.sizes
 
     session = requests.Session()
 
@@ -78,24 +102,31 @@ def main() -> None:
         Returns:
             What it printed, or the last line of its traceback.
         """
-        body = {"code": code, "language": "python", "run_timeout": 5}
+        body = {"code": code, "language": "python", "run_timeout": sizes["code_timeout_s"]}
         answer = session.post(f"{args.sandbox}/run_code", json=body, timeout=60).json()
         run = answer["run_result"]
         return (run["stdout"] or run["stderr"].strip().rpartition("\n")[2]).strip()
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    tokenizer.chat_template, tokenizer.response_template = CHAT_TEMPLATE, RESPONSE_TEMPLATE
-    end = tokenizer.eos_token_id
-    tokenizer.eos_token = "</code>"
+    shown = tokenizer.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+    system_prompt = json.dumps(shown.partition("<|im_start|>user")[0])  # of the model's own template, maybe empty
+    tokenizer.chat_template = f"{{{{ {system_prompt} }}}}" + CHAT_TEMPLATE
+    tokenizer.response_template = RESPONSE_TEMPLATE
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="float32")
-    model.generation_config.eos_token_id = [end, tokenizer.eos_token_id]
+    if len(tokenizer.encode(STOP, add_special_tokens=False)) == 1:
+        trainer_class, generation = GRPOTrainer, None
+        model.generation_config.eos_token_id = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(STOP)]
+        tokenizer.eos_token = STOP
+    else:
+        trainer_class, generation = StringStop, {"stop_strings": [STOP]}
+        model.generate = functools.partial(model.generate, tokenizer=tokenizer)
 
     data = load_dataset("parquet", data_files=args.data, split="train")
     data = data.map(lambda row: {"ground_truth": row["reward_model"]["ground_truth"]}).select_columns(
         ["prompt", "ground_truth"]
     )
-    clock = Clock()
-    trainer = GRPOTrainer(
+    clock, updates = Clock(), sizes["responses"] // sizes["mini_batch"]  # updates of a step
+    trainer = trainer_class(
         model=model,
         processing_class=tokenizer,
         reward_funcs=reward,
@@ -105,23 +136,25 @@ def main() -> None:
         args=GRPOConfig(
             use_cpu=True,
             bf16=False,
-            per_device_train_batch_size=64,
-            steps_per_generation=2,
-            num_generations=8,
-            max_completion_length=128,
-            max_tool_calling_iterations=3,
-            max_steps=2 * args.steps,
-            learning_rate=3e-4,
+            per_device_train_batch_size=sizes["micro_batch"],
+            gradient_accumulation_steps=sizes["mini_batch"] // sizes["micro_batch"],
+            steps_per_generation=sizes["responses"] // sizes["micro_batch"],
+            num_generations=sizes["samples"],
+            max_completion_length=sizes["response_tokens"],
+            max_tool_calling_iterations=sizes["tool_calls"],
+            generation_kwargs=generation,
+            max_steps=updates * args.steps,
+            learning_rate=sizes["lr"],
             lr_scheduler_type="constant_with_warmup",
-            warmup_steps=3,
-            adam_beta2=0.98,
+            warmup_steps=sizes["warmup_steps"],
+            adam_beta2=sizes["beta2"],
             beta=0.0,
-            epsilon=0.2,
-            epsilon_high=0.28,
+            epsilon=sizes["clip_low"],
+            epsilon_high=sizes["clip_high"],
             loss_type="dapo",
             temperature=1.0,
             gradient_checkpointing=False,
-            logging_steps=2,
+            logging_steps=updates,
             report_to="none",
             save_strategy="no",
             output_dir=f"{args.out}.trainer",
@@ -130,9 +163,10 @@ def main() -> None:
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
     figures = {
-        "step_ends": clock.ends[1::2],
+        "step_ends": clock.ends[updates - 1 :: updates],
         "reward": [entry["reward"] for entry in logs],
         "calls_per_response": [entry["tools/call_frequency"] for entry in logs],
+        "tokens_per_response": [entry["completions/mean_length"] for entry in logs],
     }
     with open(args.out, "w") as file:
         json.dump(figures, file)

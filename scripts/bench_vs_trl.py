@@ -1,4 +1,4 @@
-"""verl-retool and TRL side by side on the tiny tool task: see scripts/bench_vs_trl.sh, which sets up and calls this."""
+"""verl-retool and TRL side by side on one task: see scripts/bench_vs_trl.sh, which sets up and calls this."""
 
 import argparse
 import asyncio
@@ -11,16 +11,59 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from verl_ext.quickstart.pipeline import SANDBOX_OPTIONS
+from verl_ext.quickstart.rungs import RUNGS
 from verl_ext.quickstart.supervise import Supervisor
 from verl_ext.records.run_record import read_metrics
 from verl_ext.sandbox.launch import running_server
+from verl_ext.settings import compose_run
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 REPO = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # steps left out of the medians
-PROMPTS, SAMPLES = 16, 8  # of a step
+STATIC = "verl-retool, no dynamic sampling"
+TRAINERS = ("verl-retool", "TRL", STATIC)
+
+
+class Model(NamedTuple):
+    """What a comparison takes by default, for one of the quickstart's models."""
+
+    config: tuple[str, list[str]]  # the run's YAML and overrides
+    steps: int
+    rounds: int
+    latencies: list[float]  # of a sandbox call, in s
+    trainers: tuple[str, ...]
+
+
+MODELS = {
+    "tiny": Model(("tiny_dapo", []), 12, 2, [0, 0.1], TRAINERS[:2]),
+    "small": Model(("smollm2_dapo", ["+hardware=cpu_small"]), 6, 1, [0], TRAINERS),
+}
+
+
+def sizes(config: "DictConfig") -> dict[str, float]:
+    """What TRL's side needs to know of an RL run's config; batches are counted in responses."""
+    actor, samples = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    mini_batch = actor.ppo_mini_batch_size * samples
+    return {
+        "samples": samples,
+        "responses": config.data.train_batch_size * samples,
+        "mini_batch": mini_batch,
+        "micro_batch": mini_batch if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
+        "response_tokens": config.data.max_response_length,
+        "tool_calls": config.retool.max_tool_calls,
+        "code_timeout_s": config.retool.sandbox.timeout_s,
+        "lr": actor.optim.lr,
+        "warmup_steps": actor.optim.lr_warmup_steps,
+        "beta2": actor.optim.betas[1],
+        "clip_low": actor.clip_ratio_low,
+        "clip_high": actor.clip_ratio_high,
+    }
 
 
 @contextlib.contextmanager
@@ -89,12 +132,13 @@ def run_ours(
     overrides: Sequence[str] = (),
     python: str = sys.executable,
     repo: Path = REPO,
+    model: str = "tiny",
 ) -> dict[str, float]:
     """RL by the launcher of `repo`, without checkpoints."""
     started = time.time()
     supervisor.run(
         [
-            *("bash", str(repo / "recipe/retool/run_tiny_dapo.sh"), f"trainer.total_training_steps={steps}"),
+            *("bash", str(repo / "recipe/retool" / RUNGS[model].rl_launcher), f"trainer.total_training_steps={steps}"),
             *("trainer.save_freq=-1", "trainer.resume_mode=disable", *overrides),
         ],
         log=out / "log.txt",
@@ -113,22 +157,31 @@ def run_ours(
     _, prompts = metrics.curve("filter_groups/generated")
     _, update_s = metrics.curve("timing_s/update_actor")
     _, accuracy = metrics.curve("train/acc")
+    _, calls = metrics.curve("tool/calls")
+    _, tokens = metrics.curve("train/model_tokens")
+    samples = sizes(compose_run(*MODELS[model].config))["samples"]
     return {
         "first_step_s": file.stat().st_mtime - started - sum(step_s[1:]),  # last written at the last step
         "step_s": statistics.median(step_s[WARM_UP:]),
         "update_s": statistics.median(update_s[WARM_UP:]),
-        "responses_per_s": sum(prompts[WARM_UP:]) * SAMPLES / sum(step_s[WARM_UP:]),
+        "responses_per_s": sum(prompts[WARM_UP:]) * samples / sum(step_s[WARM_UP:]),
         "last_accuracy": accuracy[-1],
+        "calls": statistics.mean(calls[WARM_UP:]),
+        "tokens": statistics.mean(tokens[WARM_UP:]),
     }
 
 
-def run_trl(supervisor: Supervisor, run: Path, sandbox: str, steps: int, out: Path, python: Path) -> dict[str, float]:
+def run_trl(
+    supervisor: Supervisor, run: Path, sandbox: str, steps: int, out: Path, python: Path, model: str
+) -> dict[str, float]:
     """scripts/bench_trl_side.py in TRL's environment."""
-    figures, started = out / "figures.json", time.time()
+    figures, batch = out / "figures.json", sizes(compose_run(*MODELS[model].config))
+    started = time.time()
     supervisor.run(
         [
             *(str(python), str(REPO / "scripts/bench_trl_side.py"), "--steps", str(steps), "--out", str(figures)),
             *("--model", str(run / "sft/merged"), "--data", str(run / "data/rl_train.parquet"), "--sandbox", sandbox),
+            *("--sizes", json.dumps(batch)),
         ],
         log=out / "log.txt",
         env={"HF_HUB_OFFLINE": "1"},
@@ -139,20 +192,27 @@ def run_trl(supervisor: Supervisor, run: Path, sandbox: str, steps: int, out: Pa
     return {
         "first_step_s": ends[0],
         "step_s": statistics.median(step_s),
-        "responses_per_s": PROMPTS * SAMPLES * len(step_s) / sum(step_s),
+        "responses_per_s": batch["responses"] * len(step_s) / sum(step_s),
         "last_accuracy": (found["reward"][-1] + 1) / 2,
+        "calls": statistics.mean(found["calls_per_response"][WARM_UP:]),
+        "tokens": statistics.mean(found["tokens_per_response"][WARM_UP:]),
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="tiny", help="of the quickstart (default: %(default)s)")
     parser.add_argument("--run", type=Path, required=True, help="a quickstart's folder, with data and sft/merged")
     parser.add_argument("--trl-python", type=Path, required=True, help="Python of TRL's environment")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=12, help="RL steps of each run (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each, alternating (default: %(default)s)")
-    parser.add_argument("--latencies", type=float, nargs="+", default=[0, 0.1], help="of a sandbox call, in s")
+    parser.add_argument("--steps", type=int, help="RL steps of each run (default: 12, small: 6)")
+    parser.add_argument("--rounds", type=int, help="runs of each, alternating (default: 2, small: 1)")
+    parser.add_argument("--latencies", type=float, nargs="+", help="of a sandbox call, in s (default: 0 0.1, small: 0)")
+    parser.add_argument("--trainers", nargs="+", choices=TRAINERS, help="who runs (default: the first two, small: all)")
     args = parser.parse_args()
+    for name, value in MODELS[args.model]._asdict().items():
+        if getattr(args, name, None) is None:
+            setattr(args, name, value)
     if args.steps <= WARM_UP + 1:
         parser.error(f"--steps is {args.steps}, but the first {WARM_UP} are left out; take at least {WARM_UP + 2}")
     folder = new_folder(args.out)
@@ -162,14 +222,16 @@ def main() -> None:
         for latency_s in args.latencies:
             with delayed(url, latency_s) if latency_s else contextlib.nullcontext(url) as sandbox:
                 for number in range(args.rounds):
-                    for name in ("verl-retool", "TRL"):
+                    for name in args.trainers:
                         print(f"== {name}, sandbox calls + {1000 * latency_s:g} ms, round {number + 1}", flush=True)
-                        out = folder / f"{name}_{latency_s:g}s_{number}"
+                        out = folder / f"{name.replace(', ', '_').replace(' ', '_')}_{latency_s:g}s_{number}"
                         out.mkdir(parents=True)
+                        common = (supervisor, args.run, sandbox, args.steps, out)
                         if name == "TRL":
-                            figures = run_trl(supervisor, args.run, sandbox, args.steps, out, args.trl_python)
+                            figures = run_trl(*common, args.trl_python, args.model)
                         else:
-                            figures = run_ours(supervisor, args.run, sandbox, args.steps, out)
+                            overrides = ["algorithm.filter_groups.enable=false"] if name == STATIC else []
+                            figures = run_ours(*common, overrides, model=args.model)
                         print(f"   {figures}", flush=True)
                         rows.setdefault((latency_s, name), []).append(figures)
 
@@ -177,22 +239,28 @@ def main() -> None:
     (folder / "summary.json").write_text(
         json.dumps([{"latency_s": key[0], "trainer": key[1], "runs": runs} for key, runs in rows.items()], indent=2)
     )
+    responses = sizes(compose_run(*MODELS[args.model].config))["responses"]
     print(
-        f"\nSteps of {PROMPTS} x {SAMPLES} responses, median from step {WARM_UP + 1} on; means of {args.rounds} runs.\n"
+        f"\nSteps that train on {responses} responses, median from step {WARM_UP + 1} on; "
+        f"calls and tokens of a response; means of {args.rounds} runs.\n"
     )
     print(
-        "| sandbox call | trainer | warm step | responses per second | command to first update | accuracy, last step |"
+        "| sandbox call | trainer | warm step | responses per second | command to first update | accuracy, last step "
+        "| calls | model's tokens |"
     )
-    print("|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|")
     for (latency_s, name), row in means.items():
         print(
-            f"| + {1000 * latency_s:g} ms | {name} | {row['step_s']:.2f} s | {row['responses_per_s']:.0f} "
-            f"| {row['first_step_s']:.0f} s | {row['last_accuracy']:.2f} |"
+            f"| + {1000 * latency_s:g} ms | {name} | {row['step_s']:.2f} s | {row['responses_per_s']:.1f} "
+            f"| {row['first_step_s']:.0f} s | {row['last_accuracy']:.2f} | {row['calls']:.2f} | {row['tokens']:.1f} |"
         )
-    for latency_s in args.latencies:
-        ours, theirs = means[latency_s, "verl-retool"], means[latency_s, "TRL"]
+    for latency_s, name in means:
+        theirs = means.get((latency_s, "TRL"))
+        if name == "TRL" or theirs is None:
+            continue
+        ours = means[latency_s, name]
         print(
-            f"+ {1000 * latency_s:g} ms: a step of verl-retool takes {ours['step_s'] / theirs['step_s']:.2f} x TRL's, "
+            f"+ {1000 * latency_s:g} ms: a step of {name} takes {ours['step_s'] / theirs['step_s']:.2f} x TRL's, "
             f"and it generates {ours['responses_per_s'] / theirs['responses_per_s']:.2f} x as many responses a second"
         )
 

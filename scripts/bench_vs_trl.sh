@@ -1,25 +1,34 @@
 #!/usr/bin/env bash
 # Compare RL steps with what one would pick instead on a laptop: the GRPOTrainer of Hugging Face TRL with a tool. Both run in
-# turns on the same task, model and sandbox, with the sandbox as it is, and with 100 ms more per call. About 15 minutes.
-# TRL's asynchronous trainer, which overlaps tool calls, needs NCCL and is not measured (docs/speed.md).
+# turns on the same task, model, batch and sandbox. TRL's asynchronous trainer, which overlaps tool calls, needs NCCL and
+# is not measured (docs/speed.md).
 #
-# Usage: bash scripts/bench_vs_trl.sh [--steps N] [--rounds N] [--latencies S ...] [--run FOLDER]
-# Takes the SFT model of the quickstart (outputs/quickstart, made if it is not there), and TRL in an environment of its
-# own (requirements/trl.txt, 1.5 GB): outputs/bench_vs_trl/venv. Prints a table; figures in a new folder below
-# outputs/bench_vs_trl/runs.
+# Usage: bash scripts/bench_vs_trl.sh [--model tiny|small] [--steps N] [--rounds N] [--latencies S ...] [--run FOLDER]
+#                                     [--trainers NAME ...]
+#   tiny   the default: the sandbox as it is, and with 100 ms more per call; about 15 minutes
+#   small  SmolLM2-135M-Instruct, the sandbox as it is; with a run of ours without dynamic sampling, as TRL has none.
+#          --trainers runs some of the three: verl-retool, TRL, "verl-retool, no dynamic sampling"
+# Takes the SFT model of the quickstart (outputs/quickstart or outputs/small, made if it is not there), and TRL in an
+# environment of its own (requirements/trl.txt, 1.5 GB): outputs/bench_vs_trl/venv. Prints a table; figures in a new
+# folder below outputs/bench_vs_trl/runs.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 if [[ ${1-} == --help ]]; then
-  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0" | head -n -1
+  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
   exit 0
 fi
 
-RUN=outputs/quickstart
+MODEL=tiny RUN=
 for ((i = 1; i < $#; i++)); do
-  if [[ ${!i} == --run ]]; then
-    next=$((i + 1)) RUN=${!next}
-  fi
+  next=$((i + 1))
+  case ${!i} in
+    --model) MODEL=${!next} ;;
+    --run) RUN=${!next} ;;
+  esac
 done
+if [[ -z $RUN ]]; then
+  if [[ $MODEL == small ]]; then RUN=outputs/small; else RUN=outputs/quickstart; fi
+fi
 
 bash scripts/setup_env.sh
 TRL=outputs/bench_vs_trl/venv
@@ -36,7 +45,7 @@ if [[ ! -e $TRL/ready ]] || ! cmp -s "$TRL/ready" requirements/trl.txt; then
 fi
 
 if [[ ! -e $RUN/sft/merged ]]; then
-  .venv/bin/python -m verl_ext.quickstart --out "$RUN" --stage data --stage sft --stage merge
+  .venv/bin/python -m verl_ext.quickstart --model "$MODEL" --out "$RUN" --stage data --stage sft --stage merge
 fi
 exec .venv/bin/python scripts/bench_vs_trl.py --run "$RUN" --trl-python "$TRL/bin/python" \
   --out outputs/bench_vs_trl/runs "$@"

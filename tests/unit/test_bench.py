@@ -12,7 +12,9 @@ import pytest
 class Launched:
     """In the place of the Supervisor: the launcher, and TRL's side, write what a run of four steps leaves behind."""
 
-    started: list[Path] = []
+    started: list[Path] = []  # folders
+    commands: list[list[str]] = []
+    sizes: list[dict] = []  # that TRL's side was told
 
     def __enter__(self):
         return self
@@ -23,15 +25,29 @@ class Launched:
     def run(self, command, *, log, env):
         log.parent.mkdir(parents=True, exist_ok=True)
         self.started.append(log.parent)
+        self.commands.append(command)
         if "OUTPUT_DIR" not in env:
+            self.sizes.append(json.loads(command[command.index("--sizes") + 1]))
+            counts = {"calls_per_response": [1.0] * 4, "tokens_per_response": [30.0] * 4}
             figures = Path(command[command.index("--out") + 1])
-            figures.write_text(json.dumps({"step_ends": [10, 12, 14, 16], "reward": [0.0]}))
+            figures.write_text(json.dumps({"step_ends": [10, 12, 14, 16], "reward": [0.0], **counts}))
             return
         data = {"timing_s/step": 2.0, "timing_s/update_actor": 0.5}
-        data |= {"filter_groups/generated": 16, "train/acc": 0.5}
+        data |= {"filter_groups/generated": 16, "train/acc": 0.5, "tool/calls": 1.0, "train/model_tokens": 30.0}
         rows = [json.dumps({"step": step, "data": data}) for step in (1, 2, 3, 4)]
         # The launcher names the file after the time it starts.
         (Path(env["OUTPUT_DIR"]) / f"metrics-{len(self.started)}.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def prepare(script, tmp_path, monkeypatch, options):
+    (tmp_path / "run" / "sft" / "merged").mkdir(parents=True)
+    monkeypatch.setattr(script, "Supervisor", Launched)
+    monkeypatch.setattr(script, "running_server", lambda options: contextlib.nullcontext("http://127.0.0.1:1"))
+    seconds = itertools.count()
+    monkeypatch.setattr("time.strftime", lambda form: f"20260101-00000{next(seconds)}")
+    monkeypatch.setattr(sys, "argv", ["bench", "--run", f"{tmp_path}/run", "--out", f"{tmp_path}/out", *options])
+    for name in ("started", "commands", "sizes"):
+        monkeypatch.setattr(Launched, name, [])
 
 
 @pytest.mark.parametrize(
@@ -44,16 +60,89 @@ class Launched:
 def test_a_second_start_keeps_the_figures_of_the_first(name, options, load_script, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "scripts")
     script = load_script(name)
-    (tmp_path / "run" / "sft" / "merged").mkdir(parents=True)
-    monkeypatch.setattr(script, "Supervisor", Launched)
-    monkeypatch.setattr(script, "running_server", lambda options: contextlib.nullcontext("http://127.0.0.1:1"))
-    seconds = itertools.count()
-    monkeypatch.setattr("time.strftime", lambda form: f"20260101-00000{next(seconds)}")
-    monkeypatch.setattr(sys, "argv", [name, "--run", f"{tmp_path}/run", "--out", f"{tmp_path}/out", *options])
-    monkeypatch.setattr(Launched, "started", [])
+    prepare(script, tmp_path, monkeypatch, options)
     script.main()
     first = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     script.main()
     assert {path: path.read_bytes() for path in first} == first
     assert len(set(Launched.started)) == len(Launched.started) > 2
     assert len([*(tmp_path / "out").glob("*/summary.json")]) == 2
+
+
+def test_trl_has_the_batch_of_the_small_run(load_script, tmp_path, monkeypatch, capsys):
+    script = load_script("bench_vs_trl")
+    prepare(script, tmp_path, monkeypatch, ["--trl-python", "python", "--model", "small"])
+    script.main()
+    ours, trl, static = Launched.commands
+    assert ours[1].endswith("run_smollm2_dapo.sh") and static[1] == ours[1]
+    assert [command[-1] == "algorithm.filter_groups.enable=false" for command in (ours, static)] == [False, True]
+    (sizes,) = Launched.sizes
+    # 8 prompts x 8 samples, one update of micro-batches that are a group each
+    assert [sizes[key] for key in ("samples", "responses", "mini_batch", "micro_batch")] == [8, 64, 64, 8]
+    assert (sizes["response_tokens"], sizes["lr"], sizes["warmup_steps"]) == (256, 4e-5, 1)
+    # 16 prompts x 8 in 2 s of ours; 64 responses in 2 s of TRL's
+    assert "a step of verl-retool takes 1.00 x TRL's, and it generates 2.00 x as many" in capsys.readouterr().out
+
+
+def test_trl_has_the_batch_of_the_tiny_run(load_script):
+    script = load_script("bench_vs_trl")
+    sizes = script.sizes(script.compose_run(*script.MODELS["tiny"].config))
+    # 16 prompts x 8 samples in two updates, each in one go
+    assert [sizes[key] for key in ("responses", "mini_batch", "micro_batch")] == [128, 64, 64]
+
+
+RECORD = {  # of a trajectory log: 3 tokens of the model, a tool's output, 2 tokens of the model
+    "uid": "a",
+    "reward": {"train_acc": 1.0},
+    "prompt": "Add.",
+    "turns": [
+        {"text": "abc", "tokens": 3, "calls": [{"output": "7"}]},
+        {"text": "de", "tokens": 2, "calls": []},
+    ],
+}
+
+
+def read(script, **changes):
+    return script.read_response(RECORD | changes, lambda text: [ord(char) for char in text])
+
+
+def test_a_response_has_the_recorded_tokens_and_the_tools_between(load_script):
+    script = load_script("bench_raw_parts")
+    found = read(script)
+    assert "".join(map(chr, found.ids)) == "abc\n<interpreter>\n7\n</interpreter>\nde"
+    assert [found.ids[start : start + length] for start, length in found.turns] == [[97, 98, 99], [100, 101]]
+    other = [{"text": "abc", "tokens": 5, "calls": []}, {"text": "abc", "tokens": 2, "calls": []}]
+    assert "".join(map(chr, read(script, turns=other).ids)) == "abcccab"
+
+
+def test_groups_with_right_and_wrong_answers_are_trained_first(load_script):
+    script = load_script("bench_raw_parts")
+    equal = [read(script, uid="equal") for _ in range(2)]
+    mixed = [read(script, uid="mixed", reward={"train_acc": right}) for right in (0.0, 1.0)]
+    assert script.trained_groups([*equal, *mixed], 1) == [mixed]
+    assert script.trained_groups([*equal, *mixed], 8) == [mixed, equal]
+
+
+def test_a_group_in_one_row_has_loss_and_gradients_of_its_sequences(load_script, monkeypatch):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    script = load_script("bench_raw_parts")
+    monkeypatch.setattr(script, "CHUNK", 4)
+    torch.manual_seed(0)
+    config = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=128, tie_word_embeddings=True, **config))
+    group = [read(script), read(script, turns=[{"text": "wxyz", "tokens": 4, "calls": []}])]
+
+    loss = script.forward_backward(model, script.as_row(group))
+    found = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    plain = 0.0
+    for response in group:
+        logits = model(torch.tensor([response.prompt + response.ids])).logits[0, len(response.prompt) - 1 : -1]
+        log_probs = logits.log_softmax(-1)[range(len(response.ids)), response.ids]
+        plain -= sum(log_probs[start : start + length].sum() for start, length in response.turns)
+    plain.backward()
+    assert loss == pytest.approx(plain.item(), rel=1e-5)
+    for gradient, parameter in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,220 @@
+"""What one RL step costs beside its raw parts: vLLM alone on the step's tokens, plain PyTorch alone on its batch.
+
+    python scripts/bench_raw_parts.py [--run outputs/small] [--step N]
+
+Needs a finished run of `quickstart.sh --model small`: its metrics, trajectories and SFT model (weights do not matter
+to the times). Nothing else may run. Prints seconds of the step, of the parts, and their ratio.
+
+Generation: offline vLLM with the engine settings of the run's config, one request per model turn with the recorded
+number of tokens; a turn starts when the one before it has ended. Update: transformers' model, one forward and backward
+pass per group, as a row of the prompt and all responses, each of which sees the prompt and itself; cross-entropy of the
+responses' rows in chunks. Left out: the reward, tool calls, weights sent to vLLM, clip and step of the optimizer.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from verl_ext.cpu.warm_python import ENVIRONMENT
+from verl_ext.records import jsonl
+from verl_ext.records.run_folder import trajectories_in
+from verl_ext.records.run_record import read_metrics
+from verl_ext.settings import compose_run
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from torch import Tensor
+
+CONFIG = "smollm2_dapo", ["+hardware=cpu_small"]
+CHUNK = 256  # rows of the cross-entropy, each over the whole vocabulary
+
+
+class Response(NamedTuple):
+    """Token ids; `turns`: (start among `ids`, tokens) of each turn of the model."""
+
+    group: str
+    right: bool
+    prompt: list[int]
+    ids: list[int]
+    turns: list[tuple[int, int]]
+
+
+def read_response(record: Mapping[str, Any], encode: Callable[[str], list[int]]) -> Response:
+    """What a trajectory says. Texts are encoded anew, and cut or filled to the recorded number of tokens."""
+    ids: list[int] = []
+    turns = []
+    for turn in record["turns"]:
+        own = encode(turn["text"])[: turn["tokens"]]
+        own += own[-1:] * (turn["tokens"] - len(own))
+        turns.append((len(ids), len(own)))
+        ids += own
+        for call in turn["calls"]:
+            ids += encode(f"\n<interpreter>\n{call['output'] or ''}\n</interpreter>\n")
+    right = bool(record["reward"]["train_acc"])
+    return Response(str(record["uid"]), right, encode(record["prompt"]), ids, turns)
+
+
+def trained_groups(responses: Sequence[Response], number: int) -> list[list[Response]]:
+    """The groups of the update, as dynamic sampling chooses: those with right and wrong answers come first."""
+    groups: dict[str, list[Response]] = {}
+    for response in responses:
+        groups.setdefault(response.group, []).append(response)
+    order = sorted(groups.values(), key=lambda group: len({response.right for response in group}), reverse=True)
+    return order[:number]
+
+
+class Row(NamedTuple):
+    """A group as one row of T tokens: its prompt, then each response. M rows of logits are asked for."""
+
+    ids: "Tensor"  # int64[1, T]
+    positions: "Tensor"  # int64[1, T]
+    mask: "Tensor"  # bool[1, 1, T, T], what each token sees: the prompt and its own response up to itself
+    places: "Tensor"  # int64[M], whose next token the model wrote
+    labels: "Tensor"  # int64[M], that token
+
+
+def as_row(group: Sequence[Response]) -> Row:
+    import torch
+
+    prompt = group[0].prompt
+    ids, positions, owner = list(prompt), list(range(len(prompt))), [0] * len(prompt)
+    places, labels = [], []
+    for number, response in enumerate(group, 1):
+        start = len(ids)
+        for turn_start, length in response.turns:
+            for place in range(turn_start, turn_start + length):
+                places.append(start + place - 1 if place else len(prompt) - 1)
+                labels.append(response.ids[place])
+        ids += response.ids
+        positions += range(len(prompt), len(prompt) + len(response.ids))
+        owner += [number] * len(response.ids)
+    owners = torch.tensor(owner)
+    sees = (owners[None] == owners[:, None]) | (owners[None] == 0)
+    mask = sees & torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
+    return Row(
+        torch.tensor([ids]), torch.tensor([positions]), mask[None, None], torch.tensor(places), torch.tensor(labels)
+    )
+
+
+def forward_backward(model: Any, row: Row) -> float:
+    """Adds to the gradients those of the summed cross-entropy, and returns it. Logits exist for a chunk at a time."""
+    import torch
+
+    hidden = model.model(row.ids, attention_mask=row.mask, position_ids=row.positions, use_cache=False)[0][
+        0, row.places
+    ]
+    leaf, total = hidden.detach().requires_grad_(), 0.0
+    for states, labels in zip(leaf.split(CHUNK), row.labels.split(CHUNK), strict=True):
+        loss = torch.nn.functional.cross_entropy(model.lm_head(states), labels, reduction="sum")
+        loss.backward()
+        total += loss.item()
+    hidden.backward(leaf.grad)
+    return total
+
+
+def time_update(model_path: str, groups: Sequence[Sequence[Response]]) -> float:
+    """Seconds of a forward and backward pass over the groups, after one group as warm-up."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
+    rows = [as_row(group) for group in groups]
+    forward_backward(model, rows[0])
+    started = time.perf_counter()
+    for row in rows:
+        forward_backward(model, row)
+    return time.perf_counter() - started
+
+
+def time_generation(model_path: str, responses: Sequence[Response], config: "DictConfig") -> float:
+    """Seconds of offline vLLM for the responses' turns, after one short request as warm-up."""
+    from verl_ext.cpu.patches import alias_vllm_distribution
+
+    alias_vllm_distribution()
+    from omegaconf import OmegaConf
+    from vllm import LLM, SamplingParams
+
+    same = ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill")
+    same += ("enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "logprobs_mode")
+    options = {key: config[key] for key in same} | OmegaConf.to_container(config.engine_kwargs.vllm, resolve=True)
+    engine = LLM(model_path, **options).llm_engine
+
+    def ask(name: str, ids: list[int], tokens: int) -> None:
+        # A log-prob of each sampled token, as the run asks for.
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=config.temperature, logprobs=0)
+        engine.add_request(name, {"prompt_token_ids": ids}, params)
+
+    ask("warm-up", responses[0].prompt[:8], 4)
+    while engine.has_unfinished_requests():
+        engine.step()
+    started = time.perf_counter()
+    for number, response in enumerate(responses):
+        ask(f"{number}-0", response.prompt, response.turns[0][1])
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            if output.finished:
+                number, turn = (int(part) + at for at, part in enumerate(output.request_id.split("-")[:2]))
+                response = responses[number]
+                if turn < len(response.turns):
+                    start, tokens = response.turns[turn]
+                    ask(f"{number}-{turn}", response.prompt + response.ids[:start], tokens)
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, default=Path("outputs/small"), help="a quickstart's folder")
+    parser.add_argument("--rl", type=Path, help="folder of the RL run (default: rl in that folder)")
+    parser.add_argument("--step", type=int, help="default: the one whose time is the median of all")
+    args = parser.parse_args()
+    for key, value in {**ENVIRONMENT, "OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_CPU_KVCACHE_SPACE": "2"}.items():
+        os.environ.setdefault(key, value)  # as recipe/retool/run_smollm2_dapo.sh has them
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from transformers import AutoTokenizer
+
+    rl = args.rl or args.run / "rl"
+    metrics = read_metrics([*rl.glob("metrics-*.jsonl")])
+    step_of = dict(zip(*metrics.curve("timing_s/step"), strict=True))
+    step = args.step or min(step_of, key=lambda each: abs(step_of[each] - statistics.median(step_of.values())))
+    taken = {}
+    for key in ("timing_s/gen", "timing_s/update_actor", "global_seqlen/mean"):
+        taken[key] = dict(zip(*metrics.curve(key), strict=True))[step]
+
+    model_path, config = str(args.run / "sft" / "merged"), compose_run(*CONFIG)
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    records = (record for path in trajectories_in(rl / "trajectories") for record in jsonl.read(path))
+    responses = [
+        read_response(record, lambda text: tokenizer.encode(text, add_special_tokens=False))
+        for record in records
+        if record["step"] == step and not record["validate"]
+    ]
+    if not responses:
+        raise SystemExit(f"{rl}/trajectories has no response of step {step}; take a step of a finished run (--step)")
+    groups = trained_groups(responses, config.data.train_batch_size)
+    trained = sum(len(response.prompt) + len(response.ids) for group in groups for response in group)
+    written = sum(tokens for response in responses for _, tokens in response.turns)
+
+    update_s = time_update(model_path, groups)
+    generation_s = time_generation(model_path, responses, config.actor_rollout_ref.rollout)
+    print(
+        f"\nStep {step}: {len(responses)} responses with {written} tokens of the model; the update has {trained} "
+        "tokens of prompts\nand responses, a prompt counted for each of its responses "
+        f"(the run: {taken['global_seqlen/mean']:.0f}).\n"
+    )
+    print("| | run, s | raw, s | run / raw |\n|---|---|---|---|")
+    raw_s = generation_s + update_s
+    for name, run, raw in (
+        ("generation", taken["timing_s/gen"], generation_s),
+        ("update", taken["timing_s/update_actor"], update_s),
+        ("step", step_of[step], raw_s),
+    ):
+        print(f"| {name} | {run:.1f} | {raw:.1f} | {run / raw:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
