@@ -9,7 +9,7 @@ Usage: bash scripts/quickstart.sh [options]
 Set up .venv (2.7 GB), then teach a language model to use a code interpreter: SFT, DAPO RL, evaluation and report,
 with the real verl and vLLM, on a CPU. A second call reuses what is done and resumes what was broken off.
   --model NAME      tiny: 390,000 random parameters, minutes (default); small: SmolLM2-135M-Instruct, weights from 4 bits, or
-                    the Hugging Face folder or hub name of the variable MODEL_PATH; hours, not measured yet
+                    the Hugging Face folder or hub name of the variable MODEL_PATH; about an hour
   --stage STAGE     only this stage: data, sft, merge, rl, eval or report (may be repeated)
   --fresh           delete the output folder first
   --out DIR         where everything is written; default: outputs/quickstart, with --model small:

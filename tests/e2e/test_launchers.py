@@ -41,12 +41,12 @@ def test_sft(small: Path, python: str, tmp_path: Path) -> None:
     assert 12 * shape.parameters < written < 12 * shape.parameters + 500_000
 
 
-@pytest.mark.parametrize("run", ["qwen2-32b_dapo", "qwen2-32b_dapo_published", "qwen3-0.6b_dapo"])
+@pytest.mark.parametrize("run", ["qwen2-32b_dapo_published", "qwen3-0.6b_dapo"])  # qwen2-32b_dapo: test_two_nodes.py
 def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
     """Two steps, with validation before and after; the published form with hermes' tool calls, the 0.6B with sdpa."""
     log = tmp_path / "log"
     # One run imports in every process, as a user's does; the others have the imports at hand.
-    environment = ENVIRONMENT | {"PYTHON": sys.executable if run == "qwen2-32b_dapo" else python}
+    environment = ENVIRONMENT | {"PYTHON": sys.executable if run == "qwen2-32b_dapo_published" else python}
     with running_server(options=("--preload", "")) as url:
         process = launch(
             f"run_{run}.sh",

@@ -26,7 +26,7 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
         choices=DEFAULT_OUT,
         default="tiny",
         help="tiny: 390,000 random parameters, minutes (default); small: SmolLM2-135M-Instruct, weights from 4 bits, "
-        "or the Hugging Face folder or hub name of the variable MODEL_PATH; hours, not measured yet",
+        "or the Hugging Face folder or hub name of the variable MODEL_PATH; about an hour",
     )
     parser.add_argument("--stage", choices=STAGES, action="append", help="only this stage (may be repeated)")
     parser.add_argument("--fresh", action="store_true", help="delete the output folder first")
