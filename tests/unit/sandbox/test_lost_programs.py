@@ -14,7 +14,7 @@ import pytest
 from tests.unit.sandbox.machines import MACHINES, machines, needs_root
 from tests.unit.sandbox.server_process import ANSWER_S, Server, wait_for_program, wait_until
 
-TIMEOUT_S = 3.0  # of a program that is stuck; it must have printed by then, beside other tests
+TIMEOUT_S = 5.0  # of a program that is stuck; it must have printed by then, beside other tests on two cores
 
 
 @pytest.fixture(scope="module", params=machines("all layers", "plain Docker"))
