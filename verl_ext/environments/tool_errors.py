@@ -44,8 +44,9 @@ _BAD_ADDRESSES = (
 
 
 _OF_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
-# Whatever file was meant: a full or broken disk, too many open files, no memory.
-_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+# Whatever file was meant: a full disk, a lost network disk, too many open files, no memory. EIO is not among them: the
+# model can name a file that gives it, such as a serial port.
+_OF_THE_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class ToolError(ValueError):

@@ -186,6 +186,14 @@ def test_a_file_that_the_model_named_and_that_cannot_be_read_is_its_own_error(ca
     assert sum(fields["tool_use"]["errors"].values()) == 1 and "<|im_start|>tool\n" in text
 
 
+def test_a_device_that_the_model_named_and_that_cannot_be_read_is_its_own_error(call):
+    def fn(what):
+        raise OSError(errno.EIO, "Input/output error", what)
+
+    fields, _, calls = call(fn, "/dev/ttyS0")
+    assert fields["finish_reason"] == "answer" and len(calls) == 1, "exclusion would be for sale"
+
+
 @pytest.mark.parametrize("make", [function_tool, base_tool])
 def test_an_argument_that_the_schema_does_not_have_is_the_models_error(call, make):
     fields, text, calls = call(lambda what: "7", make=make, colour="red")
