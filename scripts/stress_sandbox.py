@@ -2,18 +2,21 @@
 
     python scripts/stress_sandbox.py load [--clients 64] [--seconds 120]
     python scripts/stress_sandbox.py soak [--requests 20000]
+    python scripts/stress_sandbox.py burst [--requests 45000]
 
 load: every client sends `print` programs, each with its own nonce, one after the other: no answer may be lost, doubled
 or another's, and the 99th percentile of the latency is to be within 5 times the median. soak: programs of every kind
 (output, errors, time-outs, memory, files, signals, numpy); afterwards the server must have no more memory, files and
-processes than after the first tenth. Exit code 1 when something of this does not hold.
+processes than after the first tenth. burst: the same with numpy programs alone, as many as a step of rStar2-Agent
+(arXiv:2508.20722) makes; it also tells the CPU time of a call, client included. Exit code 1 when something of this does
+not hold.
 """
 
 import argparse
 import asyncio
+import json
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -51,22 +54,23 @@ class State:
     memory_mb: float  # unique to each process, summed
     files: int  # open, in the server itself
     processes: int
-    temporary: int  # entries of its temporary folder
+    temporary: int  # entries of its own temporary folder
 
     @classmethod
     def of(cls, server: psutil.Process) -> "State":
         processes = [server, *server.children(recursive=True)]
-        roots = list(Path(tempfile.gettempdir()).glob("verl-sandbox-*/*"))
+        (zygote,) = server.children()
+        temporary = list(Path(json.loads(zygote.cmdline()[-1])["root"]).iterdir())
         memory = sum(process.memory_full_info().uss for process in processes)
-        return cls(memory / 2**20, server.num_fds(), len(processes), len(roots))
+        return cls(memory / 2**20, server.num_fds(), len(processes), len(temporary))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("load", "soak"))
+    parser.add_argument("mode", choices=("load", "soak", "burst"))
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=120, help="of load")
-    parser.add_argument("--requests", type=int, default=20000, help="of soak")
+    parser.add_argument("--requests", type=int, help="of soak (default: 20000) or burst (45000)")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--isolation", default="auto", help="as the server's")
     args = parser.parse_args()
@@ -107,26 +111,31 @@ async def load(url: str, args: argparse.Namespace) -> list[str]:
 async def soak(url: str, args: argparse.Namespace, server: psutil.Process) -> list[str]:
     client = SandboxClient([url], max_concurrency=args.clients)
     draw = random.Random(0)
+    weights = WEIGHTS if args.mode == "soak" else [name == "numpy" for name in PROGRAMS]
+    num_requests = args.requests or (20000 if args.mode == "soak" else 45000)
     faults: list[str] = []
     counts: Counter[str] = Counter()
     states: list[State] = []
-    numbers = iter(range(args.requests))
+    numbers = iter(range(num_requests))
+    started, cpu_s = time.monotonic(), cpu_time_s(server)
 
     async def send() -> None:
         for number in numbers:
-            name = draw.choices(list(PROGRAMS), WEIGHTS)[0]
+            name = draw.choices(list(PROGRAMS), weights)[0]
             counts[name] += 1
             fault = await check(client, name, number)
             faults.extend([fault] if fault else [])
 
-    tenth = args.requests // 10
-    for end in range(tenth, args.requests + 1, tenth):
+    tenth = num_requests // 10
+    for end in range(tenth, num_requests + 1, tenth):
         numbers = iter(range(end - tenth, end))
         await asyncio.gather(*(send() for _ in range(args.clients)))
         states.append(State.of(server))
         print(f"{end} requests: {states[-1]}", flush=True)
+    seconds, cpu_s = time.monotonic() - started, cpu_time_s(server) - cpu_s
     await client.aclose()
     print(f"{dict(counts)}, {len(faults)} wrong")
+    print(f"{seconds:.0f} s; {cpu_s / num_requests * 1e3:.1f} CPU-ms a call: {cpu_s / 2:.0f} s of two cores")
     first, last = states[0], states[-1]
     if last.memory_mb > first.memory_mb + MAX_GROWTH_MB:
         faults.append(f"memory grew from {first.memory_mb:.1f} to {last.memory_mb:.1f} MB")
@@ -134,6 +143,12 @@ async def soak(url: str, args: argparse.Namespace, server: psutil.Process) -> li
         if getattr(last, name) > getattr(first, name):
             faults.append(f"{name} grew from {getattr(first, name)} to {getattr(last, name)}")
     return faults
+
+
+def cpu_time_s(server: psutil.Process) -> float:
+    """CPU time of the server with all below it, and of this process, its client."""
+    processes = [server, *server.children(recursive=True)]
+    return time.process_time() + sum(sum(process.cpu_times()[:4]) for process in processes)
 
 
 async def check(client: SandboxClient, name: str, nonce: int) -> str | None:

@@ -68,7 +68,7 @@ class SandboxClient:
 
     Args:
         urls: base URLs such as "http://127.0.0.1:8080"; each call goes to the one with the fewest calls in flight,
-            and after a failure to another.
+            and after a failure to another. One that refuses calls is left alone for as long as a call pauses.
         max_concurrency: calls in flight from this client, to all servers together; further ones wait.
         max_attempts: requests per call; only infrastructure failures are tried again (connection, 408, 429, 5xx,
             SandboxError, an answer that cannot be read).
@@ -95,6 +95,8 @@ class SandboxClient:
             raise ValueError(f"expected at least 1, got {max_concurrency=}, {max_attempts=}")
         self._urls = [url.rstrip("/") for url in urls]
         self._in_flight = [0] * len(self._urls)
+        self._refusals = [0] * len(self._urls)  # in a row
+        self._rests_until = [0.0] * len(self._urls)
         self._slots = asyncio.Semaphore(max_concurrency)
         self._max_attempts = max_attempts
         self._backoff_s = backoff_s
@@ -162,8 +164,7 @@ class SandboxClient:
         attempts = losses = 0
         while attempts < self._max_attempts:
             if attempts:
-                pause_s = min(self._backoff_s * 2 ** (attempts - 1), MAX_BACKOFF_S) * random.uniform(0.5, 1.5)
-                pause_s = max(pause_s, failure.retry_after_s)
+                pause_s = max(self._pause_s(attempts) * random.uniform(0.5, 1.5), failure.retry_after_s)
                 if time.monotonic() + pause_s + timeout_s >= deadline:
                     failure = _InfrastructureFailure(f"{failure}; no time left to try again")
                     break
@@ -180,7 +181,9 @@ class SandboxClient:
                     server = self._least_busy(failed_servers)
                     if session:
                         session.server = server = server if session.server is None else session.server
-                    return await self._attempt(server, body, deadline, waited_s, attempts, session)
+                    result = await self._attempt(server, body, deadline, waited_s, attempts, session)
+                    self._refusals[server], self._rests_until[server] = 0, 0.0
+                    return result
             except TimeoutError:
                 failure = _InfrastructureFailure(f"{obstacle} for {time.monotonic() - waited_from:.1f} s")
                 break
@@ -188,6 +191,9 @@ class SandboxClient:
                 failure = exc
                 losses += exc.may_have_run
                 failed_servers.add(server)
+                if not exc.may_have_run and time.monotonic() >= self._rests_until[server]:
+                    self._refusals[server] += 1
+                    self._rests_until[server] = time.monotonic() + self._pause_s(self._refusals[server])
                 if session and exc.may_have_run:
                     break
                 if session and not session.calls:  # no server has it yet: another may take it
@@ -274,9 +280,17 @@ class SandboxClient:
                 result = replace(result, session_ended=True)
         return result
 
+    def _pause_s(self, failures: int) -> float:
+        return min(self._backoff_s * 2 ** (failures - 1), MAX_BACKOFF_S)
+
     def _least_busy(self, failed: set[int]) -> int:
-        """A server with the fewest calls in flight, at random among equals; a failed one only if all have failed."""
-        candidates = set(range(len(self._urls))) - failed or set(range(len(self._urls)))
+        """A server with the fewest calls in flight, at random among equals; one that failed, or rests, only if all do.
+
+        A dead server fails fast: by calls in flight alone, it would get most of them.
+        """
+        servers, now = set(range(len(self._urls))), time.monotonic()
+        awake = {server for server in servers if self._rests_until[server] <= now}
+        candidates = (awake - failed) or (servers - failed) or servers
         fewest = min(self._in_flight[server] for server in candidates)
         return random.choice([server for server in candidates if self._in_flight[server] == fewest])
 

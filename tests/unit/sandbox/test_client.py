@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from tests.unit.sandbox.fake_server import answer, call, hang
+from tests.unit.sandbox.server_process import Server
 from verl_ext.sandbox import RunResult, SandboxClient, SandboxNotReady, running_server
 
 # --- with a real server
@@ -226,6 +227,46 @@ async def test_second_attempt_goes_to_another_server(start, down):
     for _ in range(10):
         result = await call(*down, server.url, max_attempts=4)
         assert result.status == "ok"
+
+
+async def test_a_dead_server_does_not_attract_the_calls(start, down):
+    """Calls one after the other: by calls in flight alone, each of the two would get half of the first attempts."""
+    server = await start(answer)
+    client = SandboxClient([down[0], server.url], backoff_s=1)
+    results = [await client.run("1") for _ in range(30)]
+    assert {result.status for result in results} == {"ok"}
+    assert sum(result.attempts - 1 for result in results) <= 2
+    await client.aclose()
+
+
+async def test_a_server_that_is_back_gets_calls_again(start):
+    back = await start(lambda: web.Response(status=503), answer)
+    other = await start(answer)
+    client = SandboxClient([back.url, other.url], backoff_s=0.05)
+    for _ in range(60):
+        assert (await client.run("1")).status == "ok"
+        await asyncio.sleep(0.005)
+    assert len(back.bodies) > 5
+    await client.aclose()
+
+
+async def test_server_that_is_killed_under_load_costs_no_answer(client_of):
+    """Of three real ones. Calls that it had, and calls that it then refuses, are made again elsewhere."""
+    servers = [Server("--preload", "", workers=1) for _ in range(3)]
+    client = client_of([server.url for server in servers])
+    try:
+        calls = [asyncio.create_task(client.run(f"import time; time.sleep(0.05); print({n})")) for n in range(60)]
+        while sum(call.done() for call in calls) < 6:
+            await asyncio.sleep(0.01)
+        servers[0].process.kill()
+        results = await asyncio.gather(*calls)
+        later = [await client.run(f"print({n})") for n in range(5)]
+    finally:
+        for server in servers:
+            server.stop()
+    assert [(result.status, result.stdout) for result in results] == [("ok", f"{n}\n") for n in range(60)]
+    assert {result.attempts for result in results} == {1, 2}
+    assert [(result.stdout, result.attempts <= 2) for result in later] == [(f"{n}\n", True) for n in range(5)]
 
 
 async def test_client_can_be_made_outside_a_loop_and_closed_unused():

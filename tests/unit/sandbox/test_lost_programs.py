@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import http.client
 import os
 import signal
 import threading
@@ -79,3 +80,50 @@ def test_program_whose_worker_dies_twice_is_killed_and_one_that_does_once_is_run
         assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
     finally:
         server.stop()
+
+
+@pytest.fixture(params=machines("all layers", "plain Docker"))
+def family(request) -> Iterator[tuple[Server, threading.Thread, list[psutil.Process]]]:
+    """A server, the request that it answers, and the program with its eight descendants."""
+    code = """
+import os, time
+for i in range(4):
+    if os.fork() == 0:
+        if i % 2: os.setsid()
+        os.fork()
+        time.sleep(99)
+time.sleep(99)"""
+    server = Server("--preload", "", "--allow-subprocess", workers=1, launcher=MACHINES[request.param])
+    try:
+        server.run("pass")
+        before = {process.pid for process in server.descendants()}
+
+        def run() -> None:
+            with contextlib.suppress(OSError, http.client.HTTPException):  # the server ends before it answers
+                server.run(code, run_timeout=2)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        wait_until(lambda: len({process.pid for process in server.descendants()} - before) >= 9)
+        program = next(p for p in server.descendants() if p.pid not in before and len(p.children()) == 4)
+        yield server, thread, [program, *program.children(recursive=True)]
+    finally:
+        server.stop()
+
+
+def test_what_a_program_has_forked_dies_with_its_worker(family):
+    """A fork clears PR_SET_PDEATHSIG, and a session of its own leaves the program's process group."""
+    server, thread, processes = family
+    processes[0].parent().kill()
+    assert psutil.wait_procs(processes, timeout=5)[1] == []
+    thread.join()
+    assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
+
+
+def test_what_a_program_has_forked_dies_with_a_zygote_that_hangs(family):
+    server, thread, processes = family
+    processes[0].parent().suspend()
+    server.descendants()[0].suspend()
+    server.stop()
+    thread.join()
+    assert psutil.wait_procs(processes, timeout=5)[1] == []

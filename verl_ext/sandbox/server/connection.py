@@ -5,6 +5,7 @@ import base64
 import codecs
 import contextlib
 import errno
+import fcntl
 import io
 import json
 import marshal
@@ -38,7 +39,7 @@ class Worker:
         self._pidfd = -1  # a process id alone may be another's by the time that it is killed
         self.layers: list[str] = []  # what isolates its programs
         self.off: dict[str, str] = {}  # what does not, and why
-        self.started = False  # the program of the call, which from then on may be to blame
+        self.started = False  # the program of the last call, which from then on may have been to blame
         self._received = bytearray()
         connection.setblocking(False)
 
@@ -52,23 +53,21 @@ class Worker:
 
     async def call(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Send a request; returns the answer's header and the bytes after it. Raises OSError or EOFError."""
-        self.started = False
         self._received.clear()
         for_program = marshal.dumps({key: request[key] for key in FOR_PROGRAM})
-        body = os.memfd_create("request")  # not through the socket: the program is to read its part, not the worker
+        # Not through the socket: the program is to read its part, not the worker.
+        body = os.memfd_create("request", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             with open(body, "wb", closefd=False) as file:
                 file.writelines((for_program, marshal.dumps({key: request[key] for key in FOR_WORKER})))
             await send_fd(self.connection, LENGTH.pack(len(for_program)), body)
-        finally:
-            os.close(body)
-        header = await self._receive_message()
-        if "started" in header:
-            self.started = True
             header = await self._receive_message()
-        if "error" not in header:
-            await self._receive_up_to(header["stdout"][0] + header["stderr"][0] + sum(header["files"].values()))
-        return header, bytes(self._received)
+            if "error" not in header:
+                await self._receive_up_to(header["stdout"][0] + header["stderr"][0] + sum(header["files"].values()))
+            return header, bytes(self._received)
+        finally:
+            self.started = bool(fcntl.fcntl(body, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL)
+            os.close(body)
 
     async def _receive_message(self) -> dict[str, Any]:
         """LENGTH and JSON of a message; what came after it stays in `_received`."""
@@ -101,10 +100,15 @@ class Worker:
             os.close(self._pidfd)
             self._pidfd = -1
 
-    def kill(self) -> None:
-        """End a worker that hangs or is dead already; its program dies with it."""
+    def kill(self) -> int:
+        """End a worker that hangs or is dead already; its program dies with it, but not what the program has forked.
+
+        Returns:
+            A pidfd of the worker, which the caller closes.
+        """
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        return os.dup(self._pidfd)
 
 
 async def send_fd(connection: socket.socket, message: bytes, fd: int) -> None:

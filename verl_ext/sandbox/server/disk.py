@@ -171,14 +171,18 @@ def _list(folder: str) -> list[str]:
         return []
 
 
+def children_of(pid: int) -> list[int]:
+    pids: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended
+        for task in _list(f"/proc/{pid}/task"):
+            with open(f"{task}/children") as file:
+                pids += [int(child) for child in file.read().split()]
+    return pids
+
+
 def tree_of(pid: int) -> list[int]:
     """A process and all below it."""
     pids = [pid]
     for parent in pids:
-        try:
-            for task in _list(f"/proc/{parent}/task"):
-                with open(f"{task}/children") as file:
-                    pids += [int(child) for child in file.read().split()]
-        except OSError:  # it has ended
-            continue
+        pids += children_of(parent)
     return pids

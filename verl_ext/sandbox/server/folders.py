@@ -5,12 +5,13 @@ import os
 import stat
 
 SCRIPT = "main.py"  # the submitted program; relative, so that tracebacks do not vary with the folder
+NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
 MAX_FETCH_BYTES = 64 << 20  # all of `fetch_files` together
 
 
 def write_file(path: str, content: bytes) -> None:
     """Write a new file; with fewer steps, and so fewer pages touched, than open()."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fd = os.open(path, NEW_FILE, 0o600)
     while content:
         content = content[os.write(fd, content) :]
     os.close(fd)

@@ -32,9 +32,11 @@ MAX_LOCKED_BYTES = 1 << 20
 FIRST_UID, NUM_UIDS = 61184, 4336
 CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
 PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 4, 38, 47, 4  # linux/prctl.h
-CAPSET = {"x86_64": 126, "aarch64": 91}  # system call
+CAPSET_NUMBER = {"x86_64": 126, "aarch64": 91}[os.uname().machine]  # system call
+CAPSET_HEADER, NO_CAPABILITIES = struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)
 
 libc = ctypes.CDLL(None, use_errno=True)
+prctl, syscall = libc.prctl, libc.syscall  # found once, not by every program
 
 
 class IsolationError(Exception):
@@ -59,7 +61,7 @@ class Isolation:
         self.folder = namespaces.HOME  # of the program
         self.uid = os.geteuid()  # of the programs
         self._outside = self._ruleset = -1  # file descriptors
-        self._filter = b""
+        self._filter: seccomp.FilterProgram | None = None
         if mode == "none":
             return
         self._probe()
@@ -119,7 +121,7 @@ class Isolation:
 
     def _try_seccomp(self) -> None:
         set_no_new_privs()
-        seccomp.install(seccomp.assemble(allow_subprocess=False))
+        seccomp.install(seccomp.prepare(seccomp.assemble(allow_subprocess=False)))
 
     def _try_uid(self) -> None:
         """Without a root of our own, the interpreter may be below a folder that only root can enter."""
@@ -138,9 +140,11 @@ class Isolation:
         if "seccomp" in self.layers:
             self._filter = self._assemble_filter()
 
-    def _assemble_filter(self, only_pid: int | None = None) -> bytes:
+    def _assemble_filter(self, only_pid: int | None = None) -> seccomp.FilterProgram:
         owns_files = not self.layers.intersection(("root", "uid"))
-        return seccomp.assemble(allow_subprocess=self.allow_subprocess, only_pid=only_pid, owns_files=owns_files)
+        return seccomp.prepare(
+            seccomp.assemble(allow_subprocess=self.allow_subprocess, only_pid=only_pid, owns_files=owns_files)
+        )
 
     def remove_root(self) -> bool:
         """Remove the folder outside from within the root of our own; False when the layer is off."""
@@ -183,7 +187,7 @@ class Isolation:
                 # Good for all requests: a mount hides rules for what it covers, so the one for HOME is on its parent.
                 self._ruleset = self._make_ruleset(os.path.dirname(self.folder))
         if self.layers:
-            libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no program with our uid can trace us or read our memory
+            prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)  # no program with our uid can trace us or read our memory
         return pid
 
     def _make_ruleset(self, writable: str) -> int:
@@ -210,6 +214,17 @@ class Isolation:
         else:
             remove_folder(self.folder)
 
+    def limit_programs(self) -> None:
+        """Resource limits that the programs of this worker inherit, and that are nothing to the worker."""
+        if not self.layers:
+            return
+        for kind, most in (
+            (resource.RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS),
+            (resource.RLIMIT_MEMLOCK, MAX_LOCKED_BYTES),
+            (resource.RLIMIT_MSGQUEUE, 0),
+        ):
+            limit(kind, most)
+
     # --- in a program
 
     def become_user(self) -> None:
@@ -221,19 +236,13 @@ class Isolation:
         """Give up all privileges for good. What follows can use no file descriptor for more than a program may."""
         if not self.layers:
             return
-        for kind, most in (
-            (resource.RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS),
-            (resource.RLIMIT_MEMLOCK, MAX_LOCKED_BYTES),
-            (resource.RLIMIT_MSGQUEUE, 0),
-        ):
-            limit(kind, most)
         if self.layers & {"namespaces", "uid"}:  # else it would count processes that are not ours
             limit(resource.RLIMIT_NPROC, MAX_TASKS)
         if "namespaces" in self.layers and "seccomp" not in self.layers:
             namespaces.new_ipc()
         set_no_new_privs()
         drop_capabilities()
-        libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that it can read its own /proc/self
+        prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that it can read its own /proc/self
         if "landlock" in self.layers:
             if "root" not in self.layers:
                 self._ruleset = self._make_ruleset(self.folder)
@@ -270,27 +279,25 @@ def set_uid(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # the change cleared it; /proc/self/uid_map is then root's
+    prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # the change cleared it; /proc/self/uid_map is then root's
 
 
 def set_no_new_privs() -> None:
-    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+    if prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_NO_NEW_PRIVS)")
 
 
 def drop_capabilities() -> None:
     """All sets that can give any; the bounding set needs none, since with no_new_privs an exec gives nothing."""
-    header, none = struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)
-    if libc.syscall(CAPSET[os.uname().machine], header, none):
+    if syscall(CAPSET_NUMBER, CAPSET_HEADER, NO_CAPABILITIES):
         raise OSError(ctypes.get_errno(), "capset")
-    libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
+    prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
 
 
 def limit(kind: int, soft: int, hard: int | None = None) -> None:
     """Set a resource limit, never above the hard limit already in force."""
+    hard = soft if hard is None else hard
     ceiling = resource.getrlimit(kind)[1]
-    soft, hard = (
-        value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)
-        for value in (soft, soft if hard is None else hard)
-    )
+    if ceiling != resource.RLIM_INFINITY:
+        soft, hard = min(soft, ceiling), min(hard, ceiling)
     resource.setrlimit(kind, (soft, hard))

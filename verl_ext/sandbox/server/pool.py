@@ -10,6 +10,7 @@ import itertools
 import json
 import logging
 import marshal
+import os
 import secrets
 import shutil
 import signal
@@ -26,6 +27,7 @@ from typing import Any
 from verl_ext.sandbox.client import CONTROL_OUTPUT, CONTROL_PROGRAM
 from verl_ext.sandbox.server.connection import LENGTH as LENGTH
 from verl_ext.sandbox.server.connection import LostProgramError, SandboxError, Worker, send_fd, with_blobs
+from verl_ext.sandbox.server.orphans import kill_below, kill_orphans
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +94,9 @@ class Pool:
         self.off: dict[str, str] = {}
         self._lost: dict[bytes, None] = {}  # programs that were lost once, by hash, oldest first
         self._removals: set[asyncio.Task] = set()  # of what dead workers left
-        self._numbers = itertools.count()  # of workers
+        # Of workers. Programs get their users by them (isolation.py), and what counts by user, as RLIMIT_NPROC does, is
+        # not to be shared with programs of another server on this machine.
+        self._numbers = itertools.count(secrets.randbelow(1 << 16))
         self._idle: list[Worker] = []
         self._zygote: subprocess.Popen | None = None
         self._control_socket: socket.socket | None = None
@@ -223,10 +227,10 @@ class Pool:
         return with_blobs(header, blobs)
 
     def _discard(self, worker: Worker) -> asyncio.Task:
-        """Kill a worker that can take no request; the task removes the files that it can no longer remove."""
+        """Kill a worker that can take no request; the task removes the processes and files that it no longer can."""
         self.restarts["worker"] += 1
-        worker.kill()
-        removal = asyncio.create_task(asyncio.to_thread(shutil.rmtree, worker.folder, ignore_errors=True))
+        left = (self._zygote.pid, worker.kill(), worker.folder)
+        removal = asyncio.create_task(asyncio.to_thread(_remove_what_is_left, *left))
         self._removals.add(removal)
         removal.add_done_callback(self._removals.discard)
         return removal
@@ -295,8 +299,18 @@ class Pool:
 
     def _kill_zygote(self, why: str) -> None:
         logger.error("killing the sandbox zygote: %s", why)
+        kill_below(self._zygote.pid)
         self._zygote.kill()
         self._zygote.wait()
+
+
+def _remove_what_is_left(zygote: int, worker: int, folder: Path) -> None:
+    """Processes and files of a worker that was killed; `worker` is a pidfd, which is closed."""
+    try:
+        kill_orphans(zygote, worker)
+    finally:
+        os.close(worker)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def wrong_with_control(result: dict[str, Any]) -> str | None:

@@ -117,9 +117,10 @@ def kill_all(program: Program) -> tuple[int | None, bool]:
     if os.getpid() == 1:  # of a process namespace, where all others are the program's; all at once, so that none forks
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
-    for kill in (os.killpg, os.kill):  # the group does not exist yet when the time was over before setsid()
-        with contextlib.suppress(ProcessLookupError):
-            kill(program.pid, signal.SIGKILL)
+    else:
+        for kill in (os.killpg, os.kill):  # the group does not exist yet when the time was over before setsid()
+            with contextlib.suppress(ProcessLookupError):
+                kill(program.pid, signal.SIGKILL)
     poller = select.poll()
     poller.register(program.pidfd, select.POLLIN)
     poller.poll(KILL_S * 1000)

@@ -4,6 +4,7 @@ See zygote.py. In a session it then waits for the next call instead.
 """
 
 import _ast
+import _signal
 import atexit
 import ctypes
 import gc
@@ -18,7 +19,7 @@ import sys
 import types
 from typing import Any, NoReturn
 
-from . import folders, preload
+from . import folders
 from .isolation import limit
 
 SCRIPT = folders.SCRIPT
@@ -28,6 +29,7 @@ RETURN_CODE = struct.Struct("<i")  # what it says there after a call, after its 
 TOKEN_BYTES = 16
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
+SIGINT, SIGKILL = int(signal.SIGINT), int(signal.SIGKILL)  # the enumerations of `signal` touch 12 pages more
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
@@ -109,7 +111,7 @@ def enter(worker: Any, run_timeout: float, body: int, stdout: int, stderr: int, 
     """Session, folder, files, streams and, if `bounded`, CPU limit of the program; returns what it is to run."""
     os.setsid()
     worker.layers.become_user()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     os.chdir(worker.folder)
     call = read_call(body, worker.folder, SCRIPT)
     os.dup2(stdout, 1)
@@ -117,9 +119,8 @@ def enter(worker: Any, run_timeout: float, body: int, stdout: int, stderr: int, 
     if bounded:  # the wall clock alone bounds each call of a session, which is stopped in between
         cpu_s = math.ceil(run_timeout) + 1
         limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU at the first, SIGKILL at the second
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _signal.signal(SIGINT, _signal.default_int_handler)
     worker.layers.confine()
-    preload.renew()
     sys.path.insert(0, worker.folder)  # never in the worker, which would import, unconfined, what a program wrote there
     return call
 
@@ -133,7 +134,7 @@ def read_call(body: int, folder: str, script: str) -> dict[str, Any]:
             path = os.path.join(folder, path)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             folders.write_file(path, content)
-    folders.write_file(os.path.join(folder, script), call["source"])
+    folders.write_file(f"{folder}/{script}", call["source"])
     if call["stdin"]:  # else /dev/null, as the zygote's
         stdin = folders.open_unlinked(os.path.join(folder, ".stdin"), call["stdin"].encode("utf-8", "surrogatepass"))
         os.dup2(stdin, 0)

@@ -88,6 +88,7 @@ FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX = 0x8901, 0x8902, 0x5412, 0x541C  # the
 # FS_IOC_SETFLAGS, FS_IOC_SETVERSION, FS_IOC_FSSETXATTR, FS_IOC_ENABLE_VERITY: a file that one may only read, too
 ATTRIBUTES_OF_FILES = (0x40086602, 0x40087602, 0x401C5820, 0x40806685)
 ALL_BITS = 0xFFFFFFFF
+CHUNK = 16  # calls; the kernel runs each program's new filter for every call there is: most skip most chunks
 
 # linux/bpf_common.h, linux/seccomp.h, linux/audit.h
 LOAD, AND, JUMP_EQUAL, JUMP_GREATER, RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
@@ -97,7 +98,7 @@ OFFSET_NUMBER, OFFSET_ARCH, OFFSET_ARGUMENTS = 0, 4, 16  # in struct seccomp_dat
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 
 INSTRUCTION = struct.Struct("<HBBI")  # code, jump if true, jump if false (instructions to skip), operand
-libc = ctypes.CDLL(None, use_errno=True)
+prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
 class Test(NamedTuple):
@@ -115,10 +116,14 @@ class FilterProgram(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def install(program: bytes) -> None:
+def prepare(program: bytes) -> FilterProgram:
+    """What `install` takes; made in the worker, it costs a program nothing."""
+    return FilterProgram(len(program) // INSTRUCTION.size, program)
+
+
+def install(program: FilterProgram) -> None:
     """Put the calling thread, and all it starts, under a filter for good; needs no_new_privs. Raises OSError."""
-    filter_program = FilterProgram(len(program) // INSTRUCTION.size, program)
-    if libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(filter_program), 0, 0):
+    if prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(program), 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")
 
 
@@ -154,10 +159,13 @@ def assemble(*, allow_subprocess: bool, only_pid: int | None = None, owns_files:
         refusal = missing if number == SCHED_GETAFFINITY else deny
         block = [instruction for test in tests for instruction in _test(test, refusal)] + [(RETURN, 0, 0, ALLOW)]
         code += [(JUMP_EQUAL, 0, len(block), number), *block]
-    to_deny = len(denied) + len(pretended)  # instructions between the first of these jumps and the second last return
-    code += [(JUMP_EQUAL, to_deny - i, 0, number) for i, number in enumerate(sorted(denied))]
-    code += [(JUMP_EQUAL, len(pretended) + 1 - i, 0, number) for i, number in enumerate(sorted(pretended))]
-    code += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, deny), (RETURN, 0, 0, pretend)]
+    listed = sorted(denied | pretended)
+    for start in range(0, len(listed), CHUNK):
+        chunk = listed[start : start + CHUNK]
+        code += [(JUMP_GREATER, len(chunk) + 3, 0, chunk[-1])]  # to the next chunk
+        code += [(JUMP_EQUAL, len(chunk) - i + (n in pretended), 0, n) for i, n in enumerate(chunk)]
+        code += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, deny), (RETURN, 0, 0, pretend)]
+    code += [(RETURN, 0, 0, ALLOW)]
     return b"".join(INSTRUCTION.pack(*instruction) for instruction in code)
 
 

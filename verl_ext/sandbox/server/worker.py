@@ -5,7 +5,9 @@ See zygote.py. What the fork itself does is in program.py.
 
 import contextlib
 import ctypes
+import fcntl
 import gc
+import itertools
 import json
 import marshal
 import math
@@ -20,7 +22,7 @@ import sys
 import time
 from typing import Any
 
-from . import folders
+from . import folders, preload
 from .disk import DiskWatch, tree_of
 from .isolation import limit
 from .processes import Program, kill_all, memory_of_others
@@ -34,6 +36,9 @@ LENGTH = struct.Struct("<I")  # goes before every message between server and wor
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 libc = ctypes.CDLL(None, use_errno=True)
+# os.fork() also runs what modules have registered for forks (threading, logging, random). A worker has one thread and
+# holds no lock, and `preload.renew` seeds what is random: that would only touch, and so copy, 60 more pages.
+fork = ctypes.PyDLL(None, use_errno=True).fork
 
 
 def adopt_orphans() -> None:
@@ -73,10 +78,10 @@ class Worker:
     """Serves requests from one socket, one at a time, until it closes or something goes wrong.
 
     Request: LENGTH, and with it a memory file that holds marshal of {code, stdin, files, echo_last_expression} in so
-    many bytes, for the program, and behind them marshal of {run_timeout, memory_limit_MB, fetch_files, session}. First
-    answer, once there is a program to blame: LENGTH, JSON of {"started": true}. Second: LENGTH, JSON of `run`'s result
-    or of {"error": why, "lost": whether a program that ran may be the cause}, then the bytes whose counts the JSON
-    gives: stdout, stderr, fetched files in order. After one with `spent` the worker ends.
+    many bytes, for the program, and behind them marshal of {run_timeout, memory_limit_MB, fetch_files, session}. Once
+    there is a program to blame, the worker seals the file, which nobody can undo. Answer: LENGTH, JSON of `run`'s
+    result or of {"error": why, "lost": whether a program that ran may be the cause}, then the bytes whose counts the
+    JSON gives: stdout, stderr, fetched files in order. After one with `spent` the worker ends.
     """
 
     def __init__(self, connection: socket.socket, layers: Any, max_output_bytes: int, address_space: int) -> None:
@@ -94,7 +99,8 @@ class Worker:
         adopt_orphans()  # of programs, so that we can kill them
         limit(resource.RLIMIT_FSIZE, MAX_FILE_BYTES)
         limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
-        limit(resource.RLIMIT_CORE, 0)  # no RLIMIT_NPROC: it counts the user's processes on the whole machine
+        limit(resource.RLIMIT_CORE, 0)
+        layers.limit_programs()
         os.environ["HOME"] = os.environ["TMPDIR"] = self.folder
         sys.argv[:] = [folders.SCRIPT]
         gc.freeze()
@@ -102,7 +108,7 @@ class Worker:
 
     def serve(self) -> None:
         """Answer requests until the socket closes; an error is answered, too, and ends the worker."""
-        while True:
+        for count in itertools.count(1):
             if self.program:
                 self.watch(self.program)
             message, fds, _, _ = socket.recv_fds(self.connection, LENGTH.size, 1)
@@ -133,6 +139,8 @@ class Worker:
             os.close(fds[0])
             if answer["spent"]:
                 return
+            if count == 1:  # what a worker does once has split the zygote's huge pages; later ones split few
+                preload.use_huge_pages()
 
     def watch(self, program: "Program") -> None:
         """Wait for the next call; kill a program that goes on meanwhile, which a SIGCONT of its own timers can do."""
@@ -162,7 +170,7 @@ class Worker:
         else:
             self.program.call(body)
         program = self.program
-        send(self.connection, {"started": True})
+        fcntl.fcntl(body, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
         poller = select.poll()
         poller.register(program.pidfd, select.POLLIN)
         poller.register(self.connection, 0)  # POLLHUP alone: the server closed its end, nobody waits for the answer
@@ -244,7 +252,10 @@ class Worker:
         if request["session"]:
             ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             ours.setblocking(False)  # a program that reads nothing must not hang its worker
-        pid = os.fork()
+        preload.renew()
+        pid = fork()
+        if pid < 0:
+            raise OSError(ctypes.get_errno(), "fork")
         if pid == 0:
             become_program(self, request, body, out_w, err_w, theirs)
         os.close(out_w)
@@ -258,7 +269,7 @@ class Worker:
     def send(self, answer: dict[str, Any], blobs: list[memoryview], files: dict[str, int]) -> None:
         """Send one answer; raises OSError when the server has gone, which ends the worker."""
         send(self.connection, answer)
-        for blob in blobs:
+        for blob in filter(len, blobs):
             self.connection.sendall(blob)
         for path, fd in files.items():
             size = answer["files"][path]

@@ -28,7 +28,7 @@ from tests.unit.sandbox.server_process import IS_BELOW_TMP, SECRET
         ("sys.path.append('/LEFT')", "'/LEFT' in sys.path"),
         ("sys.setrecursionlimit(77)", "sys.getrecursionlimit() == 77"),
         ("os.umask(0o777)", "os.umask(0) == 0o777"),
-        ("os.nice(5)", "os.nice(0) == 5"),
+        ("os.nice(19)", "os.nice(0) == 19"),
         ("os.sched_setaffinity(0, {0})", "len(os.sched_getaffinity(0)) < os.cpu_count()"),
         ("import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (9, 9))", "__import__('resource').getrlimit(7)[1] == 9"),
         ("import signal; signal.signal(10, signal.SIG_IGN)", "__import__('signal').getsignal(10)"),

@@ -39,7 +39,7 @@ for number, first in json.loads(sys.argv[1]):
         code += [(s.RETURN, 0, 0, s.ERRNO | 1), (s.LOAD, 0, 0, s.OFFSET_NUMBER)]
 code += [(s.RETURN, 0, 0, s.ALLOW)]
 isolation.set_no_new_privs()
-s.install(b"".join(s.INSTRUCTION.pack(*instruction) for instruction in code))
+s.install(s.prepare(b"".join(s.INSTRUCTION.pack(*instruction) for instruction in code)))
 os.execv(sys.executable, [sys.executable, "-m", "verl_ext.sandbox.server", "--port", "0", *sys.argv[2:]])
 """
 # Before that, in a mount namespace: the interpreter, where it is below a home that is closed to others, is alone there.
@@ -190,6 +190,8 @@ def test_where_a_fresh_proc_is_refused_it_is_empty(layers):
         assert client.stdout("import os; print(os.listdir('/proc'))").endswith("Permission denied: '/proc'\n")
         assert client.stdout("import os; print(os.path.exists('/proc/self'))") == "False\n"
         assert client.stdout("import random; print(1)") == "1\n"
+        with urllib.request.urlopen(f"{client.url}/metrics", timeout=20) as response:
+            assert 'sandbox_restarts_total{process="worker"} 0.0' in response.read().decode().split("\n")
 
 
 @needs_x86_64
@@ -270,6 +272,17 @@ def test_root_runs_programs_as_a_user_that_owns_nothing(layers, tmp_path, refuse
         assert client.stdout("import os; print(os.listdir())") == "['main.py']\n"
         for attack in (f"open({str(host)!r})", "import os; os.setuid(0)", "import os; os.kill(os.getppid(), 9)"):
             assert "PermissionError" in client.stdout(attack)
+
+
+@needs_x86_64
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_servers_of_a_machine_give_programs_users_of_their_own(tmp_path):
+    """A program may not take the processes of another server's, which RLIMIT_NPROC counts by user, nor kill them."""
+    users = []
+    for _ in range(3):  # two of three may draw the same
+        with running(OPEN_INTERPRETER + REFUSE, json.dumps([UNSHARE])) as client:
+            users.append(client.stdout("import os; print(os.getuid())"))
+    assert len(set(users)) > 1
 
 
 # --- the filter

@@ -1,0 +1,61 @@
+"""The end of what a program has forked, where its worker or the zygote is killed and no process namespace ends with it.
+
+A fork clears PR_SET_PDEATHSIG, so that a program's children outlive its worker; they are then children of the zygote.
+Its other children are workers, which are in its session as no program is.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+
+from verl_ext.sandbox.server.disk import children_of, tree_of
+
+ORPHANS_S = 2.0  # until what was killed is gone; after that it is stuck in the kernel, and left to die by itself
+
+
+def kill_orphans(zygote: int, worker: int) -> None:
+    """Wait for the end of a worker, then kill all that is below the zygote and outside of its session.
+
+    Args:
+        zygote: process id.
+        worker: pidfd of a worker that was killed.
+    """
+    poller = select.poll()
+    poller.register(worker, select.POLLIN)
+    poller.poll(ORPHANS_S * 1000)
+    with contextlib.suppress(ProcessLookupError):  # the zygote has ended
+        session = os.getsid(zygote)
+        _kill(lambda: [pid for child in children_of(zygote) if _session(child) != session for pid in tree_of(child)])
+
+
+def kill_below(zygote: int) -> None:
+    """Kill the workers of a zygote, and all that is below them."""
+    _kill(lambda: tree_of(zygote)[1:])
+
+
+def _kill(find: Callable[[], list[int]]) -> None:
+    deadline = time.monotonic() + ORPHANS_S
+    while (pids := find()) and time.monotonic() < deadline:
+        stopped: set[int] = set()
+        while not stopped.issuperset(pids) and time.monotonic() < deadline:  # what is stopped does not fork
+            _signal(pids, signal.SIGSTOP)
+            stopped.update(pids)
+            pids = find()
+        _signal(pids, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _signal(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:  # it has ended
+        return None
