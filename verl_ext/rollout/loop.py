@@ -62,7 +62,7 @@ class Rollout:
     log_probs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # [start, end) of each turn of the model
     use: ToolUse = field(default_factory=ToolUse)
-    turns: list[dict[str, Any]] = field(default_factory=list)  # for the trajectory log
+    turns: list[dict[str, Any]] = field(default_factory=list)  # for the records
     tool_rewards: list[float] = field(default_factory=list)
     version_spans: list[Span] = field(default_factory=list)  # see rollout/weight_versions.py
     from_server: dict[str, Any] = field(default_factory=dict)  # what else the server sent with the newest turn
@@ -77,7 +77,9 @@ class Rollout:
         self.mask += [1] * len(ids)
         self.log_probs += log_probs
 
-    def add_reply(self, ids: list[int]) -> None:
+    def add_reply(self, ids: list[int], text: str = "") -> None:
+        if self.turns:
+            self.turns[-1]["reply"] = {"text": text, "tokens": len(ids), "start": len(self.ids)}
         self.ids += ids
         self.mask += [0] * len(ids)
         self.log_probs += [0.0] * len(ids)
@@ -106,7 +108,7 @@ class RetoolAgentLoop(AgentLoopBase):
         self.run_last_code = settings.run_last_code
         self.max_malformed_calls = settings.max_malformed_calls
         self.max_tool_response_tokens = settings.max_tool_response_tokens
-        self.log_trajectories = settings.trajectory_log.enable
+        self.is_recorded = settings.recorder.enable
         self.response_length = self.rollout_config.response_length
         self.protocol = make_protocol(
             protocol or settings.protocol,
@@ -180,7 +182,7 @@ class RetoolAgentLoop(AgentLoopBase):
         self, rollout: Rollout, prompt_ids: list[int], params: dict[str, Any], request_id: str, priority: int
     ) -> tuple[str, bool, bool]:
         """Let the model write; returns its text, whether it ended by an end token, and whether it was aborted."""
-        started = time.perf_counter()
+        started, started_s = time.perf_counter(), time.time()
         with noted_attempts() as attempts:
             output = await self.server_manager.generate(
                 request_id=request_id,
@@ -197,13 +199,13 @@ class RetoolAgentLoop(AgentLoopBase):
         if not aborted and (kept := self._length_up_to_stop(ids, text)) < len(ids):
             ids, log_probs = ids[:kept], log_probs[:kept]
             text = self.tokenizer.decode(ids)
-        attempts = attempts or [(len(ids), output.extra_fields.get("global_steps"))]  # not of verl's client
-        spans = spans_of(attempts, len(rollout.ids), len(ids))
+        told = attempts or [(len(ids), output.extra_fields.get("global_steps"))]  # not of verl's client
+        spans = spans_of(told, len(rollout.ids), len(ids))
         rollout.version_spans = joined(rollout.version_spans, spans)
         rollout.from_server = output.extra_fields
+        turn = {"text": text, "tokens": len(ids), "start": len(rollout.ids), "calls": []}
+        rollout.turns.append(turn | {"server": attempts.server, "started_s": started_s, "generate_s": seconds})
         rollout.add_turn(ids, log_probs)
-        versions = [version for *_, version in spans]
-        rollout.turns.append({"text": text, "tokens": len(ids), "decode_s": seconds, "versions": versions, "calls": []})
         end_ids = self.end_ids | self.special_ids if rollout.room else self.end_ids
         return text, bool(ids) and ids[-1] in end_ids, aborted
 
@@ -246,11 +248,11 @@ class RetoolAgentLoop(AgentLoopBase):
         if rollout.room <= answer_tokens:
             return RolloutEnd.MAX_TURNS if is_last else RolloutEnd.MAX_TOKENS
 
-        started = time.perf_counter()
+        started, started_s = time.perf_counter(), time.time()
         results = await self._run_calls(to_run, sample.get("tools_kwargs") or {}, sample.get("call_retries", 0))
         use.tool_s += time.perf_counter() - started
         for entry, result in zip([entry for entry in entries if "tool" in entry], results, strict=True):
-            entry |= vars(result)
+            entry |= vars(result) | {"started_s": started_s}
         failure = next((result.failure for result in results if result.failure), None)
         if failure is not None:
             logger.warning("a tool failed: %s", failure)
@@ -264,11 +266,11 @@ class RetoolAgentLoop(AgentLoopBase):
                 rollout.tool_rewards.append(result.reward)
         said = iter(results)
         texts = [_encodable(next(said).output if isinstance(call, Call) else str(call)) for call in calls]
-        reply, was_cut = self._encode_reply(texts, ended, rollout.room - answer_tokens)
+        reply, text, was_cut = self._encode_reply(texts, ended, rollout.room - answer_tokens)
         use.outputs_cut += was_cut
         if reply is None:
             return RolloutEnd.MAX_TURNS if is_last else RolloutEnd.MAX_TOKENS
-        rollout.add_reply(reply)
+        rollout.add_reply(reply, text)
         return RolloutEnd.MAX_TURNS if is_last else None
 
     async def _run_calls(self, calls: list[Call], tools_kwargs: Mapping[str, Any], retries: int) -> list[CallResult]:
@@ -290,20 +292,21 @@ class RetoolAgentLoop(AgentLoopBase):
                 results[i] = result
         return results
 
-    def _encode_reply(self, texts: list[str], ended: bool, room: int) -> tuple[list[int] | None, int]:
-        """What the tools say as at most `room` tokens, and how many outputs were cut for it; None if none would do.
+    def _encode_reply(self, texts: list[str], ended: bool, room: int) -> tuple[list[int] | None, str, int]:
+        """What the tools say as at most `room` tokens, as text, and how many outputs were cut; None if none would do.
 
         Outputs together take at most half of the room, so that the rest is left to answer with.
         """
         limit = min(self.max_tool_response_tokens, max(room // (2 * len(texts)), 0))
         while True:
             shown = [cut_output(self.tokenizer, text, limit, self._encoder.encode_output) for text in texts]
-            ids = self._encoder.encode(self.protocol.reply(shown, ended=ended))
+            reply = self.protocol.reply(shown, ended=ended)
+            ids = self._encoder.encode(reply)
             excess = len(ids) - room
             if excess <= 0:
-                return ids, sum(cut != text for cut, text in zip(shown, texts, strict=True))
+                return ids, "".join(reply), sum(cut != text for cut, text in zip(shown, texts, strict=True))
             if limit == 0:
-                return None, 0
+                return None, "", 0
             limit = max(0, limit - math.ceil(excess / len(texts)) - _CUT_STEP)
 
     async def _encode_prompt(self, uid: str, messages: list[dict], schemas: list[dict] | None) -> list[int]:
@@ -335,7 +338,7 @@ class RetoolAgentLoop(AgentLoopBase):
             "turn_scores": [],
             "tool_rewards": rollout.tool_rewards,
         }
-        if self.log_trajectories:
+        if self.is_recorded:
             extra_fields["trajectory"] = {
                 "prompt": self.tokenizer.decode(prompt_ids),
                 "turns": rollout.turns,

@@ -34,7 +34,7 @@ async def roll_out(
     """The real agent loop, between a server that samples `trace` and a sandbox that prints `output` of every program.
 
     Args:
-        config: of an RL run; lengths and the trajectory log are not taken from it.
+        config: of an RL run; lengths and the recorder are not taken from it.
         question: of the user.
         trace: what its mask says is the model's is sampled, a stretch a turn; then the end token.
         model_path: its folder, for the model's type.
@@ -51,7 +51,7 @@ async def roll_out(
 
     size = len(trace[0])
     long = {"prompt_length": size, "response_length": 2 * size}
-    quiet = {"retool": {"trajectory_log": {"enable": False}}, "actor_rollout_ref": {"rollout": long}}
+    quiet = {"retool": {"recorder": {"enable": False}}, "actor_rollout_ref": {"rollout": long}}
     model = Path(model_path).expanduser() / "config.json"
     loop = RetoolAgentLoop(
         trainer_config=SimpleNamespace(config=OmegaConf.merge(config, quiet)),

@@ -1,4 +1,6 @@
-"""Which version of the weights wrote which token. A version is the training step after which a server was given them.
+"""Which server wrote a turn, and which version of the weights which token of it.
+
+A version is the training step after which a server was given the weights.
 
 A span is (start, end, version): tokens [start, end) of a response. Spans are in order; tokens of tools are in none.
 """
@@ -12,13 +14,21 @@ from typing import Any
 from verl_ext.versions import VERL, require_versions
 
 Span = tuple[int, int, int | None]
-_attempts: ContextVar[list[tuple[int, int | None]] | None] = ContextVar("attempts", default=None)
+
+
+class Attempts(list[tuple[int, int | None]]):
+    """(tokens, version) of each request that is made for one turn; several of one that crossed updates."""
+
+    server: str | None = None  # address and port of the one that answered last
+
+
+_attempts: ContextVar[Attempts | None] = ContextVar("attempts", default=None)
 
 
 @contextmanager
-def noted_attempts() -> Iterator[list[tuple[int, int | None]]]:
-    """(tokens, version) of each request that the block makes for one turn, in order."""
-    attempts: list[tuple[int, int | None]] = []
+def noted_attempts() -> Iterator[Attempts]:
+    """The requests that a block makes for one turn."""
+    attempts = Attempts()
     token = _attempts.set(attempts)
     try:
         yield attempts
@@ -56,46 +66,22 @@ def note_attempts(clients: ModuleType) -> None:
     """verl/workers/rollout/llm_server.py:99 (0.9.1): `LLMServerClient.generate` is one request.
 
     :225 `FullyAsyncLLMServerClient` merges the requests of a turn that was aborted for new weights, and keeps the
-    versions of the first and the last alone.
+    versions of the first and the last alone, and no server.
     """
     require_versions(VERL, "verl_ext/rollout/weight_versions.py")
-    generate = clients.LLMServerClient.generate
+    acquire, generate = clients.LLMServerClient._acquire_server, clients.LLMServerClient.generate
 
-    async def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output = await generate(self, *args, **kwargs)
+    async def acquire_noted(self: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
+        name, server = await acquire(self, *args, **kwargs)
         if (attempts := _attempts.get()) is not None:
-            attempts.append((len(output.token_ids), output.extra_fields.get("global_steps")))
+            attempts.server = name
+        return name, server
+
+    async def generate_noted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = await generate(self, *args, **kwargs)
+        runs = output.extra_fields.pop("version_runs", None)  # of a server of verl_ext/fleet
+        if (attempts := _attempts.get()) is not None:
+            attempts += runs or [(len(output.token_ids), output.extra_fields.get("global_steps"))]
         return output
 
-    clients.LLMServerClient.generate = noted
-
-
-def read_version_at_admission(servers: ModuleType) -> None:
-    """verl/workers/rollout/vllm_rollout/vllm_async_server.py:689 (0.9.1) reads the version when a request has ended.
-
-    A request that was aborted for new weights may then have got their version before it is read. No request is under
-    way while weights change (:1022 `_park_until_admitted`), so the version at its admission is that of all its tokens.
-    """
-    require_versions(VERL, "verl_ext/rollout/weight_versions.py")
-    server = servers.vLLMHttpServer
-    park, generate = server._park_until_admitted, server.generate
-
-    # Ray pickles the server's class by value, with what its functions name: hence no context variable here.
-    async def _park_until_admitted(self: Any, request_id: str) -> Any:
-        rejected = await park(self, request_id)
-        self.__dict__.setdefault("_admitted_at", {})[request_id] = self.global_steps
-        return rejected
-
-    async def generate_at_version(
-        self: Any, prompt_ids: Any, sampling_params: Any, request_id: str, **rest: Any
-    ) -> Any:
-        admitted_at = self.__dict__.setdefault("_admitted_at", {})
-        try:
-            output = await generate(self, prompt_ids, sampling_params, request_id, **rest)
-            if request_id in admitted_at:  # what a prefill server hands on is admitted by another one
-                output.extra_fields["global_steps"] = admitted_at[request_id]
-            return output
-        finally:
-            admitted_at.pop(request_id, None)
-
-    server._park_until_admitted, server.generate = _park_until_admitted, generate_at_version
+    clients.LLMServerClient._acquire_server, clients.LLMServerClient.generate = acquire_noted, generate_noted

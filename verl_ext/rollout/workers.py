@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import os
+import time
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import ray
 import torch
 import transfer_queue as tq
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tensordict import TensorDict
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopBase,
@@ -35,7 +36,8 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from verl_ext.outcome import RolloutEnd, infrastructure_failure
-from verl_ext.records.trajectories import TrajectoryLog, trajectory_record
+from verl_ext.records.recorder import Group, find, pack
+from verl_ext.records.trajectories import raised_row, rollout_row
 from verl_ext.rollout.loop import RETRY_PAUSE_S
 from verl_ext.settings import FailedSamples
 
@@ -51,6 +53,8 @@ class _RunningGroup:
     keys: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     tags: list[dict[str, Any]] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    cpu_s: float = 0.0  # that the records took
 
 
 class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
@@ -67,7 +71,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             raise NotImplementedError(
                 "LeanAgentLoopWorker rolls out text without a teacher model, but the model has a processor for images "
                 "or distillation is on. Take verl's own workers: rollout.agent.agent_loop_manager_class=null and "
-                "retool.trajectory_log.enable=false."
+                "retool.recorder.enable=false."
             )
         self._shared_loops: dict[str, AgentLoopBase] = {}
         self._stored_columns = ["uid", "data_source", "reward_model"]  # what verl's trainer selects (trainer_base.py)
@@ -76,14 +80,9 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             self._score_rollout = None  # verl's reward workers score
         else:
             self._score_rollout = getattr(load_reward_manager(self.config, self.tokenizer), "score_rollout", None)
-        if self.config.trainer.v1.trainer_mode == "sync" and number_of_replicas(self.config) == 1:
+        if self.config.trainer.v1.trainer_mode == "sync" and number_of_slots(self.config) == 1:
             skip_load_balancer(self.llm_client)
-        settings = self.config.retool.trajectory_log
-        self._trajectory_log = (
-            TrajectoryLog(settings.folder, max_mb=settings.max_mb, max_files=settings.max_files)
-            if settings.enable
-            else None
-        )
+        self._recorder = find() if self.config.retool.recorder.enable else None
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -110,12 +109,20 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             KeyError: no loop of that name is registered.
         """
         agent_loop = self._shared_loops.get(agent_name) or self._make_loop(agent_name)
-        group, validate = running_group, trajectory["validate"]
+        group, validate, started = running_group, trajectory["validate"], time.time()
         try:
             outputs = await self._roll_out(agent_loop, sampling_params, validate, sample)
+            self._record(group, outputs, validate, sample, started)
             self._add_rows(group, outputs, validate, sample)
+        except Exception as error:  # whatever it is: verl gets it, the record says so
+            if self._recorder is not None:
+                times = {"started_s": started, "ended_s": time.time()}
+                group.records.append(raised_row(sample, error, validate=validate, **times))
+            raise
         finally:
             group.running -= 1
+            if group.running == 0 and group.records:
+                self._send(group, validate, sample)
             if group.running == 0 and group.keys:  # also where this one raised: validation counts the others
                 rows = list_of_dict_to_tensordict(group.rows)
                 partition = "val" if validate else "train"
@@ -182,11 +189,6 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         """As verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), but the outputs are scored already, the rows wait for
         their group, and columns of the data set that nothing reads later are left out: the actor would fetch each.
         """
-        for output in outputs:
-            trajectory = output.extra_fields.pop("trajectory", None)
-            if trajectory is not None and self._trajectory_log is not None:
-                record = trajectory_record(trajectory, output.extra_fields, sample, validate=validate)
-                self._trajectory_log.write(record)
         for i, output in enumerate(outputs):
             if outputs[-1].reward_score is not None:
                 output.reward_score = outputs[-1].reward_score
@@ -209,6 +211,39 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     "max_global_steps": output.extra_fields.get("max_global_steps"),
                 }
             )
+
+    def _record(
+        self,
+        group: _RunningGroup,
+        outputs: list[AgentLoopOutput],
+        validate: bool,
+        sample: dict[str, Any],
+        started_s: float,
+    ) -> None:
+        """Note the last output of a rollout, whose turns are all in it; the storage does not get the trajectories."""
+        trajectories = [output.extra_fields.pop("trajectory", {}) for output in outputs]
+        if self._recorder is None:
+            return
+        began, final = time.thread_time(), outputs[-1]
+        row = rollout_row(
+            sample,
+            trajectories[-1],
+            final.extra_fields,
+            validate=validate,
+            score=final.reward_score,
+            score_s=final.metrics.compute_score,
+            started_s=started_s,
+            ended_s=time.time(),
+        )
+        group.records.append(row)
+        group.cpu_s += time.thread_time() - began
+
+    def _send(self, group: _RunningGroup, validate: bool, sample: dict[str, Any]) -> None:
+        """To the recorder, without waiting for it."""
+        began = time.thread_time()
+        packed = pack(group.records)
+        cpu_s = group.cpu_s + time.thread_time() - began
+        self._recorder.group.remote(Group(sample["uid"], sample["global_steps"], validate, packed, cpu_s))
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
         """As verl/experimental/agent_loop/agent_loop.py:967 (0.9.1), without the trip to a reward worker."""
@@ -299,6 +334,12 @@ def number_of_replicas(config: DictConfig) -> int:
         rollout.tensor_model_parallel_size * rollout.get("pipeline_model_parallel_size", 1) * rollout.data_parallel_size
     )
     return config.trainer.nnodes * config.trainer.n_gpus_per_node // per_server
+
+
+def number_of_slots(config: DictConfig) -> int:
+    """Between how many the router of a colocated run chooses: servers, or their data-parallel ranks."""
+    is_ring = OmegaConf.select(config, "retool.fleet.routing") == "ring"
+    return number_of_replicas(config) * (config.actor_rollout_ref.rollout.data_parallel_size if is_ring else 1)
 
 
 def skip_load_balancer(client: LLMServerClient) -> None:

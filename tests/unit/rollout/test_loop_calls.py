@@ -220,22 +220,29 @@ def test_what_the_model_wrote_comes_back_as_text_in_the_answer_to_a_malformed_ca
 def test_what_a_rollout_did_is_recorded_where_that_is_on(roll_out, tokenizer, encode, answer):
     failed = RunResult("code_error", "", "Traceback:\nNameError: x", 1, queue_s=0.5, run_s=0.25, attempts=2, message="")
     turns = [encode("<code></code>"), encode(CALL), encode(CALL), answer]
-    log = {"enable": True, "folder": "", "max_mb": 1, "max_files": 2}
-    output, *_ = roll_out(tokenizer, turns, [failed, "2"], response_length=300, trajectory_log=log, seed=3)
+    recorder = {"enable": True, "token_share": 0.0, "keep_steps": 1, "max_gb": 1}
+    output, *_ = roll_out(tokenizer, turns, [failed, "2"], response_length=300, recorder=recorder, seed=3)
     trajectory = output.extra_fields["trajectory"]
     assert trajectory["prompt"] == tokenizer.decode(output.prompt_ids)
     assert [turn["text"] for turn in trajectory["turns"]] == [tokenizer.decode(turn) for turn in turns]
     assert [turn["tokens"] for turn in trajectory["turns"]] == [len(turn) for turn in turns]
+    assert [turn["start"] for turn in trajectory["turns"]] == [start for start, _ in output.extra_fields["model_spans"]]
+    replies = [turn.get("reply") for turn in trajectory["turns"]]
+    assert replies[3] is None
+    for reply in replies[:3]:
+        ids = output.response_ids[reply["start"] : reply["start"] + reply["tokens"]]
+        assert tokenizer.decode(ids) == reply["text"] and reply["tokens"] > 0
     malformed, error, ok, none = (turn["calls"] for turn in trajectory["turns"])
     assert malformed == [{"malformed": "empty_code", "output": "FormatError: empty <code></code>"}] and none == []
     assert error[0]["error"] == "NameError" and error[0]["output"] == "NameError: x" and error[0]["attempts"] == 2
     assert (error[0]["queue_s"], error[0]["run_s"]) == (0.5, 0.25)
+    assert (error[0]["stdout"], error[0]["exit_code"]) == ("", 1) and error[0]["started_s"] > 1e9
     assert ok[0]["arguments"] == {"code": "print(1+1)"} and ok[0]["output"] == "2" and ok[0]["error"] is None
     use = output.extra_fields["tool_use"]
     assert (use["ok"], use["errors"], use["malformed"], use["fixed"]) == (1, {"NameError": 1}, {"empty_code": 1}, 1)
     assert use["code_lines"] == 2 and use["queue_s"] == 0.5 and use["run_s"] == 0.25
     assert use["void_turns"] == 1  # the malformed one
-    assert all(0 <= turn["decode_s"] < 60 for turn in trajectory["turns"]) and 0 <= use["generate_s"] < 60
+    assert all(0 <= turn["generate_s"] < 60 for turn in trajectory["turns"]) and 0 <= use["generate_s"] < 60
     assert trajectory["seeds"] == {"data": None, "rollout": 3}
     assert trajectory["sampling"] == {"temperature": 1.0, "top_p": None, "top_k": None}
     assert "trajectory" not in roll_out(tokenizer, [answer])[0].extra_fields

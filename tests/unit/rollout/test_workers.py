@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +42,8 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
             response = await self.samples[session_id]()
             response, info = response if isinstance(response, tuple) else (response, {})
             fields = {"reward_extra_info": info, "min_global_steps": 6, "max_global_steps": 7}
-            fields["trajectory"] = {"prompt": "1+1?", "turns": [len(response)]}
+            turn = {"text": "x" * len(response), "tokens": len(response), "start": 0, "calls": []}
+            fields["trajectory"] = {"prompt": "1+1?", "turns": [turn | {"started_s": 1.0, "generate_s": 0.5}]}
             return AgentLoopOutput(
                 prompt_ids=[1, 2],
                 response_ids=response,
@@ -53,7 +55,7 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
 
     def run(
         samples: list,
-        log: Any = None,
+        recorder: Any = None,
         validate: bool = False,
         retool: dict | None = None,
         score: Any = None,
@@ -65,7 +67,7 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
             rollout["val_kwargs"]["n"] = len(samples)
         worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool or {}})
         worker._stored_columns, worker._score_rollout = ["uid", "reward_model"], score
-        worker._trajectory_log = log
+        worker._recorder = recorder
         worker.reward_loop_worker_handles = None
         worker._shared_loops = {"retool_code": Loop(samples)}
         prompt = {"uid": "p", "agent_name": "retool_code", "global_steps": 7, "reward_model": {"a": 1}} | prompt
@@ -118,19 +120,39 @@ def test_a_prompt_may_say_its_own_number_of_samples(roll_out_prompt, number: int
     assert stored == keys and finished == ("train:p", "finished")
 
 
-def test_trajectories_go_to_their_log_and_not_into_the_storage(roll_out_prompt) -> None:
-    class Log:
-        written: list[dict] = []
+class Recorder:
+    """A handle of the actor: what it is sent."""
 
-        def write(self, record: dict) -> None:
-            self.written.append(record)
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.group = SimpleNamespace(remote=self.sent.append)
 
-    _, (_, (fields, _)), _ = roll_out_prompt(samples_of([2, 1]), log=Log())
-    assert [(record["uid"], record["session"], record["turns"]) for record in Log.written] == [
-        ("p", 1, [1]),
-        ("p", 0, [2]),
-    ]
+    def rows(self) -> list[dict]:
+        (group,) = self.sent
+        return pickle.loads(group.packed)
+
+
+def test_a_group_goes_to_the_recorder_in_one_message_and_not_into_the_storage(roll_out_prompt) -> None:
+    recorder = Recorder()
+    _, (_, (fields, _)), _ = roll_out_prompt(samples_of([2, 1]), recorder=recorder)
+    texts = [(row["uid"], row["session"], row["step"], row["turns"][0]["text"]) for row in recorder.rows()]
+    assert texts == [("p", 1, 7, "x"), ("p", 0, 7, "xx")]
+    assert [row["score"] for row in recorder.rows()] == [1.0, 2.0]
+    assert (recorder.sent[0].uid, recorder.sent[0].step, recorder.sent[0].validate) == ("p", 7, False)
+    assert recorder.sent[0].cpu_s > 0
     assert all("trajectory" not in extra for extra in fields.get("extra_fields").tolist())
+
+
+@pytest.mark.parametrize("raises_after_s", [0.0, 0.05], ids=["first", "last"])
+def test_a_rollout_that_raised_is_recorded_with_those_of_its_group(roll_out_prompt, raises_after_s) -> None:
+    async def fail() -> list[int]:
+        await asyncio.sleep(raises_after_s)
+        raise OSError("a bug")
+
+    recorder = Recorder()
+    roll_out_prompt([fail, *samples_of([2])], recorder=recorder)
+    ends = {row["session"]: (row["end_reason"], row.get("exception")) for row in recorder.rows()}
+    assert ends[0] == ("raised", "OSError: a bug") and ends[1][0] != "raised" and len(ends) == 2
 
 
 @pytest.mark.parametrize("raises_after_s", [0.0, 0.05], ids=["first", "last"])
@@ -250,7 +272,7 @@ def test_the_protocol_is_that_of_the_sample_or_else_of_the_run(agent_name, confi
     config = compose_run("tiny_dapo")
     rollout = {"response_length": 10, "prompt_length": 10, "multi_turn": {"max_parallel_calls": 1}}
     rollout["agent"] = config.actor_rollout_ref.rollout.agent
-    retool = OmegaConf.merge(config.retool, {"protocol": configured, "trajectory_log": {"folder": ""}})
+    retool = OmegaConf.merge(config.retool, {"protocol": configured, "recorder": {"enable": True}})
     worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
     worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool, "data": {}})
     worker._shared_loops, worker.tools = {}, []
@@ -320,6 +342,16 @@ def test_number_of_replicas(nodes: int, gpus: int, tensor_parallel: int, expecte
         number_of_replicas(OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": rollout}}))
         == expected
     )
+
+
+@pytest.mark.parametrize(("routing", "expected"), [("verl", 1), ("ring", 4), (None, 1)])
+def test_the_ring_has_the_data_parallel_ranks_of_one_server_to_choose_from(routing, expected) -> None:
+    from verl_ext.rollout.workers import number_of_slots
+
+    rollout = {"tensor_model_parallel_size": 2, "data_parallel_size": 4}
+    config = {"trainer": {"nnodes": 1, "n_gpus_per_node": 8}, "actor_rollout_ref": {"rollout": rollout}}
+    assert number_of_slots(OmegaConf.create(config | {"retool": {"fleet": {"routing": routing}}})) == expected
+    assert number_of_slots(OmegaConf.create(config)) == 1  # of a run without the key
 
 
 async def test_the_load_balancer_is_asked_once() -> None:

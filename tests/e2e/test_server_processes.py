@@ -1,0 +1,70 @@
+"""What ends with the process of a server: a real actor of Ray, whose engine is a sleep; no vLLM."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def server_class():
+    """An actor with an engine, and the shell beside it that `WatchedServer` starts."""
+    import ray
+
+    from verl_ext.cpu.warm_python import ENVIRONMENT
+    from verl_ext.fleet.watched import start_reaper
+
+    ray.init(
+        num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, runtime_env={"env_vars": ENVIRONMENT}
+    )
+
+    @ray.remote(max_concurrency=10)
+    class Server:
+        def __init__(self) -> None:
+            self.engine = subprocess.Popen(["sleep", "600"])
+            self.reaper = start_reaper([self.engine.pid])
+
+        async def place(self) -> tuple[str, int, int]:
+            return ray.get_runtime_context().get_node_id(), os.getpid(), self.engine.pid
+
+        async def generate(self) -> None:
+            await asyncio.sleep(600)
+
+    yield Server
+    ray.shutdown()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_server_that_hangs_or_is_gone_ends_with_its_engine_and_its_callers_are_told(server_class, signal_number):
+    import ray
+    from ray.exceptions import ActorDiedError
+
+    from verl_ext.fleet.recovery import stop_replica
+
+    server = server_class.remote()
+    node, pid, engine = ray.get(server.place.remote())
+    request = server.generate.remote()
+    time.sleep(0.5)
+    os.kill(pid, signal_number)
+    hanging = (node, pid) if signal_number == signal.SIGSTOP else None  # ray.kill alone leaves such a process
+    stop_replica(SimpleNamespace(servers=[server], workers=[], resource_pool=None), hanging)
+    with pytest.raises(ActorDiedError):
+        ray.get(request, timeout=30)
+    deadline = time.monotonic() + 30
+    while is_alive(pid) or is_alive(engine):
+        assert time.monotonic() < deadline, f"alive: server {is_alive(pid)}, engine {is_alive(engine)}"
+        time.sleep(0.1)

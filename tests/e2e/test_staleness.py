@@ -1,0 +1,164 @@
+"""Which weights wrote which token: `max_staleness` is kept, and every span's log-probs are those of its version.
+
+Six steps in verl's mode `separate_async` for each tau, with a sandbox so slow that responses outlast updates. Every
+version is a checkpoint. Plain transformers in fp32 redo the log-probs of every response that was trained on, with the
+weights that its spans name and with those of the version before and the one behind.
+
+`RETOOL_STALENESS=1 pytest -m slow tests/e2e/test_staleness.py` takes about two minutes a tau.
+"""
+
+import os
+import re
+import runpy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
+from verl_ext.sandbox.launch import running_server
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif("RETOOL_STALENESS" not in os.environ, reason="takes minutes; RETOOL_STALENESS=1 runs it"),
+]
+
+slow_sandbox = runpy.run_path(str(REPO / "scripts" / "slow_sandbox.py"))["slow_sandbox"]
+STEPS = 6
+SAME = 1e-4  # log-probs of one version, by vLLM and by transformers
+OTHER = 1e-3  # a neighbour's differ by more in some token, but in a span that both versions are sure of
+OVERRIDES = (
+    "hardware=cpu_separate",
+    f"trainer.total_training_steps={STEPS}",
+    "trainer.save_freq=1",
+    "retool.checkpoints.keep_last=null",
+    "data.train_batch_size=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "trainer.v1.separate_async.num_warmup_batches=3",  # so many batches more are in flight, and age
+    "actor_rollout_ref.rollout.max_num_seqs=4",  # the trainer waits for the server: updates break turns off
+    "actor_rollout_ref.actor.optim.lr_warmup_steps=0",  # a version differs from its neighbours from the first one on
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "++reward.reward_kwargs.random_reward_p=0.5",  # useful groups, whatever the model can do
+    f"trainer.v1.sampler.custom_sampler.path={REPO}/tests/e2e/token_sampler.py",
+    "trainer.v1.sampler.custom_sampler.name=TokenRecordingReplayBuffer",
+)
+
+
+PLACES = ("not behind an update", "in a turn behind an update", "in a turn that an update broke off")
+
+
+@dataclass
+class Span:
+    """Tokens [start, end) of a response, whose log-probs vLLM noted at `version`."""
+
+    response: int
+    start: int
+    end: int
+    version: int
+    place: str  # of PLACES
+
+
+def read_trained(folder: Path) -> Iterator[tuple[int, dict]]:
+    """(step, response) of all that was trained on."""
+    for path in sorted(folder.glob("step_*.pt")):
+        step = int(re.match(r"step_(\d+)_", path.name)[1])
+        for row in torch.load(path, weights_only=False):
+            yield step, row
+
+
+def load_version(run: Path, model: Path, version: int) -> torch.nn.Module:
+    """The weights after step `version`, those before the first step for 0, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    if version:
+        shard = run / f"global_step_{version}" / "actor" / "model_world_size_1_rank_0.pt"
+        weights = torch.load(shard, weights_only=False)
+        loaded.load_state_dict({name: getattr(value, "_local_tensor", value) for name, value in weights.items()})
+    return loaded
+
+
+@torch.no_grad()
+def log_probs_of(model: torch.nn.Module, rows: list[dict]) -> list[torch.Tensor]:
+    """float[tokens] of each response, one forward pass over all of it."""
+    result = []
+    for row in rows:
+        ids = torch.cat([row["prompt"], row["response"]]).long()[None]
+        logits = model(input_ids=ids).logits[0, len(row["prompt"]) - 1 : -1].float()
+        result.append(logits.log_softmax(-1).gather(-1, row["response"].long()[:, None])[:, 0])
+    return result
+
+
+@pytest.mark.parametrize("tau", [0, 1, 2])
+def test_spans_are_of_their_version_and_no_response_is_too_old(small: Path, tmp_path: Path, tau: int) -> None:
+    out = tmp_path / "rl"
+    with running_server() as url, slow_sandbox(url, mean_s=2.0, seed=tau) as slow_url:
+        process = launch(
+            "run_tiny_dapo.sh",
+            out / "log.txt",
+            *OVERRIDES,
+            f"trainer.v1.sampler.sampler_kwargs.max_staleness={tau}",
+            f"++trainer.v1.sampler.sampler_kwargs.record_to={out}/trained",
+            DATA_DIR=str(small / "data"),
+            MODEL_PATH=str(small / "sft" / "merged"),
+            OUTPUT_DIR=str(out),
+            SANDBOX_URL=slow_url,
+        )
+        run_to_end(process, out / "log.txt")
+    metrics, trained = dict(read_metrics(out)), list(read_trained(out / "trained"))
+    check(out, small / "sft" / "merged", metrics, trained, tau)
+
+
+def spans_of(number: int, row: dict) -> Iterator[Span]:
+    before = None
+    for start, end, version in row["version_spans"]:
+        is_behind = before is not None and before[2] != version
+        yield Span(number, start, end, version, PLACES[is_behind + (is_behind and before[1] == start)])
+        before = start, end, version
+
+
+def check(out: Path, model: Path, metrics: dict, trained: list[tuple[int, dict]], tau: int) -> None:
+    assert sorted({step for step, _ in trained}) == list(range(1, STEPS + 1))
+    ages = [step - 1 - version for step, row in trained for *_, version in row["version_spans"]]
+    dropped = sum(data["staleness/dropped"] for data in metrics.values())
+    print(f"tau {tau}: {len(trained)} responses, ages {sorted(set(ages))}, dropped as too old {dropped:.0f}")
+    assert 0 <= min(ages) and max(ages) <= tau
+    assert max(ages) == tau, "nothing was as old as is allowed: tau was not tested"
+    assert dropped, "nothing was too old: tau was not tested"
+
+    rows = [row for _, row in trained]
+    spans = [span for number, row in enumerate(rows) for span in spans_of(number, row)]
+    for row in rows:  # each token of the policy is in one span, and none of a tool's
+        covered = torch.zeros(len(row["mask"]), dtype=torch.long)
+        for start, end, _ in row["version_spans"]:
+            covered[start:end] += 1
+        assert covered.tolist() == row["mask"].tolist()
+    places = {span.place for span in spans}  # a turn of the tiny model is so short that few runs have one broken off
+    assert PLACES[0] in places and (PLACES[1] in places or not tau), "no response outlasted an update"
+    versions = {span.version for span in spans}
+    differences: list[dict[int, float]] = [{} for _ in spans]  # neighbour (-1, 0, 1) -> largest of a span's tokens
+    for version in range(max(versions) + 2):
+        near = {span.response for span in spans if abs(span.version - version) <= 1}
+        numbers = sorted(near)
+        redone = log_probs_of(load_version(out, model, version), [rows[number] for number in numbers])
+        found = dict(zip(numbers, redone, strict=True))
+        for i, span in enumerate(spans):
+            if abs(span.version - version) <= 1:
+                sampled = rows[span.response]["mask"][span.start : span.end].bool()
+                noted = rows[span.response]["log_probs"][span.start : span.end]
+                difference = (found[span.response][span.start : span.end] - noted).abs()[sampled]
+                differences[i][version - span.version] = difference.max().item()
+    own = {place: [] for place in places}
+    for span, by in zip(spans, differences, strict=True):
+        own[span.place].append(by[0])
+    for place, values in own.items():
+        print(f"  {len(values)} spans {place} differ from their version by {max(values):.1e} at most")
+    other = [value for by in differences for step, value in by.items() if step]
+    clear = sum(value > OTHER for value in other)
+    print(f"  from a neighbour's by {min(other):.1e} at least, {clear} of {len(other)} by more than {OTHER}")
+    worst = max(max(values) for values in own.values())
+    assert worst < SAME and worst < min(other)
+    assert clear > 0.9 * len(other)

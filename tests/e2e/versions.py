@@ -1,0 +1,115 @@
+"""What the tests of real servers share: three versions of a tiny model, an actor that sends them, log-probs redone."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+SAME = 1e-4  # log-probs of one version, by vLLM and by transformers
+
+
+def build_versions(folder: Path) -> list[torch.nn.Module]:
+    """Versions 0, 1, 2, of random weights; `folder` gets version 0 as a model, and the weights of all."""
+    import sys
+
+    from tests.e2e.conftest import REPO
+
+    sys.path.insert(0, str(REPO / "data" / "tiny_tools"))
+    import build_model
+    from transformers import GenerationConfig
+
+    sys.path.pop(0)
+    tokenizer = build_model.build_tokenizer()
+    versions = [build_model.build_model(tokenizer, seed).eval() for seed in range(3)]
+    for number, model in enumerate(versions):
+        model.config._attn_implementation = "eager"
+        torch.save(model.state_dict(), folder / f"{number}.pt")
+    tokenizer.save_pretrained(folder / "model")
+    versions[0].save_pretrained(folder / "model")
+    GenerationConfig(eos_token_id=tokenizer.eos_token_id).save_pretrained(folder / "model")
+    return versions
+
+
+@contextmanager
+def cluster(python: str, config: DictConfig, *, num_gpus: int) -> Iterator[None]:
+    """Ray with servers as a run of `config` has them; processes start by fork from `python`, see conftest.py."""
+    import ray
+    import verl  # noqa: F401
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    from verl_ext.cpu.warm_python import ENVIRONMENT
+    from verl_ext.fleet import weight_update
+
+    ray.init(
+        num_cpus=16,
+        num_gpus=num_gpus,
+        include_dashboard=False,
+        object_store_memory=200_000_000,
+        runtime_env={"env_vars": ENVIRONMENT, "py_executable": python},
+    )
+    verls = RolloutReplicaRegistry._registry["vllm"]
+    try:
+        weight_update.install(config)
+        yield
+    finally:
+        RolloutReplicaRegistry._registry["vllm"] = verls
+        ray.shutdown()
+
+
+class Actor:
+    """The actor's worker group, as far as verl's CheckpointEngineManager knows it: rank 0, which publishes a file."""
+
+    world_size = 1
+
+    def __init__(self, folder: Path):
+        import ray
+
+        @ray.remote
+        class Rank:
+            def __init__(self) -> None:
+                import verl  # noqa: F401  verl_ext's platform, which it activates
+
+                from verl_ext.cpu.checkpoint_engine import SharedFileCheckpointEngine
+
+                self.engine = SharedFileCheckpointEngine(bucket_size=0, is_master=True)
+
+            def call(self, method: str, **arguments: Any) -> Any:
+                return getattr(self.engine, method)(**arguments)
+
+            async def send(self, path: str) -> dict:
+                await self.engine.send_weights(iter(torch.load(path).items()))
+                return {}
+
+        self.rank, self.folder = Rank.remote(), folder
+
+    def execute_checkpoint_engine(self, method: list[str], **arguments: list[Any]) -> list[Any]:
+        return [self.rank.call.remote(method[0], **{name: values[0] for name, values in arguments.items()})]
+
+    def update_weights(self, global_steps: int, mode: str) -> list[Any]:
+        return [self.rank.send.remote(str(self.folder / f"{global_steps}.pt"))]
+
+
+@torch.no_grad()
+def redone(
+    models: list[torch.nn.Module], prompt: list[int], ids: list[int], runs: list[tuple[int, int]]
+) -> list[float]:
+    """Log-probs of `ids`: each position by the weights that sampled the token behind it, over the cache so far."""
+    from transformers import DynamicCache
+
+    sequence, cache, result, start = torch.tensor([prompt + ids]), DynamicCache(), [], 0
+    done = 0
+    for tokens, version in runs:
+        end = len(prompt) - 1 + done + tokens
+        logits = models[version](input_ids=sequence[:, start:end], past_key_values=cache, use_cache=True).logits[0]
+        log_probs = logits[-tokens:].float().log_softmax(-1)
+        result += log_probs.gather(-1, sequence[0, end - tokens + 1 : end + 1, None])[:, 0].tolist()
+        start, done = end, done + tokens
+    return result
+
+
+def difference(models: list[torch.nn.Module], prompt: list[int], output: Any, runs: list[tuple[int, int]]) -> float:
+    found = redone(models, prompt, list(output.token_ids), runs)
+    return max(abs(a - b) for a, b in zip(found, output.log_probs, strict=True))

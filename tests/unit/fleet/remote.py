@@ -1,0 +1,20 @@
+"""Ray's actors, as far as our code calls them, in this process."""
+
+import asyncio
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+
+class Remote:
+    """The handle of an actor whose methods run as tasks of this event loop."""
+
+    def __init__(self, actor: Any):
+        self.actor = actor
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            result = getattr(self.actor, name)(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+
+        return SimpleNamespace(remote=lambda *args, **kwargs: asyncio.ensure_future(call(*args, **kwargs)))

@@ -1,0 +1,166 @@
+"""A turn over servers that die under it: verl's own client and load balancer, and servers that are made up."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.fleet.remote import Remote
+from verl_ext.settings import HealthSettings
+
+pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports
+
+LIMITS = HealthSettings(
+    every_s=1, suspect_s=2, dead_s=3, update_s=4, start_s=5, attempts=3, wait_s=0.05, max_replacements=1
+)
+TEXT = list(range(100, 110))  # what the model says to any prompt, token for token
+
+
+class Server:
+    """Says `TEXT`; of each token the log-prob is minus its number, and the version that of the server."""
+
+    def __init__(self, version: int, dies_after: int | None = None, loses: bool = False):
+        self.version, self.dies_after, self.loses, self.asked = version, dies_after, loses, []
+
+    async def generate(self, *, prompt_ids, sampling_params, request_id, **_):
+        from ray.exceptions import RayActorError
+        from verl.workers.rollout.replica import TokenOutput
+
+        self.asked.append((list(prompt_ids), sampling_params["max_tokens"]))
+        await asyncio.sleep(0)
+        done = len(prompt_ids) - 1
+        end = min(len(TEXT), done + sampling_params["max_tokens"])
+        died = self.dies_after is not None
+        if died and self.loses:
+            raise RayActorError()
+        ids = TEXT[done : min(end, done + self.dies_after) if died else end]
+        return TokenOutput(
+            token_ids=ids,
+            log_probs=[-float(each) for each in ids],
+            stop_reason="aborted" if died else "completed",
+            extra_fields={"global_steps": self.version} | ({"server_failed": True} if died else {}),
+        )
+
+
+@pytest.fixture
+def ask(cpu_platform, monkeypatch):
+    """Asks for one turn; returns (its output, its attempts, the load balancer)."""
+    from verl.workers.rollout import llm_server, router
+
+    from verl_ext.fleet import client as clients
+    from verl_ext.rollout.weight_versions import noted_attempts
+
+    sleep = asyncio.sleep
+    monkeypatch.setattr(llm_server.asyncio, "sleep", lambda seconds: sleep(min(seconds, 0.01)))
+
+    def asks(servers, **changes):
+        async def turn():
+            rollout = SimpleNamespace(name="vllm", full_determinism=False, response_length=99)
+            balancer = router.GlobalRequestLoadBalancer({name: Remote(each) for name, each in servers.items()})
+            client = clients.FleetClient(
+                config=SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)),
+                load_balancer_handle=Remote(balancer),
+                limits=HealthSettings(**vars(LIMITS) | changes),
+            )
+            with noted_attempts() as attempts:
+                output = await client.generate("rollout", prompt_ids=[1], sampling_params={"max_tokens": 8})
+            await sleep(0.01)  # releases are on their way
+            return output, attempts, balancer
+
+        return asyncio.run(asyncio.wait_for(turn(), 20))
+
+    return asks
+
+
+def test_a_turn_goes_on_elsewhere_with_the_tokens_log_probs_and_versions_that_it_has(ask, monkeypatch):
+    first, second = Server(3, dies_after=5), Server(4)
+    monkeypatch.setattr("random.choice", lambda names: names[0])
+    output, attempts, balancer = ask({"a": first, "b": second})
+    assert output.token_ids == TEXT[:8] and output.log_probs == [-float(each) for each in TEXT[:8]]
+    assert attempts == [(5, 3), (3, 4)]
+    assert first.asked == [([1], 8)] and second.asked == [([1, *TEXT[:5]], 3)]
+    assert output.stop_reason in ("completed", "length")
+
+
+def test_a_dead_server_gets_no_further_request(ask, monkeypatch):
+    monkeypatch.setattr("random.choice", lambda names: names[0])
+    _, _, balancer = ask({"a": Server(3, dies_after=0), "b": Server(3)})
+    assert balancer.get_all_servers() == ["b"] and balancer.get_total_inflight() == 0
+
+
+def test_a_server_whose_process_is_gone_takes_the_tokens_of_its_request_with_it(ask, monkeypatch):
+    monkeypatch.setattr("random.choice", lambda names: names[0])
+    output, attempts, balancer = ask({"a": Server(3, dies_after=5, loses=True), "b": Server(4)})
+    assert output.token_ids == TEXT[:8] and len(output.log_probs) == 8 and attempts == [(8, 4)]
+    assert balancer.get_all_servers() == ["b"]
+
+
+@pytest.mark.parametrize("loses", [False, True])
+def test_a_turn_that_loses_a_server_too_often_is_a_failure_of_infrastructure(ask, loses):
+    from verl_ext.rollout.loop import _FAILED_STOPS
+
+    servers = {name: Server(3, dies_after=1, loses=loses) for name in "abcd"}
+    output, attempts, balancer = ask(servers)
+    assert output.stop_reason in _FAILED_STOPS and len(balancer.get_all_servers()) == 1
+    kept = 0 if loses else 3
+    assert output.token_ids == TEXT[:kept] and len(output.log_probs) == kept == sum(tokens for tokens, _ in attempts)
+
+
+def test_a_turn_waits_for_a_server_where_none_is_left_and_fails_when_none_comes(ask):
+    from verl_ext.rollout.loop import _FAILED_STOPS
+
+    output, _, _ = ask({"a": Server(3, dies_after=2)})
+    assert output.stop_reason in _FAILED_STOPS and output.token_ids == TEXT[:2]
+
+
+def test_a_turn_that_an_update_broke_off_is_no_loss(ask):
+    """verl's own reason to try again: it counts no attempt, and the server stays."""
+
+    class Aborting(Server):
+        async def generate(self, **kwargs):
+            output = await super().generate(**kwargs)
+            if len(self.asked) < 6:
+                output.token_ids, output.log_probs, output.stop_reason = [], [], "aborted"
+            return output
+
+    output, _, balancer = ask({"a": Aborting(3)})
+    assert output.token_ids == TEXT[:8] and balancer.get_all_servers() == ["a"]
+
+
+def test_an_error_of_another_kind_is_raised(ask):
+    class Wrong(Server):
+        async def generate(self, **_):
+            raise ValueError("we erred")
+
+    with pytest.raises(ValueError, match="we erred"):
+        ask({"a": Wrong(3)})
+
+
+def test_the_rank_of_a_server_leaves_with_it(cpu_platform, monkeypatch):
+    """A router that knows data-parallel ranks names them `server/rank`, and removes servers."""
+    from verl_ext.fleet import client as clients
+
+    removed = []
+
+    class Balancer:
+        def require_acquire_fields(self):
+            return []
+
+        require_release_fields = require_acquire_fields
+
+        def acquire_server(self, request_id):
+            return "b/1", Remote(Server(3, dies_after=0, loses=True))
+
+        def release_server(self, server_id): ...
+
+        def remove_servers(self, server_ids):
+            removed.extend(server_ids)
+
+    async def turn():
+        rollout = SimpleNamespace(name="vllm", full_determinism=False, response_length=99)
+        config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+        limits = HealthSettings(**vars(LIMITS) | {"attempts": 1})
+        client = clients.FleetClient(config=config, load_balancer_handle=Remote(Balancer()), limits=limits)
+        return await client.generate("rollout", prompt_ids=[1], sampling_params={"max_tokens": 8})
+
+    assert asyncio.run(turn()).stop_reason == clients.GAVE_UP and removed == ["b"]

@@ -1,0 +1,152 @@
+"""When a server counts as dead: a fake clock, and heartbeats that are told."""
+
+import pytest
+
+from verl_ext.fleet.health import Health, State, refusals
+from verl_ext.settings import HealthSettings, compose_run, problems, read_settings
+
+LIMITS = HealthSettings(
+    every_s=1, suspect_s=3, dead_s=10, update_s=100, start_s=20, attempts=3, wait_s=1, max_replacements=1
+)
+ON = {
+    "retool.fleet.health.enable": True,
+    "trainer.v1.trainer_mode": "separate_async",
+    "actor_rollout_ref.hybrid_engine": False,
+    "actor_rollout_ref.rollout.name": "vllm",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend": "nccl",
+}
+
+
+class Scene:
+    """A server that was started at 0 s, looked at once a second."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.health = Health(LIMITS, clock=lambda: self.now)
+
+    def until(self, second: float, *, answers: bool = True, updating: bool = False) -> State:
+        while self.now < second:
+            self.now += 1
+            if answers:
+                self.health.answered()
+            self.health.look(updating)
+        return self.health.state
+
+
+def test_a_server_that_answers_is_well_once_it_is_no_longer_young():
+    scene = Scene()
+    assert scene.until(19) is State.STARTING and scene.health.takes_requests
+    assert scene.until(500) is State.WELL and scene.health.takes_requests
+
+
+def test_a_killed_engine_is_dead_at_once_and_for_good():
+    scene = Scene()
+    scene.until(30)
+    scene.health.failed("its engine is dead")
+    assert scene.until(40) is State.DEAD and not scene.health.takes_requests
+    scene.health.failed("another reason")
+    assert scene.health.why == "its engine is dead"
+
+
+def test_a_stopped_engine_is_suspected_then_dead():
+    scene = Scene()
+    scene.until(30)
+    assert scene.until(33, answers=False) is State.WELL
+    assert scene.until(34, answers=False) is State.SUSPECTED and not scene.health.takes_requests
+    assert scene.until(40, answers=False) is State.SUSPECTED
+    assert scene.until(41, answers=False) is State.DEAD
+    assert scene.health.why == "its engine did not answer for 11.0 s, expected within 10 s (retool.fleet.health)"
+
+
+def test_a_slow_engine_that_answers_now_and_then_lives_on():
+    scene = Scene()
+    scene.until(30)
+    for _ in range(20):
+        assert scene.until(scene.now + 9, answers=False) is State.SUSPECTED
+        assert scene.until(scene.now + 1) is State.WELL
+
+
+def test_silence_while_weights_change_is_no_death_and_is_forgotten_behind_it():
+    scene = Scene()
+    scene.until(30)
+    assert scene.until(125, answers=False, updating=True) is State.WELL
+    assert scene.until(128, answers=False) is State.WELL
+    assert scene.until(140, answers=False) is State.DEAD
+
+
+def test_silence_before_an_update_does_not_count_in_it():
+    scene = Scene()
+    scene.until(30)
+    scene.until(39, answers=False)
+    assert scene.until(139, answers=False, updating=True) is State.SUSPECTED
+    assert scene.until(140, updating=True) is State.WELL
+
+
+def test_an_engine_that_is_stopped_in_an_update_is_dead_behind_the_updates_limit():
+    scene = Scene()
+    scene.until(30)
+    assert scene.until(130, answers=False, updating=True) is not State.DEAD
+    assert scene.until(131, answers=False, updating=True) is State.DEAD
+    assert "expected within 100 s, while its weights change" in scene.health.why
+
+
+def test_a_young_server_may_compile_for_longer_and_gets_requests():
+    scene = Scene()
+    assert scene.until(19, answers=False) is State.STARTING and scene.health.takes_requests
+    assert scene.until(20, answers=False) is State.DEAD  # 20 s of silence: the grace is over
+
+
+def test_silence_of_a_young_server_ends_with_an_answer():
+    scene = Scene()
+    scene.until(18, answers=False)
+    assert scene.until(19) is State.STARTING
+    assert scene.until(25, answers=False) is State.SUSPECTED
+
+
+def test_time_in_which_the_watcher_itself_stood_still_is_no_silence():
+    scene = Scene()
+    scene.until(30)
+    scene.now += 3600
+    assert scene.health.look() is State.WELL  # two seconds of it count
+    assert scene.until(scene.now + 7, answers=False) is State.SUSPECTED
+    assert scene.until(scene.now + 2, answers=False) is State.DEAD
+
+
+def refused(changes):
+    def get(key, default=None):
+        value = (ON | changes).get(key)
+        return default if value is None else value
+
+    return [*refusals(get)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer.v1.trainer_mode": "sync"}, "trainer_mode=sync: expected separate_async"),
+        ({"actor_rollout_ref.hybrid_engine": True}, "hybrid_engine=true"),
+        ({"actor_rollout_ref.rollout.name": "sglang"}, "name=sglang"),
+        ({"actor_rollout_ref.rollout.checkpoint_engine.backend": "delta_sharded"}, "backend=delta_sharded"),
+    ],
+)
+def test_a_run_whose_servers_cannot_be_watched_is_refused(changes, message):
+    (text,) = refused(changes)
+    assert message in text and " -> " in text and "retool.fleet.health.enable=false" in text
+    assert not refused(changes | {"retool.fleet.health.enable": False})
+
+
+def test_a_run_with_servers_of_its_own_is_not_refused():
+    assert not refused({})
+
+
+def test_the_limits_stand_in_the_yaml_and_are_off():
+    config = compose_run("tiny_dapo", ["hardware=cpu_separate"])
+    assert read_settings(config, "fleet.health", HealthSettings) is None
+    config = compose_run("tiny_dapo", ["hardware=cpu_separate", "retool.fleet.health.enable=true"])
+    assert read_settings(config, "fleet.health", HealthSettings).dead_s == 30
+
+
+def test_limits_in_the_wrong_order_are_refused():
+    section = vars(LIMITS) | {"enable": True, "dead_s": 3}
+    (problem,) = problems(section, HealthSettings, "retool.fleet.health")
+    assert "expected 2 x every_s <= suspect_s < dead_s <= update_s" in str(problem)

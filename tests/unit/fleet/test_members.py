@@ -1,0 +1,284 @@
+"""Servers that come and go: what verl's managers, its router and the commands get to know. Actors are fakes."""
+
+import itertools
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from verl_ext.fleet import commands
+
+
+def call(function):
+    """A method of an actor's handle; `ray.get` of its answer is the answer."""
+    return SimpleNamespace(remote=function)
+
+
+class Replica:
+    world_size = 1
+
+    def __init__(self, replica_rank, world, **arguments):
+        self.replica_rank, self.world, self.arguments = replica_rank, world, arguments
+        self.resource_pool = self.server_address = self.server_handle = None
+        self.servers, self.workers = [], []
+
+    async def init_standalone(self):
+        self.world.log.append(("start", self.replica_rank))
+        self.resource_pool = SimpleNamespace(pgs=[f"gpus {self.replica_rank}"])
+        self.workers = [f"worker {self.replica_rank}"]
+        assert self.world.may_start.wait(10)
+        if self.world.is_broken:
+            raise RuntimeError("vLLM says no")
+        self.server_address = f"10.0.0.1:{self.replica_rank}"
+        server = SimpleNamespace(global_steps=self.world.step, name=f"server {self.replica_rank}")
+        self.server_handle = SimpleNamespace(__ray_call__=call(lambda function: function(server)))
+        self.servers = [server.name]
+
+    async def abort_all_requests(self, reject_request=False):
+        self.world.log.append(("abort", self.replica_rank, reject_request))
+        assert self.world.may_leave.wait(10)
+
+
+class Router:
+    def __init__(self, world):
+        self.load = {}
+        self.add_servers = call(lambda servers: world.log.append(("join", *servers)) or self.load.update(servers))
+        self.remove_servers = call(lambda names: world.log.append(("out", *names)) or [self.load.pop(n) for n in names])
+        self.get_status = call(lambda: {"servers": dict.fromkeys(self.load, 3)})
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Two servers, with verl's managers, whose lists are one at first, as verl's are."""
+    import asyncio
+
+    from verl_ext.fleet import members, replicas
+
+    world = SimpleNamespace(log=[], step=7, is_broken=False, free=4)
+    world.may_start, world.may_leave = threading.Event(), threading.Event()
+    world.may_start.set()
+    fake_ray = SimpleNamespace(
+        get=lambda answer, timeout=None: answer,
+        kill=lambda actor: world.log.append(("kill", actor)),
+        available_resources=lambda: {"GPU": world.free},
+        util=SimpleNamespace(remove_placement_group=lambda group: world.log.append(("free", group))),
+        exceptions=members.ray.exceptions,
+    )
+    monkeypatch.setattr(members, "ray", fake_ray)
+    monkeypatch.setattr(replicas, "ray", fake_ray)
+    monkeypatch.setattr(members, "GRACE_S", 0)
+    monkeypatch.setattr(members, "LOOK_S", 0.02)
+    there = [Replica(number, world) for number in range(2)]
+    for replica in there:
+        asyncio.run(replica.init_standalone())
+    world.router = Router(world)
+    world.router.load = {each.server_address: each.server_handle for each in there}
+    world.servers = SimpleNamespace(
+        rollout_replicas=there,
+        global_load_balancer=world.router,
+        rollout_config=SimpleNamespace(n_gpus_per_node=8),
+        model_config="model",
+        rollout_replica_class=lambda **arguments: Replica(world=world, **arguments),
+    )
+    world.checkpoints = SimpleNamespace(replicas=there)
+    world.log.clear()
+    world.members = members.Members(world.servers, world.checkpoints)
+    yield world
+    world.may_leave.set()
+    for thread in threading.enumerate():  # behind the test, its Ray would be the real one, and start a cluster
+        if thread.name.startswith(("start server", "stop server")):
+            thread.join(30)
+
+
+def states(world):
+    return {row["server"]: row["state"] for row in world.members.rows()}
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 10
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def refused(function, *arguments):
+    with pytest.raises(commands.Refused) as error:
+        function(*arguments)
+    return str(error.value)
+
+
+def test_servers_are_listed_with_their_load_and_their_weights(world):
+    row = {"server": 1, "address": "10.0.0.1:1", "state": "serves", "ranks": [3], "requests": 3, "version": 7}
+    assert world.members.rows()[1] == row
+    ranks = {f"10.0.0.1:{server}/{rank}": rank for server in range(2) for rank in range(4)}
+    world.router.get_status = call(lambda: {"servers": {}, "slots": ranks})
+    assert world.members.rows()[1] == row | {"ranks": [0, 1, 2, 3], "requests": 6}
+
+
+def test_a_server_that_does_not_answer_is_listed_all_the_same(world):
+    import ray
+
+    def silent(function):
+        raise ray.exceptions.GetTimeoutError("no")
+
+    world.checkpoints.replicas[0].server_handle = SimpleNamespace(__ray_call__=call(silent))
+    assert [row["version"] for row in world.members.rows()] == [None, 7]
+
+
+def test_a_server_that_is_removed_gets_no_request_before_it_is_stopped_and_its_gpus_are_free(world):
+    told = world.members.remove(0)
+    assert told.startswith("Server 0 gets no more requests")
+    assert world.log[0] == ("out", "10.0.0.1:0")
+    assert [each.replica_rank for each in world.checkpoints.replicas] == [1]
+    assert world.servers.server_addresses == ["10.0.0.1:1"] and world.servers.rollout_replicas[0].replica_rank == 1
+    assert states(world) == {0: "leaves", 1: "serves"}
+    assert [row["version"] for row in world.members.rows()] == [7, 7]
+    assert not [entry for entry in world.log if entry[0] == "kill"]  # its requests have not ended
+    world.may_leave.set()
+    wait_until(lambda: states(world) == {1: "serves"})
+    assert world.log[1:] == [("abort", 0, True), ("kill", "server 0"), ("kill", "worker 0"), ("free", "gpus 0")]
+
+
+def test_a_dead_server_is_removed_too(world):
+    async def dead(reject_request):
+        raise RuntimeError("its engine is dead")
+
+    world.checkpoints.replicas[0].abort_all_requests = dead
+    world.members.remove(0)
+    wait_until(lambda: states(world) == {1: "serves"})
+    assert ("kill", "server 0") in world.log
+
+
+def test_the_last_server_stays(world):
+    world.may_leave.set()
+    world.members.remove(0)
+    assert refused(world.members.remove, 1).startswith("Server 1 is the only one")
+    assert refused(world.members.remove, 0) == "No server 0 serves. Expected one of [1]."
+    assert "10.0.0.1:1" in world.router.load
+
+
+def test_a_server_that_is_added_joins_with_the_next_weights_and_not_before(world):
+    world.may_start.clear()
+    assert world.members.add().startswith("Server 2 starts.")
+    wait_until(lambda: ("start", 2) in world.log)
+    assert states(world)[2] == "starts"
+    with world.members.weights_change():
+        assert len(world.checkpoints.replicas) == 2  # it is not ready
+    world.may_start.set()
+    wait_until(lambda: states(world)[2] == "waits for weights")
+    assert len(world.router.load) == 2
+    with world.members.weights_change():
+        assert [each.replica_rank for each in world.checkpoints.replicas] == [0, 1, 2]
+        assert len(world.router.load) == 2  # it has no weights yet
+        assert states(world)[2] == "waits for weights" and len(world.members.rows()) == 3
+    assert world.log[-1] == ("join", "10.0.0.1:2")
+    assert states(world) == {0: "serves", 1: "serves", 2: "serves"}
+    assert world.servers.server_addresses[2] == "10.0.0.1:2" and len(world.servers.server_handles) == 3
+    assert world.checkpoints.replicas[2].arguments == {
+        "config": world.servers.rollout_config,
+        "model_config": "model",
+        "gpus_per_node": 8,
+    }
+    with world.members.weights_change():
+        assert len(world.checkpoints.replicas) == 3
+    assert world.log.count(("join", "10.0.0.1:2")) == 1
+
+
+def test_no_number_is_given_twice(world):
+    world.may_leave.set()
+    world.members.remove(1)
+    assert world.members.add().startswith("Server 2 ")
+    assert world.members.add().startswith("Server 3 ")
+
+
+def test_a_server_for_which_there_is_no_gpu_is_refused(world):
+    world.free = 0
+    assert refused(world.members.add).startswith("A server takes 1 GPUs, and Ray has 0 that are free.")
+    assert states(world) == {0: "serves", 1: "serves"}
+
+
+def test_a_server_that_does_not_start_is_told_and_holds_nothing(world):
+    world.is_broken = True
+    world.members.add()
+    wait_until(lambda: states(world)[2].startswith("did not start: RuntimeError('vLLM says no')"))
+    assert world.log == [("start", 2), ("kill", "worker 2"), ("free", "gpus 2")]
+    with world.members.weights_change():
+        assert len(world.checkpoints.replicas) == 2
+
+
+def test_servers_do_not_go_while_weights_change(world):
+    world.may_leave.set()
+    with world.members.weights_change():
+        thread = threading.Thread(target=world.members.remove, args=(0,))
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive() and len(world.checkpoints.replicas) == 2 and world.log == []
+    thread.join()
+    assert len(world.checkpoints.replicas) == 1
+
+
+def test_commands_are_obeyed_while_the_run_goes_on_and_what_fails_is_told(world, tmp_path):
+    world.may_leave.set()
+    (tmp_path / commands.FOLDER).mkdir()
+    (tmp_path / commands.FOLDER / "1.request.json").write_text('["remove", "1"]')  # to an earlier start of the run
+    with world.members.obeying(tmp_path):
+        assert [row["server"] for row in commands.ask(tmp_path, ["list"])] == [0, 1]
+        assert commands.ask(tmp_path, ["remove", "0"]).startswith("Server 0 gets no more")
+        for words, why in (
+            (["remove", "0"], "No server 0 serves"),
+            (["dance"], "Expected list, add, or remove and a number, got"),
+            (["remove", "all"], "failed: ValueError"),
+        ):
+            with pytest.raises(commands.Refused, match=why):
+                commands.ask(tmp_path, words)
+        assert commands.ask(tmp_path, ["add"]).startswith("Server 2 starts")
+    with pytest.raises(commands.NoAnswer):
+        commands.ask(tmp_path, ["list"], take_s=0.2)
+
+
+def test_what_this_takes_of_verl_is_there(cpu_platform):
+    import inspect
+
+    from verl.checkpoint_engine import CheckpointEngineManager
+    from verl.workers.rollout.llm_server import LLMServerManager
+    from verl.workers.rollout.replica import RolloutReplica
+
+    assert "self.rollout_replica_class(" in inspect.getsource(LLMServerManager._initialize_llm_servers)
+    assert "gpus_per_node=self.rollout_config.n_gpus_per_node" in inspect.getsource(LLMServerManager)
+    assert "for replica in self.replicas" in inspect.getsource(CheckpointEngineManager.update_weights)
+    assert hasattr(RolloutReplica, "init_standalone") and hasattr(RolloutReplica, "server_handle")
+
+
+def test_where_servers_are_watched_a_new_one_joins_as_a_replacement_does(world):
+    """It must not be among those that have weights before it has them: the watch would route to it."""
+    from verl_ext.fleet.members import Members
+
+    watched = world.checkpoints
+    watched.lock, watched.numbers, watched.newcomers = threading.RLock(), itertools.count(5), []
+    world.members = Members(world.servers, watched)
+    world.members.add()
+    wait_until(lambda: watched.newcomers)
+    assert states(world) == {0: "serves", 1: "serves", 5: "waits for weights"}
+    with world.members.weights_change():
+        assert [each.replica_rank for each in watched.replicas] == [0, 1]
+        watched.replicas = [*watched.replicas, watched.newcomers.pop()]  # as FleetCheckpointManager's update
+    assert states(world) == {0: "serves", 1: "serves", 5: "serves"}
+    assert [each.replica_rank for each in world.servers.rollout_replicas] == [0, 1, 5]
+    assert ("join", "10.0.0.1:5") not in world.log, "the watch tells the router"
+
+
+def test_no_server_leaves_while_the_watch_gives_weights(world):
+    from verl_ext.fleet.members import Members
+
+    world.checkpoints.lock, world.checkpoints.numbers = threading.RLock(), itertools.count(2)
+    world.checkpoints.newcomers = []
+    world.members = Members(world.servers, world.checkpoints)
+    with world.checkpoints.lock:
+        thread = threading.Thread(target=world.members.remove, args=(1,))
+        thread.start()
+        time.sleep(0.1)
+        assert len(world.checkpoints.replicas) == 2
+    thread.join(10)
+    assert len(world.checkpoints.replicas) == 1
+    world.may_leave.set()

@@ -1,0 +1,406 @@
+"""verl's server with our modes of a weight update, around an engine whose tokens say which weights sampled them."""
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = pytest.mark.timeout(180)  # vLLM's import
+
+
+class Detokenizer:
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def num_output_tokens(self) -> int:
+        return len(self.ids)
+
+
+class Engine:
+    """vLLM's AsyncLLM. `step` samples one token of each request that runs; the token is the version of the weights.
+
+    The front end counts tokens behind the core: it reads a message only when the event loop comes round.
+    """
+
+    errored, weights, room = False, 1, 4
+
+    def __init__(self) -> None:
+        manager = SimpleNamespace(processes=[])
+        resources = SimpleNamespace(engine_manager=manager)
+        self.engine_core = SimpleNamespace(outputs_queue=asyncio.Queue(), resources=resources)
+        self.output_processor = SimpleNamespace(request_states={})
+        self.running: dict[str, SimpleNamespace] = {}
+        self.waiting: dict[str, SimpleNamespace] = {}
+        self.salts: list[str | None] = []
+        self.mode, self.pauses, self.added, self.resets = None, [], 0, 0
+        self.reader = asyncio.ensure_future(self._read())
+
+    async def list_loras(self) -> list[int]:
+        return []
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, **_: Any) -> asyncio.Queue:
+        await asyncio.sleep(0)  # the prompt is looked at
+        self.added += 1
+        queue, name = asyncio.Queue(), f"{request_id}-{self.added}"
+        state = SimpleNamespace(external_req_id=request_id, detokenizer=Detokenizer(), queue=queue)
+        self.output_processor.request_states[name] = state
+        self.salts.append(prompt.get("cache_salt"))
+        self.waiting[name] = SimpleNamespace(limit=params.max_tokens, written=0)
+        return queue
+
+    async def generate(self, *, prompt: Any, sampling_params: Any, request_id: str, **_: Any):
+        queue = await self.add_request(request_id, prompt, sampling_params)
+        yield await queue.get()
+
+    def step(self) -> None:
+        while self.mode is None and self.waiting and len(self.running) < self.room:
+            name = next(iter(self.waiting))
+            self.running[name] = self.waiting.pop(name)
+        if self.mode == "keep":
+            return
+        message = SimpleNamespace(outputs=[])
+        for name, request in list(self.running.items()):
+            request.written += 1
+            message.outputs.append((name, self.weights, request.written == request.limit))
+            if request.written == request.limit:
+                del self.running[name]
+        self.engine_core.outputs_queue.put_nowait(message)
+
+    async def _read(self) -> None:
+        while True:
+            message = await self.engine_core.outputs_queue.get()
+            for name, token, is_last in message.outputs:
+                await asyncio.sleep(0)  # as between chunks of a message
+                if state := self.output_processor.request_states.get(name):
+                    state.detokenizer.ids.append(token)
+                    if is_last:
+                        self._finish(name, "length")
+
+    def _finish(self, name: str, reason: str) -> None:
+        state = self.output_processor.request_states.pop(name)
+        ids = state.detokenizer.ids
+        log_probs = [{token: SimpleNamespace(logprob=-1.0)} for token in ids]
+        output = SimpleNamespace(token_ids=ids, logprobs=log_probs, finish_reason=reason)
+        state.queue.put_nowait(SimpleNamespace(outputs=[output], num_cached_tokens=0))
+
+    async def abort(self, request_ids: list[str]) -> None:
+        for name, state in list(self.output_processor.request_states.items()):
+            if state.external_req_id in request_ids:
+                self.running.pop(name, None), self.waiting.pop(name, None)
+                self._finish(name, "abort")
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.mode = mode
+        self.pauses.append((mode, clear_cache))
+        while mode == "wait" and self.running:
+            self.step()
+            await asyncio.sleep(0)
+        if mode == "abort":
+            await self.abort([state.external_req_id for state in self.output_processor.request_states.values()])
+
+    async def resume_generation(self) -> None:
+        self.mode = None
+
+    async def reset_prefix_cache(self, **_: Any) -> None:
+        self.resets += 1
+
+    async def reset_mm_cache(self) -> None: ...
+
+    async def reset_encoder_cache(self) -> None: ...
+
+
+def serve(name: str, **changes: Any) -> Any:
+    """A server of our class, as verl's `__init__` and `run_server` leave it, without vLLM's process."""
+    from verl.workers.rollout.replica import RolloutMode
+    from verl.workers.rollout.vllm_rollout import vllm_async_server
+
+    from verl_ext.fleet import server as servers
+
+    made = object.__new__(getattr(servers, name))
+    rollout = SimpleNamespace(max_model_len=64, response_length=32, prompt_length=32, full_determinism=False, mtp=None)
+    rollout.enable_rollout_routing_replay, rollout.get = False, lambda _, default=None: default
+    model = SimpleNamespace(processor=None, lora_rank=0, lora={})
+    made.__dict__ |= {"config": rollout, "model_config": model, "rollout_mode": RolloutMode.STANDALONE}
+    made.__dict__ |= {"replica_rank": 0, "node_rank": 0, "global_steps": 1, "_disaggregation_role": "null"}
+    made.__dict__ |= {"_submission_paused": False, "_admitting": 0, "_rejecting": False}
+    made.__dict__ |= {"_master_address": "", "_master_port": 0, "_dp_rpc_port": 0, "_dp_master_port": 0}
+    made._resume_event = asyncio.Event()
+    made.__dict__ |= changes
+    made._post_init("")
+
+    async def run_server(self: Any, args: Any) -> None:
+        self.engine = Engine()
+
+    stock, vllm_async_server.vLLMHttpServer.run_server = vllm_async_server.vLLMHttpServer.run_server, run_server
+    return made, lambda: setattr(vllm_async_server.vLLMHttpServer, "run_server", stock)
+
+
+@pytest.fixture
+def scene(cpu_platform):
+    """Runs a coroutine function with a server and its engine."""
+
+    def play(name: str, script: Callable[..., Any], **changes: Any) -> Any:
+        async def run() -> Any:
+            server, restore = serve(name, **changes)
+            try:
+                await server.run_server(None)
+            finally:
+                restore()
+            try:
+                return await asyncio.wait_for(script(server, server.engine), 20)
+            finally:
+                server.engine.reader.cancel()
+
+        return asyncio.run(run())
+
+    return play
+
+
+def ask(server: Any, name: str, tokens: int) -> asyncio.Future:
+    params = {"max_tokens": tokens, "logprobs": True}
+    return asyncio.ensure_future(server.generate([5, 6], params, request_id=name))
+
+
+async def settle() -> None:
+    """Let every task go on as far as it can."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+async def update(server: Any, engine: Engine, version: int) -> None:
+    """As verl's checkpoint engine: pause, load, name the version, go on."""
+    await server.abort_all_requests()
+    await server.clear_kv_cache()
+    engine.weights = version
+    await server.set_global_steps(version)
+    await server.resume_engine_generation()
+    await server.open_submission_gate()
+
+
+def versions(output: Any) -> list[int]:
+    """Of each token, as the server tells it."""
+    return [version for tokens, version in output.extra_fields["version_runs"] for _ in range(tokens)]
+
+
+def test_abort_waits_for_no_output_and_says_which_weights_sampled_the_tokens_so_far(scene):
+    """verl's own would wait for a request's first output, which is its last."""
+
+    async def script(server, engine):
+        engine.room = 1
+        requests = [ask(server, "a", 9), ask(server, "b", 3)]
+        await settle()
+        engine.step()
+        engine.step()
+        await settle()
+        await update(server, engine, 2)
+        again = ask(server, "a", 1)
+        await settle()
+        engine.step()
+        return await asyncio.gather(*requests, again), engine
+
+    (begun, waiting, again), engine = scene("FleetServer", script)
+    assert begun.token_ids == versions(begun) == [1, 1] and waiting.token_ids == versions(waiting) == []
+    assert [output.stop_reason for output in (begun, waiting, again)] == ["aborted", "aborted", "completed"]
+    assert again.token_ids == versions(again) == [2]
+    assert engine.pauses == [("abort", True)] and engine.resets == 1
+
+
+def test_what_a_server_tells_that_decodes_for_this_one_stays(scene, monkeypatch):
+    from verl.workers.rollout.replica import TokenOutput
+    from verl.workers.rollout.vllm_rollout import vllm_async_server
+
+    async def generate(*_, **__):
+        return TokenOutput(token_ids=[7], stop_reason="", extra_fields={"version_runs": [(1, 5)]})
+
+    monkeypatch.setattr(vllm_async_server.vLLMHttpServer, "generate", generate)
+
+    async def script(server, engine):
+        return await ask(server, "a", 1)
+
+    assert versions(scene("FleetServer", script)) == [5]
+
+
+def test_keep_says_of_each_token_which_weights_sampled_it(scene):
+    async def script(server, engine):
+        requests = [ask(server, "a", 9), ask(server, "b", 3)]
+        await settle()
+        for version in (2, 3):
+            engine.step()
+            engine.step()  # nothing is read in between: the front end is two tokens behind
+            await update(server, engine, version)
+        for _ in range(5):
+            engine.step()
+        return await asyncio.gather(*requests)
+
+    long, short = scene("KeepServer", script)
+    assert long.token_ids == [1, 1, 2, 2, 3, 3, 3, 3, 3] and short.token_ids == [1, 1, 2]
+    assert long.extra_fields["version_runs"] == [(2, 1), (2, 2), (5, 3)]
+    for output in (long, short):
+        assert versions(output) == output.token_ids
+        assert output.stop_reason == "completed" and len(output.log_probs) == len(output.token_ids)
+
+
+def test_keep_pauses_with_the_cache_and_salts_it_by_version(scene):
+    async def script(server, engine):
+        first = ask(server, "a", 4)
+        await settle()
+        engine.step()
+        await update(server, engine, 2)
+        second = ask(server, "b", 1)
+        await settle()
+        for _ in range(3):
+            engine.step()
+        await asyncio.gather(first, second)
+        return engine
+
+    engine = scene("KeepServer", script)
+    assert engine.pauses == [("keep", False)] and not engine.resets
+    assert engine.salts == ["weights 1", "weights 2"]
+
+
+def test_a_request_that_waits_for_its_first_token_begins_again_with_the_new_weights(scene):
+    async def script(server, engine):
+        engine.room = 1
+        requests = [ask(server, "a", 4), ask(server, "b", 2)]
+        await settle()
+        engine.step()
+        await update(server, engine, 2)
+        for _ in range(5):
+            await settle()
+            engine.step()
+        return await asyncio.gather(*requests), engine.salts
+
+    (first, second), salts = scene("KeepServer", script)
+    assert versions(first) == first.token_ids == [1, 2, 2, 2]
+    assert versions(second) == second.token_ids == [2, 2] and second.extra_fields["global_steps"] == 2
+    assert salts == ["weights 1", "weights 1", "weights 2"]
+
+
+def test_a_request_that_comes_during_an_update_waits_for_the_new_weights(scene):
+    async def script(server, engine):
+        await server.abort_all_requests()
+        request = ask(server, "a", 2)
+        await settle()
+        assert not engine.added
+        engine.weights = 2
+        await server.set_global_steps(2)
+        await server.resume_engine_generation()
+        await server.open_submission_gate()
+        await settle()
+        engine.step(), engine.step()
+        return await request, engine.salts
+
+    output, salts = scene("KeepServer", script)
+    assert versions(output) == output.token_ids == [2, 2] and salts == ["weights 2"]
+
+
+def test_an_update_waits_for_requests_on_their_way_into_the_engine(scene):
+    """One that came in behind the pause would have the old version's salt, and tokens of the new one."""
+
+    async def script(server, engine):
+        request = ask(server, "a", 2)
+        await asyncio.sleep(0)  # admitted, not added
+        assert not engine.added
+        await server.abort_all_requests()
+        assert engine.added == 1
+        request.cancel()
+
+    scene("KeepServer", script)
+
+
+def test_a_request_that_never_lands_stops_the_update(scene, monkeypatch):
+    from verl_ext.fleet import server as servers
+
+    monkeypatch.setattr(servers, "LANDING_TIMEOUT_S", 0.01)
+
+    async def script(server, engine):
+        server._landing.add("a")
+        with pytest.raises(TimeoutError, match="1 requests were admitted"):
+            await server.abort_all_requests()
+
+    scene("KeepServer", script)
+
+
+def test_drain_lets_requests_end_with_their_weights_and_those_that_wait_begin_with_the_new_ones(scene):
+    async def script(server, engine):
+        engine.room = 2
+        requests = [ask(server, "a", 5), ask(server, "b", 3), ask(server, "c", 2)]
+        await settle()
+        engine.step()
+        await update(server, engine, 2)
+        for _ in range(3):
+            await settle()
+            engine.step()
+        return await asyncio.gather(*requests), engine
+
+    outputs, engine = scene("DrainServer", script)
+    assert [output.token_ids for output in outputs] == [[1] * 5, [1] * 3, [2] * 2]
+    assert [versions(output) for output in outputs] == [[1] * 5, [1] * 3, [2] * 2]
+    assert engine.pauses == [("wait", True)] and engine.resets == 1 and set(engine.salts) == {None}
+
+
+@pytest.mark.parametrize("name", ["FleetServer", "DrainServer", "KeepServer"])
+def test_a_server_that_leaves_breaks_its_requests_off_and_sends_others_away(scene, name):
+    async def script(server, engine):
+        request = ask(server, "a", 5)
+        await settle()
+        await server.abort_all_requests(reset_prefix_cache=False, reject_request=True)
+        late = await ask(server, "b", 5)
+        return [(await request).stop_reason, late.stop_reason], engine
+
+    stops, engine = scene(name, script)
+    assert stops == ["aborted", "aborted"] and engine.pauses == [("abort", False)] and engine.added == 1
+
+
+def test_a_request_that_is_cancelled_leaves_nothing_behind(scene):
+    async def script(server, engine):
+        request = ask(server, "a", 5)
+        await settle()
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+        assert not server._boundaries._of and not server._landing and not server._beginning_again
+
+    scene("KeepServer", script)
+
+
+def test_a_dead_engine_does_not_hang_the_update(scene):
+    async def script(server, engine):
+        engine.reader.cancel()
+        engine.errored, engine.dead_error = True, RuntimeError("dead")
+        with pytest.raises(RuntimeError, match="dead"):
+            await server.resume_engine_generation()
+
+    scene("KeepServer", script)
+
+
+@pytest.mark.parametrize("changes", [{"rollout_mode": "hybrid"}, {"model_config": SimpleNamespace(processor="images")}])
+def test_a_server_of_another_replica_mode_or_with_images_is_refused(scene, changes):
+    with pytest.raises(ValueError, match="Set retool.fleet.weight_update=abort"):
+        scene("KeepServer", None, **changes)
+
+
+def test_ray_can_send_the_servers_to_their_process(cpu_platform):
+    import ray
+
+    from verl_ext.fleet import server as servers
+
+    for each in (servers.DrainServer, servers.KeepServer):
+        ray.cloudpickle.dumps(ray.remote(each).__ray_metadata__.modified_class)
+
+
+def test_reward_models_keep_verls_server(cpu_platform, monkeypatch):
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
+
+    from verl_ext.fleet import server as servers
+
+    def init(self, is_reward_model):
+        self.is_reward_model, self.is_teacher_model, self.server_class = is_reward_model, False, "verl's"
+
+    monkeypatch.setattr(vLLMReplica, "__init__", init)
+    monkeypatch.setattr(vLLMReplica, "__abstractmethods__", frozenset(), raising=False)
+    assert servers.KeepReplica(True).server_class == "verl's"
+    classes = [each(False).server_class for each in (servers.KeepReplica, servers.DrainReplica)]
+    assert [each.__ray_metadata__.class_name for each in classes] == ["KeepServer", "DrainServer"]

@@ -1,0 +1,253 @@
+"""verl's server around an engine that dies, with vLLM's own bookkeeping of tokens; the engine's process is a sleep."""
+
+import asyncio
+import os
+import subprocess
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+pytestmark = pytest.mark.timeout(180)  # vLLM's import
+
+
+class Engine:
+    """vLLM's AsyncLLM. `step` samples a token of each request: 100, 101, ...; its log-prob is minus the token."""
+
+    def __init__(self, process: subprocess.Popen):
+        from vllm.v1.engine.output_processor import OutputProcessor
+
+        self.process = process
+        self.output_processor = OutputProcessor(None, log_stats=False)
+        manager = SimpleNamespace(processes=[process])
+        self.engine_core = SimpleNamespace(resources=SimpleNamespace(engine_manager=manager), utility_results={})
+
+    @property
+    def errored(self) -> bool:
+        return self.process.poll() is not None
+
+    async def generate(self, prompt: Any, sampling_params: Any, request_id: str, **_: Any):
+        from vllm.v1.engine import EngineCoreRequest
+        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.engine.output_processor import RequestOutputCollector
+
+        if self.errored:
+            raise EngineDeadError()
+        name = f"{request_id}-inside"
+        ids = prompt["prompt_token_ids"]
+        request = EngineCoreRequest(name, ids, None, sampling_params, None, 0.0, None, None, None)
+        request.external_req_id = request_id
+        queue = RequestOutputCollector(sampling_params.output_kind, name)
+        self.output_processor.add_request(request, None, queue=queue)
+        while True:
+            output = await queue.get()
+            yield output
+            if output.finished:
+                return
+
+    def step(self) -> None:
+        import numpy
+        from vllm.v1.engine import EngineCoreOutput, FinishReason
+        from vllm.v1.outputs import LogprobsLists
+
+        outputs = []
+        for name, state in self.output_processor.request_states.items():
+            token = 100 + state.detokenizer.num_output_tokens()
+            row = numpy.array([[token]])
+            logprobs = LogprobsLists(row, -row.astype(float), numpy.array([1]))
+            is_last = state.detokenizer.num_output_tokens() + 1 == state.max_tokens_param
+            reason = FinishReason.LENGTH if is_last else None
+            outputs.append(EngineCoreOutput(name, [token], new_logprobs=logprobs, finish_reason=reason))
+        self.output_processor.process_outputs(outputs, 0.0, None)
+
+    async def watch(self) -> None:
+        """As vLLM's monitor and output handler: all requests get the error when the process is gone."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        while not self.errored:
+            await asyncio.sleep(0.01)
+        self.output_processor.propagate_error(EngineDeadError())
+
+    async def is_paused(self) -> bool:
+        answer = asyncio.get_running_loop().create_future()
+        self.engine_core.utility_results[len(self.engine_core.utility_results)] = answer
+        return await answer
+
+    def answer(self) -> None:
+        for each in self.engine_core.utility_results.values():
+            each.set_result(False)
+        self.engine_core.utility_results.clear()
+
+
+@pytest.fixture
+def scene(cpu_platform, monkeypatch):
+    """Runs a coroutine function with a server and its engine, whose process a test may kill."""
+    from verl.workers.rollout.replica import RolloutMode
+    from verl.workers.rollout.vllm_rollout import vllm_async_server
+
+    from verl_ext.fleet import server as servers
+    from verl_ext.fleet import watched
+
+    async def run_server(self: Any, args: Any) -> None:
+        self.engine = args
+        self.engine.add_request = None  # what `FleetServer` wraps
+
+    monkeypatch.setattr(vllm_async_server.vLLMHttpServer, "run_server", run_server)
+
+    monkeypatch.setattr(watched.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node 1"))
+
+    def play(script: Any, name: str = "WatchedServer") -> Any:
+        made = object.__new__(getattr(watched, name, None) or getattr(servers, name))
+        rollout = SimpleNamespace(max_model_len=64, response_length=32, prompt_length=32, full_determinism=False)
+        rollout.mtp, rollout.enable_rollout_routing_replay, rollout.get = None, False, lambda _, default=None: default
+        model = SimpleNamespace(processor=None, lora_rank=0, lora={})
+        made.__dict__ |= {"config": rollout, "model_config": model, "rollout_mode": RolloutMode.STANDALONE}
+        made.__dict__ |= {"replica_rank": 0, "node_rank": 0, "global_steps": 7, "_disaggregation_role": "null"}
+        made.__dict__ |= {"_submission_paused": False, "_admitting": 0, "_rejecting": False}
+        made._resume_event = asyncio.Event()
+        for each in ("_master_address", "_master_port", "_dp_rpc_port", "_dp_master_port"):
+            setattr(made, each, None)
+        made._post_init("")
+        process = subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60"], start_new_session=True)
+
+        async def run() -> Any:
+            engine = Engine(process)
+            await made.run_server(engine)
+            watcher = asyncio.ensure_future(engine.watch())
+            try:
+                return await asyncio.wait_for(script(made, engine), 20)
+            finally:
+                watcher.cancel()
+                made._reaper.stdin.close()
+                made._reaper.wait()
+
+        try:
+            return asyncio.run(run())
+        finally:
+            process.kill()
+            process.wait()
+
+    return play
+
+
+def ask(server: Any, name: str, tokens: int) -> asyncio.Future:
+    from vllm.sampling_params import RequestOutputKind
+
+    params = {"max_tokens": tokens, "logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+    return asyncio.ensure_future(server.generate([5, 6], params, request_id=name))
+
+
+async def settle() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("name", ["WatchedServer", "FleetServer", "DrainServer", "KeepServer"])
+def test_requests_of_a_killed_engine_return_with_their_tokens_and_log_probs(scene, name):
+    async def script(server, engine):
+        requests = [ask(server, "long", 9), ask(server, "short", 2)]
+        await settle()
+        for _ in range(3):
+            engine.step()
+        engine.process.kill()
+        return await asyncio.gather(*requests)
+
+    long, short = scene(script, name)
+    assert long.token_ids == [100, 101, 102] and long.log_probs == [-100.0, -101.0, -102.0]
+    assert long.stop_reason == "aborted" and long.extra_fields["server_failed"]
+    assert long.extra_fields["global_steps"] == 7
+    if name != "WatchedServer":
+        assert long.extra_fields["version_runs"] == [(3, 7)]
+    assert short.token_ids == [100, 101] and short.stop_reason == "completed"
+    assert "server_failed" not in short.extra_fields
+
+
+def test_a_request_that_had_no_token_or_comes_too_late_returns_empty(scene):
+    async def script(server, engine):
+        request = ask(server, "early", 9)
+        await settle()
+        engine.process.kill()
+        return await request, await ask(server, "late", 9)
+
+    for output in scene(script):
+        assert output.token_ids == [] and output.stop_reason == "aborted" and output.extra_fields["server_failed"]
+
+
+def test_an_engine_ends_with_the_process_of_its_server(scene):
+    async def script(server, engine):
+        server._reaper.stdin.close()  # as where the process is killed
+        assert await asyncio.to_thread(engine.process.wait, 10) == -9
+
+    scene(script)
+
+
+def test_the_heartbeat_goes_through_the_core_and_tells_a_dead_engine(scene):
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    async def script(server, engine):
+        beat = asyncio.ensure_future(server.beat())
+        await settle()
+        assert not beat.done()  # an engine that was stopped leaves it so
+        engine.answer()
+        assert await beat == ("node 1", os.getpid())
+        engine.process.kill()
+        engine.process.wait()
+        with pytest.raises(EngineDeadError):
+            await server.beat()
+
+    scene(script)
+
+
+def test_a_heartbeat_under_way_ends_when_the_engine_dies_under_it(scene):
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    async def script(server, engine):
+        beat = asyncio.ensure_future(server.beat())
+        await settle()
+        engine.process.kill()
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(beat, 5)
+
+    scene(script)
+
+
+def test_a_server_that_is_given_up_kills_its_engine_and_all_below_it_and_returns_every_request(scene):
+    import psutil
+
+    async def script(server, engine):
+        running = ask(server, "running", 9)
+        await settle()
+        engine.step()
+        server._submission_paused = True  # an update is under way
+        server._resume_event.clear()
+        waiting, hanging = ask(server, "waiting", 9), asyncio.ensure_future(server.beat())
+        await settle()
+        below = psutil.Process(engine.process.pid).children()
+        engine.process.send_signal(19)  # SIGSTOP: it hangs
+        await server.give_up()
+        outputs = await asyncio.gather(running, waiting)
+        with pytest.raises(Exception, match="EngineCore encountered an issue"):
+            await hanging
+        _, alive = psutil.wait_procs(below, timeout=5)
+        assert len(below) == 2 and not alive and engine.errored
+        return outputs
+
+    running, waiting = scene(script)
+    assert running.token_ids == [100] and running.extra_fields["server_failed"]
+    assert waiting.token_ids == [] and waiting.extra_fields["server_failed"]
+
+
+def test_an_abort_of_a_server_that_lives_is_verls(scene):
+    from vllm.v1.engine import FinishReason
+
+    async def script(server, engine):
+        request = ask(server, "a", 9)
+        await settle()
+        engine.step()
+        (state,) = engine.output_processor.request_states.values()
+        state.queue.put(state.make_request_output([], None, FinishReason.ABORT, None))
+        return await request
+
+    output = scene(script)
+    assert output.stop_reason == "aborted" and "server_failed" not in output.extra_fields

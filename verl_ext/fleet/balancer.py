@@ -1,0 +1,190 @@
+"""`retool.fleet.routing`: which server a request goes to.
+
+verl: verl's own. A first turn goes to the server with the fewest requests, later ones where the first went.
+ring: `routing.Router` in verl's registry of routers. A server that fails is avoided, data-parallel ranks are routed to.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.fleet.ranks import RankHandle, ranks_of
+from verl_ext.fleet.routing import Router
+from verl_ext.versions import VERL, require_versions
+
+KEY = "retool.fleet.routing"
+MAX_ROLLOUTS = 100_000  # whose slot is known, those asked for last; the others have that of their hash
+_ROLLOUT = "actor_rollout_ref.rollout"
+_IN_SERVER = "verl_ext.rollout.workers.InServerAgentLoopManager"
+
+
+class RingLoadBalancer:
+    """verl's `RequestLoadBalancer` (workers/rollout/router.py:32) over a `Router`; verl makes a Ray actor of it.
+
+    Args:
+        servers: address -> actor handle.
+        config: of ring.yaml, which has no more than this class.
+    """
+
+    def __init__(self, servers: Mapping[str, Any], config: Mapping[str, Any]):
+        self._router = Router()
+        self._ranks: dict[str, int] = {}  # of every server that was ever here: a hybrid one comes back each step
+        self._slots: dict[str, dict[str, Any]] = {}  # server -> slot -> handle
+        self._recent: OrderedDict[str, None] = OrderedDict()  # rollouts
+        self.add_servers(servers)
+
+    def acquire_server(self, request_id: str) -> tuple[str, Any]:
+        """The slot for a rollout's next request, and whom to ask.
+
+        Raises:
+            NoServerError: there is no server.
+        """
+        slot = self._router.acquire(request_id)
+        self._recent[request_id] = None
+        self._recent.move_to_end(request_id)
+        if len(self._recent) > MAX_ROLLOUTS:  # verl tells no router that a rollout ended
+            self._router.end(self._recent.popitem(last=False)[0])
+        return slot, self._slots[_server_of(slot)][slot]
+
+    def release_server(self, server_id: str, request_id: str | None = None) -> None:
+        self._router.release(request_id, server_id)
+
+    def failed(self, server_id: str) -> None:
+        """A request failed at a server, or at a rank of it: all its ranks are avoided for a while."""
+        for slot in self._slots.get(_server_of(server_id), ()):
+            self._router.failed(slot)
+
+    def add_servers(self, servers: Mapping[str, Any]) -> None:
+        for address, handle in servers.items():
+            if address not in self._ranks:
+                self._ranks[address] = ranks_of(handle)
+            ranks = self._ranks[address]
+            slots = {f"{address}/{rank}": RankHandle(handle, rank) for rank in range(ranks)}
+            self._slots[address] = slots if ranks > 1 else {address: handle}
+            for slot in self._slots[address]:
+                self._router.add(slot)
+
+    def remove_servers(self, server_ids: Sequence[str]) -> None:
+        for address in server_ids:
+            for slot in self._slots.pop(address, ()):
+                self._router.remove(slot)
+
+    def get_all_servers(self) -> list[str]:
+        return list(self._slots)
+
+    def get_status(self) -> dict[str, Any]:
+        """As verl's, with the load of each slot."""
+        slots = {slot: self._router.load(slot) for slot in self._router.slots}
+        servers = {address: sum(slots[slot] for slot in of) for address, of in self._slots.items()}
+        return {
+            "servers": servers,
+            "total_inflight": sum(servers.values()),
+            "active_servers": len(servers),
+            "registered_handles": list(servers),
+            "slots": slots,
+        }
+
+    def clear_sticky_cache(self) -> dict[str, Any]:
+        cleared = len(self._recent)
+        for rollout in self._recent:
+            self._router.end(rollout)
+        self._recent.clear()
+        return {"cleared_entries": cleared, "server_loads": self.get_status()["servers"]}
+
+    def get_inflight_count(self, server_id: str) -> int:
+        return self.get_status()["servers"].get(server_id, 0)
+
+    def get_total_inflight(self) -> int:
+        return self.get_status()["total_inflight"]
+
+    def require_acquire_fields(self) -> list[str]:
+        return []
+
+    def require_release_fields(self) -> list[str]:
+        return ["request_id"]
+
+
+def tell_failures(clients: ModuleType) -> None:
+    """verl/workers/rollout/llm_server.py:99 `LLMServerClient.generate` (0.9.1): a router that wants to know is told.
+
+    A server that refuses a request by a ValueError has not failed: any other server would refuse it.
+    """
+    require_versions(VERL, "verl_ext/fleet/balancer.py")
+    client = clients.LLMServerClient
+    acquire, generate = client._acquire_server, client.generate
+
+    async def acquire_noted(self: Any, request_id: str, **extra: Any) -> tuple[str, Any]:
+        server_id, server = await acquire(self, request_id, **extra)
+        _asked.set(server_id)
+        return server_id, server
+
+    async def generate_told(self: Any, *args: Any, **kwargs: Any) -> Any:
+        token = _asked.set(None)
+        try:
+            return await generate(self, *args, **kwargs)
+        except Exception as error:  # whatever the server died of; it is raised again
+            server_id, failed = _asked.get(), getattr(self._load_balancer, "failed", None)  # verl's own has none
+            if server_id and failed and not isinstance(error, ValueError):
+                failed.remote(server_id=server_id)
+            raise
+        finally:
+            _asked.reset(token)
+
+    client._acquire_server, client.generate = acquire_noted, generate_told
+
+
+_asked: ContextVar[str | None] = ContextVar("asked", default=None)  # the server of the request under way
+
+
+def _server_of(slot: str) -> str:
+    return slot.split("/")[0]
+
+
+def refusals(get: Callable[..., Any]) -> Iterator[str]:
+    """Why a run cannot have its routing: `what is wrong -> what to do`, each. The start of a run raises them.
+
+    Args:
+        get: (dotted key, default) -> value of the run, the default where it is absent or null.
+    """
+    if get(KEY, "verl") != "ring":
+        return
+    if (path := get(f"{_ROLLOUT}.router_config_path")) and Path(path) != RING:
+        yield f"""{KEY} is ring with {_ROLLOUT}.router_config_path={path}: expected one router -> Set {KEY}=verl, or
+            router_config_path=null."""
+    if get(f"{_ROLLOUT}.full_determinism"):
+        yield f"""{KEY} is ring with {_ROLLOUT}.full_determinism=true: where a rollout goes depends on what runs then,
+            so that no two runs would be equal -> Set {KEY}=verl."""
+    if get(f"{_ROLLOUT}.agent.agent_loop_manager_class") == _IN_SERVER:
+        yield f"""{KEY} is ring with {_ROLLOUT}.agent.agent_loop_manager_class={_IN_SERVER}: its agent loops run within
+            the one server and ask no router -> Set it to verl_ext.rollout.workers.LeanAgentLoopManager, or
+            {KEY}=verl."""
+    ranks, name = get(f"{_ROLLOUT}.data_parallel_size", 1), get(f"{_ROLLOUT}.name")
+    if ranks > 1 and (name != "vllm" or get(f"{_ROLLOUT}.disaggregation.enabled")):
+        yield f"""{KEY} is ring with {_ROLLOUT}.data_parallel_size={ranks}, name={name} and disaggregation.enabled=
+            {bool(get(f"{_ROLLOUT}.disaggregation.enabled"))}: only vLLM's servers that prefill and decode take a
+            request for a rank -> Set {KEY}=verl."""
+
+
+RING = Path(__file__).with_name("ring.yaml")
+
+
+def install(config: DictConfig) -> None:
+    """Have verl make the router of a run; with `verl` it stays as it is. Called before there are servers.
+
+    Raises:
+        ValueError: the run cannot have its routing.
+    """
+
+    def get(key: str, default: Any = None) -> Any:
+        value = OmegaConf.select(config, key)
+        return default if value is None else value
+
+    if found := [" ".join(each.split()) for each in refusals(get)]:
+        raise ValueError(" ".join(f"{each.replace(' -> ', '. ')}" for each in found))
+    if get(KEY, "verl") == "ring":
+        config.actor_rollout_ref.rollout.router_config_path = str(RING)

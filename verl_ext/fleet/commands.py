@@ -1,0 +1,101 @@
+"""Commands to a run that goes on, as files in its folder: whoever sees the folder can give one, also without Ray.
+
+A command writes `<id>.request.json` into `fleet_commands/`, the run renames it when it takes it, and writes
+`<id>.answer.json`. A command that no run takes in time is withdrawn, so that no later run obeys it.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from verl_ext.records import durable
+
+FOLDER = "fleet_commands"
+TAKE_S = 20.0  # a run looks once a second
+ANSWER_S = 180.0  # of an answer that waits for a weight update
+_POLL_S = 0.1
+
+
+class NoAnswer(RuntimeError):
+    """No run took a command, or it took it and did not answer."""
+
+
+class Refused(ValueError):
+    """The run cannot do what it was told; the message says why."""
+
+
+def ask(run: Path, words: list[str], *, take_s: float = TAKE_S, answer_s: float = ANSWER_S) -> Any:
+    """Tell a run something and wait for its answer.
+
+    Args:
+        run: folder of the run.
+    Raises:
+        NoAnswer: nobody looks into the folder, or the run does not answer.
+        Refused: the run says no.
+    """
+    folder = run / FOLDER
+    durable.make_folder(folder)
+    name = f"{time.time_ns()}_{uuid4().hex[:8]}"
+    request, answer = folder / f"{name}.request.json", folder / f"{name}.answer.json"
+    durable.write_text(request, json.dumps(words))
+    if not _wait(lambda: not request.exists(), take_s):
+        with suppress(FileNotFoundError):  # taken in this moment
+            request.unlink()
+            raise NoAnswer(
+                f"No run looked into {folder} within {take_s:.0f} s. Expected an RL run that goes on and has "
+                "servers of its own: trainer.v1.trainer_mode=separate_async, actor_rollout_ref.hybrid_engine=false."
+            )
+    if not _wait(answer.exists, answer_s):
+        raise NoAnswer(f"The run took {words} and did not answer within {answer_s:.0f} s. See its log.")
+    told = json.loads(answer.read_text(encoding="utf-8"))
+    answer.unlink()
+    if "refused" in told:
+        raise Refused(told["refused"])
+    return told["answer"]
+
+
+def _wait(is_so: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+@dataclass(frozen=True)
+class Command:
+    words: list[str]
+    taken: Path
+
+    def answer(self, value: Any) -> None:
+        self._tell({"answer": value})
+
+    def refuse(self, why: str) -> None:
+        self._tell({"refused": why})
+
+    def _tell(self, told: dict[str, Any]) -> None:
+        durable.write_text(self.taken.with_suffix("").with_suffix(".answer.json"), json.dumps(told))
+        self.taken.unlink()
+
+
+def clear(run: Path) -> None:
+    """Remove what commands to an earlier start of the run have left."""
+    for path in (run / FOLDER).glob("*.json*"):
+        path.unlink(missing_ok=True)
+
+
+def take(run: Path) -> Iterator[Command]:
+    """The commands that wait, oldest first."""
+    for request in sorted((run / FOLDER).glob("*.request.json")):
+        taken = request.with_suffix("").with_suffix(".taken.json")
+        try:
+            request.rename(taken)
+        except FileNotFoundError:  # withdrawn in this moment
+            continue
+        yield Command(json.loads(taken.read_text(encoding="utf-8")), taken)

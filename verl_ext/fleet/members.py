@@ -1,0 +1,205 @@
+"""The servers of a run with servers of their own, while it goes on: which there are, one more, one less.
+
+verl's LLMServerManager has the list of them that a profile reads, its router the one that requests read, and its
+CheckpointEngineManager the one that gets weights. Here they change together, and never while weights do.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+
+from verl_ext.fleet import commands
+from verl_ext.fleet.commands import Command, Refused
+from verl_ext.fleet.replicas import start_replica, stop_replica
+
+if TYPE_CHECKING:
+    from verl.checkpoint_engine import CheckpointEngineManager
+    from verl.workers.rollout.llm_server import LLMServerManager
+    from verl.workers.rollout.replica import RolloutReplica
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+LOOK_S = 1.0  # between two looks for commands
+LEAVE_S = 120.0  # for a server that leaves to break its requests off; vLLM answers within seconds
+GRACE_S = 5.0  # for requests that the router has sent and that have not arrived; the server sends them back
+ANSWER_S = 5.0  # of a server that is asked for its version
+WAITS = "waits for weights"
+
+
+class Members:
+    """See the module's docstring. Servers are known by verl's `replica_rank`, which no second one ever gets.
+
+    Args:
+        servers: of the servers on GPUs of their own; there are no others.
+        checkpoints: gives them weights. Where servers are watched, it also has them join (recovery.py).
+    """
+
+    def __init__(self, servers: "LLMServerManager", checkpoints: "CheckpointEngineManager"):
+        self._servers, self._checkpoints = servers, checkpoints
+        # Held while weights change, and while the lists do; where servers are watched, that of `recovery.py`.
+        self._lock = getattr(checkpoints, "lock", None) or threading.Lock()
+        highest = max((each.replica_rank for each in checkpoints.replicas), default=-1)
+        self._numbers = getattr(checkpoints, "numbers", None) or itertools.count(highest + 1)
+        self._newcomers: list[RolloutReplica] | None = getattr(checkpoints, "newcomers", None)
+        self._coming: dict[int, str] = {}  # server -> how far it is
+        self._ready: list[RolloutReplica] = []  # started, without weights yet; where they are watched, in newcomers
+        self._leaving: dict[int, RolloutReplica] = {}
+
+    @contextmanager
+    def weights_change(self) -> Iterator[None]:
+        """A block in which all servers get weights; those that were added get their first ones, and join behind it."""
+        with self._lock:
+            new, self._ready = self._ready, []
+            self._set([*self._checkpoints.replicas, *new])
+            yield
+            self._set(self._checkpoints.replicas)
+            if new:
+                router = self._servers.global_load_balancer
+                ray.get(router.add_servers.remote({each.server_address: each.server_handle for each in new}))
+            for each in new:
+                del self._coming[each.replica_rank]
+                logger.info("fleet: server %d at %s has joined", each.replica_rank, each.server_address)
+
+    @contextmanager
+    def obeying(self, run: Path) -> Iterator[None]:
+        """A block during which a thread looks for commands in the run's folder."""
+        commands.clear(run)
+        ended = threading.Event()
+
+        def look() -> None:
+            while not ended.wait(LOOK_S):
+                for command in commands.take(run):
+                    self.obey(command)
+
+        thread = threading.Thread(target=look, name="fleet commands", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def obey(self, command: Command) -> None:
+        """Do what a command says, and answer it."""
+        try:
+            match command.words:
+                case ["list"]:
+                    command.answer(self.rows())
+                case ["add"]:
+                    command.answer(self.add())
+                case ["remove", server]:
+                    command.answer(self.remove(int(server)))
+                case words:
+                    raise Refused(f"Expected list, add, or remove and a number, got {words}.")
+        except Refused as error:
+            command.refuse(str(error))
+        except Exception as error:  # whatever it is: who gave the command gets it, the run goes on
+            logger.exception("fleet: %s failed", command.words)
+            command.refuse(f"{command.words} failed: {error!r}. The run's log has more.")
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Every server: its number, address, state, requests (of each rank as well), and the step of its weights."""
+        status = ray.get(self._servers.global_load_balancer.get_status.remote())
+        slots = status.get("slots", status["servers"])
+        if self._newcomers is not None:  # they join behind our back
+            for each in self._checkpoints.replicas:
+                self._coming.pop(each.replica_rank, None)
+        rows, coming = [], self._coming | {each.replica_rank: WAITS for each in self._newcomers or ()}
+        serving = [each for each in self._checkpoints.replicas if each.replica_rank not in coming]
+        for state, replicas in (("serves", serving), ("leaves", [*self._leaving.values()])):
+            for each in replicas:
+                address = each.server_address
+                ranks = [load for slot, load in slots.items() if slot.split("/")[0] == address]
+                row = {"server": each.replica_rank, "address": address, "state": state, "ranks": ranks}
+                rows.append(row | {"requests": sum(ranks) if ranks else None, "version": _version(each)})
+        for server, state in coming.items():
+            row = {"server": server, "address": None, "state": state, "ranks": []}
+            rows.append(row | {"requests": None, "version": None})
+        return sorted(rows, key=lambda row: row["server"])
+
+    def add(self) -> str:
+        """Start a server; it joins with the next weights.
+
+        Raises:
+            Refused: Ray has no GPUs for it.
+        """
+        wanted = self._checkpoints.replicas[0].world_size
+        resources = ray.available_resources()
+        free = resources.get("GPU", 0) or resources.get("NPU", 0)  # as verl's ResourcePoolManager counts
+        if free < wanted:
+            raise Refused(
+                f"A server takes {wanted} GPUs, and Ray has {free:g} that are free. Remove a server first, or start "
+                "Ray on one more node of the run's cluster."
+            )
+        server = next(self._numbers)
+        self._coming[server] = "starts"
+        threading.Thread(target=self._start, args=(server,), name=f"start server {server}", daemon=True).start()
+        return f"Server {server} starts. It gets its weights and joins when the step ends in which it is ready."
+
+    def _start(self, server: int) -> None:
+        try:
+            replica = start_replica(self._servers, server)
+        except Exception as error:  # whatever it is: the run goes on with the servers that it has
+            logger.exception("fleet: server %d did not start", server)
+            self._coming[server] = f"did not start: {error!r}"
+            return
+        with self._lock:
+            self._coming[server] = WAITS
+            (self._ready if self._newcomers is None else self._newcomers).append(replica)
+        logger.info("fleet: server %d has started and waits for weights", server)
+
+    def remove(self, server: int) -> str:
+        """Send a server no more requests, and stop it when those that it has have ended or gone elsewhere.
+
+        Raises:
+            Refused: there is no such server, or it is the only one.
+        """
+        with self._lock:
+            replicas = self._checkpoints.replicas
+            numbers = [each.replica_rank for each in replicas]
+            if server not in numbers:
+                raise Refused(f"No server {server} serves. Expected one of {numbers}.")
+            if len(replicas) == 1:
+                raise Refused(f"Server {server} is the only one: nothing would roll out. Add another one first.")
+            (replica,) = [each for each in replicas if each.replica_rank == server]
+            self._set([each for each in replicas if each is not replica])
+            ray.get(self._servers.global_load_balancer.remove_servers.remote([replica.server_address]))
+            self._leaving[server] = replica
+        threading.Thread(target=self._stop, args=(replica,), name=f"stop server {server}", daemon=True).start()
+        return f"Server {server} gets no more requests. It stops when those that it has have ended or gone elsewhere."
+
+    def _stop(self, replica: "RolloutReplica") -> None:
+        server = replica.replica_rank
+        try:
+            asyncio.run(asyncio.wait_for(replica.abort_all_requests(reject_request=True), LEAVE_S))
+            time.sleep(GRACE_S)
+        except Exception:  # it may be dead already: it is stopped in any case
+            logger.warning("fleet: server %d did not let go of its requests", server, exc_info=True)
+        stop_replica(replica)
+        del self._leaving[server]
+        logger.info("fleet: server %d has left", server)
+
+    def _set(self, replicas: list["RolloutReplica"]) -> None:
+        """Lists of their own: verl's two managers begin with one and the same, and both add to theirs."""
+        self._checkpoints.replicas = replicas
+        self._servers.rollout_replicas = [*replicas]
+        self._servers.server_handles = [each.server_handle for each in replicas]
+        self._servers.server_addresses = [each.server_address for each in replicas]
+
+
+def _version(replica: "RolloutReplica") -> int | None:
+    """The step whose weights a server has; None where it does not say so in time."""
+    try:
+        return ray.get(replica.server_handle.__ray_call__.remote(lambda server: server.global_steps), timeout=ANSWER_S)
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError):
+        return None

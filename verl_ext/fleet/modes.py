@@ -1,0 +1,28 @@
+"""Which runs have servers of their own alone: what verl calls the replica mode `standalone`."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def needs_servers_of_their_own(setting: str, instead: str, get: Callable[..., Any]) -> Iterator[str]:
+    """Why a run cannot have a setting that needs vLLM servers on GPUs of their own, and no others.
+
+    Args:
+        setting: as the message says it, `retool.fleet.weight_update is keep`.
+        instead: what to set otherwise.
+        get: (dotted key, default) -> value of the run, the default where it is absent or null.
+    """
+    trainer_mode, name = get("trainer.v1.trainer_mode"), get(f"{_ROLLOUT}.name")
+    if trainer_mode != "separate_async":
+        yield f"""{setting} with trainer.v1.trainer_mode={trainer_mode}: expected separate_async. Servers on the
+            actor's GPUs have no request under way while weights change: their memory is the actor's then -> Set
+            trainer.v1.trainer_mode=separate_async, or {instead}."""
+    elif get("actor_rollout_ref.hybrid_engine", True):
+        yield f"""{setting} with actor_rollout_ref.hybrid_engine=true: some servers would be on the actor's GPUs,
+            which break requests off -> Set actor_rollout_ref.hybrid_engine=false, or {instead}."""
+    if name != "vllm" or get(f"{_ROLLOUT}.disaggregation.enabled"):
+        yield f"""{setting} with {_ROLLOUT}.name={name} and disaggregation.enabled=
+            {bool(get(f"{_ROLLOUT}.disaggregation.enabled"))}: only vLLM's servers that prefill and decode have it
+            -> Set {_ROLLOUT}.name=vllm and disaggregation.enabled=false, or {instead}."""

@@ -1,0 +1,379 @@
+"""Dead servers leave the fleet and are replaced, and no update of the weights waits for them.
+
+`Fleet` watches from a thread of the trainer's process and decides by `health.py`; `FleetCheckpointManager` is verl's,
+which passes over the dead and gives the new ones their weights. For servers of their own (verl's replica mode
+standalone). Line numbers are of verl 0.9.1, checkpoint_engine/base.py.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
+from verl.checkpoint_engine.base import CheckpointEngineManager, _worker_cls
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.utils.ray_utils import auto_await
+from verl.workers.rollout.llm_server import LLMServerManager
+from verl.workers.rollout.replica import RolloutReplica
+
+from verl_ext.fleet.health import Health, State
+from verl_ext.fleet.replicas import start_replica, stop_replica
+from verl_ext.ledger import ServerJournal
+from verl_ext.settings import HealthSettings
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+POLL_S = 0.1  # how soon an update of the weights passes over a replica that was declared dead
+GIVE_UP_S = 15.0  # for a server to hand back its requests; one whose own process hangs does not
+ON_THEIR_WAY_S = 1.0  # for these answers, until the process is killed
+START_PAUSE_S = 10.0  # between two tries to start a replacement
+
+
+class FleetCheckpointManager(CheckpointEngineManager):
+    """See the module's docstring.
+
+    Attributes:
+        replicas: those that have weights, as verl's.
+        newcomers: started, and without weights yet; in place of a dead one, or added by command.
+        dead: replicas that nothing waits for.
+        version: of the newest update of all replicas.
+        lock: held by what needs the actor's weights, or who has weights, to stay as they are.
+        numbers: for new replicas, each given once.
+    """
+
+    def __init__(self, config: Any, actor_wg: RayWorkerGroup, replicas: Sequence[RolloutReplica]):
+        super().__init__(config=config, actor_wg=actor_wg, replicas=list(replicas))
+        self.newcomers: list[RolloutReplica] = []
+        self.dead: set[RolloutReplica] = set()
+        self.version: int | None = None
+        self.lock = threading.RLock()
+        self.numbers = itertools.count(1 + max((each.replica_rank for each in replicas), default=-1))
+        self.is_updating = False
+
+    @auto_await
+    async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
+        """As verl's (:510), of the replicas that live to its end, newcomers among them."""
+        with self.lock:
+            metrics = await self._update([*self.replicas, *self.newcomers], global_steps)
+            self.version = global_steps
+        return metrics
+
+    def let_newcomers_in(self) -> None:
+        """Give the weights of the newest update to newcomers alone. The actor must have them still."""
+        with self.lock:
+            asyncio.run(self._update(list(self.newcomers), self.version))
+
+    async def _update(self, replicas: list[RolloutReplica], version: int | None) -> dict[str, Any]:
+        self.is_updating = True
+        try:
+            living, metrics = await self._transfer(replicas, version)
+        finally:
+            self.is_updating = False
+        self.replicas = [each for each in self.replicas if each not in replicas and each not in self.dead] + living
+        for each in replicas:
+            if each in self.newcomers:
+                self.newcomers.remove(each)
+        return metrics
+
+    async def _transfer(
+        self, replicas: list[RolloutReplica], version: int | None
+    ) -> tuple[list[RolloutReplica], dict[str, Any]]:
+        """The steps of verl's; returns the replicas that lived through all of them, and the sender's metrics."""
+        living = await self._of_living(replicas, lambda replica: replica.abort_all_requests())
+        living = await self._of_living(living, lambda replica: replica.release_kv_cache())
+        if not living:
+            logger.warning("weights of version %s: no server is left that could get them.", version)
+            return [], {}
+        actor = self.actor_wg
+        self.build_process_group(_group(living))
+        sent = actor.update_weights(global_steps=version, mode=self.backend)
+        living = await self._on_workers(living, lambda group: group.update_weights(global_steps=version))
+        metrics: dict[str, Any] = {}
+        for result in await asyncio.gather(*sent):
+            metrics |= result if isinstance(result, dict) else {}
+        await asyncio.gather(*actor.execute_checkpoint_engine(["finalize"] * actor.world_size))
+        living = await self._on_workers(
+            living, lambda group: group.execute_checkpoint_engine(["finalize"] * group.world_size)
+        )
+        living = await self._of_living(living, lambda replica: replica.resume_kv_cache())
+        return await self._of_living(living, lambda replica: replica.resume_generation()), metrics
+
+    async def _on_workers(
+        self, replicas: list[RolloutReplica], call: Callable[[RayWorkerGroup], list[Any]]
+    ) -> list[RolloutReplica]:
+        """Call all workers of the replicas as one group; returns the replicas whose workers all answered."""
+        if not replicas:
+            return []
+        answers = iter(call(_group(replicas)))
+        of = {replica: [next(answers) for _ in replica.workers] for replica in replicas}
+        return await self._of_living(replicas, lambda replica: _all(of[replica]))
+
+    async def _of_living(
+        self, replicas: list[RolloutReplica], call: Callable[[RolloutReplica], Awaitable[Any]]
+    ) -> list[RolloutReplica]:
+        """Call each replica; returns those that answered. Who dies under the call, or is declared dead, is left out.
+
+        Raises:
+            Exception: a call failed for another reason than the replica's death.
+        """
+        calls = {replica: asyncio.ensure_future(call(replica)) for replica in replicas if replica not in self.dead}
+        while waiting := [each for replica, each in calls.items() if replica not in self.dead and not each.done()]:
+            await asyncio.wait(waiting, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        for replica, each in calls.items():
+            if replica in self.dead:
+                each.cancel()
+            elif (error := each.exception()) is not None:
+                if not _is_death(error):
+                    raise error
+                self.dead.add(replica)
+        return [replica for replica in calls if replica not in self.dead]
+
+
+async def _all(answers: list[Any]) -> None:
+    await asyncio.gather(*answers)
+
+
+def _group(replicas: Sequence[RolloutReplica]) -> RayWorkerGroup:
+    workers = [worker for replica in replicas for worker in replica.workers]
+    return RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
+
+
+def _is_death(error: BaseException) -> bool:
+    """Whether a call of a server or of its worker failed because process or engine are gone."""
+    return isinstance(error, RayActorError) or "EngineDeadError" in f"{error!r} {error}"  # wrapped by Ray, also twice
+
+
+@dataclass(eq=False)
+class _Server:
+    replica: RolloutReplica
+    health: Health
+    beat: asyncio.Future | None = None  # that was not answered yet
+    place: tuple[str, int] | None = None  # Ray's id of its node, and its process
+
+    @property
+    def name(self) -> str:
+        return self.replica.server_address
+
+
+class Fleet:
+    """Watches the servers of a run and replaces dead ones.
+
+    Args:
+        limits: `retool.fleet.health`.
+        weights: of the servers.
+        router: verl's load balancer, a Ray actor, whichever it is.
+        start: makes a replica of a number.
+        stop: frees all that a replica holds; is told the place of its process if that hangs. Both may block.
+        note: is told what happened, as `ServerJournal.note`.
+    """
+
+    def __init__(
+        self,
+        limits: HealthSettings,
+        weights: FleetCheckpointManager,
+        router: Any,
+        start: Callable[[int], RolloutReplica],
+        stop: Callable[[RolloutReplica, tuple[str, int] | None], None],
+        note: Callable[[str, str, str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._limits, self._weights, self._router, self._clock = limits, weights, router, clock
+        self._start_replica, self._stop_replica, self._note = start, stop, note
+        self._servers: list[_Server] = []
+        self._left: set[str] = set()  # names of servers that died
+        self._starts = 0
+        self._burials: set[asyncio.Task] = set()
+        self._arrival: asyncio.Future | None = None  # of newcomers, under way
+        self._actor_is_idle = self._is_exact = False
+        self._closing, self._error = threading.Event(), None
+        self._follow()
+
+    @classmethod
+    def of_run(
+        cls, folder: Path, limits: HealthSettings, weights: FleetCheckpointManager, servers: LLMServerManager
+    ) -> "Fleet":
+        """With servers as verl starts them, and the run's journal of servers."""
+        journal = ServerJournal(folder)
+        journal.begin([each.server_address for each in weights.replicas])
+        start = partial(start_replica, servers)
+        return cls(limits, weights, servers.global_load_balancer, start, stop_replica, journal.note)
+
+    # The trainer's thread --------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Begin, in a thread of its own."""
+        self._thread = threading.Thread(target=self._run, daemon=True, name="fleet")
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join(timeout=GIVE_UP_S)
+
+    def actor_waits(self, *, is_exact: bool) -> None:
+        """The actor does nothing until `actor_works`: newcomers can get weights from it.
+
+        Args:
+            is_exact: the actor has the weights of the newest update. Otherwise newcomers are only let in where no other
+                server is left: their tokens are then of weights a part of a step newer than their version says.
+        """
+        self._is_exact, self._actor_is_idle = is_exact, True
+
+    def actor_works(self) -> None:
+        """Returns when no newcomer gets weights from it any more.
+
+        Raises:
+            RuntimeError: the watching itself failed.
+        """
+        with self._weights.lock:
+            self._actor_is_idle = False
+        if self._error is not None:
+            raise RuntimeError("the servers are not watched any more: see the error below.") from self._error
+
+    # The fleet's thread ----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._watch())
+        except Exception as error:  # whatever it is: the trainer raises it
+            logger.exception("watching the rollout servers failed")
+            self._error = error
+
+    async def _watch(self) -> None:
+        while not self._closing.is_set():
+            began = self._clock()
+            await self.round()
+            await asyncio.sleep(max(0.0, self._limits.every_s - (self._clock() - began)))
+
+    async def round(self) -> None:
+        """Ask each server, judge it, tell the router."""
+        self._follow()
+        for server in self._servers:
+            if server.beat is None:
+                server.beat = asyncio.ensure_future(server.replica.server_handle.beat.remote())
+        if self._servers:
+            await asyncio.wait([server.beat for server in self._servers], timeout=self._limits.every_s)
+        for server in list(self._servers):
+            self._judge(server)
+        await self._tell_router()
+        if self._weights.newcomers and self._actor_is_idle and self._arrival is None:
+            self._arrival = asyncio.ensure_future(asyncio.to_thread(self._let_newcomers_in))
+        if self._arrival is not None and self._arrival.done():
+            arrival, self._arrival = self._arrival, None
+            arrival.result()
+        for burial in [each for each in self._burials if each.done()]:
+            self._burials.discard(burial)
+            burial.result()
+
+    def _follow(self) -> None:
+        """Watch who belongs to the run now: servers may also be added and removed while none of them is dead."""
+        weights = self._weights
+        members = [*weights.replicas, *weights.newcomers]
+        self._servers = [each for each in self._servers if each.replica in members or each.replica in weights.dead]
+        watched = {each.replica for each in self._servers}
+        for replica in members:
+            if replica not in watched and replica not in weights.dead:
+                self._servers.append(_Server(replica, Health(self._limits, self._clock)))
+
+    def _judge(self, server: _Server) -> None:
+        before, health = server.health.state, server.health
+        if server.beat is not None and server.beat.done():
+            beat, error, server.beat = server.beat, server.beat.exception(), None
+            if error is None:
+                server.place = beat.result()
+                health.answered()
+            elif isinstance(error, ActorUnavailableError):
+                pass  # the network's silence
+            elif _is_death(error):
+                health.failed("its process is gone" if isinstance(error, RayActorError) else "its engine is dead")
+            else:
+                raise error
+        if server.replica in self._weights.dead:
+            health.failed("it was dead when its weights were to change")
+        state = health.look(updating=self._weights.is_updating)
+        if state is State.DEAD:
+            logger.warning("server %s is dead: %s. Its requests go on elsewhere.", server.name, health.why)
+            self._servers.remove(server)
+            self._left.add(server.name)  # the router is told at the end of this round
+            self._weights.dead.add(server.replica)
+            self._burials.add(asyncio.ensure_future(self._bury(server)))
+        elif state is not before:
+            logger.info("server %s is %s, was %s", server.name, state, before)
+
+    async def _tell_router(self) -> None:
+        """Servers that are well and have weights get requests, others do not; those of others are left alone.
+
+        Not while weights or members change; the next round comes soon. A dead server has left the router before.
+        A client may have taken one out, for a death that no heartbeat has met yet: it comes back with an answer alone.
+        """
+        if self._weights.lock.acquire(blocking=False):
+            try:
+                await self._correct_router()
+            finally:
+                self._weights.lock.release()
+
+    async def _correct_router(self) -> None:
+        wanted = {
+            server.name: server.replica.server_handle
+            for server in self._servers
+            if server.health.takes_requests and server.replica in self._weights.replicas
+        }
+        there = set(await self._router.get_all_servers.remote())
+        ours = self._left | {server.name for server in self._servers}
+        answered = {server.name for server in self._servers if server.beat is None}  # in this round
+        if new := {name: handle for name, handle in wanted.items() if name not in there and name in answered}:
+            await self._router.add_servers.remote(new)
+        if gone := sorted(there & ours - wanted.keys()):
+            await self._router.remove_servers.remote(gone)
+
+    def _let_newcomers_in(self) -> None:
+        """In a thread beside the heartbeats, which go on: a newcomer may die under it, too."""
+        with self._weights.lock:
+            is_last_resort = not any(each not in self._weights.dead for each in self._weights.replicas)
+            if self._actor_is_idle and (self._is_exact or is_last_resort):
+                self._weights.let_newcomers_in()
+
+    async def _bury(self, server: _Server) -> None:
+        """Get back what its requests have, free what it holds, start another."""
+        self._note("died", server.name, server.health.why)
+        hanging = None
+        try:
+            await asyncio.wait_for(_answer(server.replica.server_handle.give_up), GIVE_UP_S)
+            await asyncio.sleep(ON_THEIR_WAY_S)
+        except (TimeoutError, RayError) as error:
+            hanging = server.place if isinstance(error, TimeoutError) else None
+            logger.warning("server %s did not hand back its requests: %r", server.name, error)
+        await asyncio.to_thread(self._stop_replica, server.replica, hanging)
+        await self._replace(server.name)
+
+    async def _replace(self, name: str) -> None:
+        while self._starts < self._limits.max_replacements:
+            self._starts += 1
+            try:
+                replica = await asyncio.to_thread(self._start_replica, next(self._weights.numbers))
+            except Exception as error:  # of vLLM, Ray, the machine: what keeps a server from starting may pass
+                logger.exception("a server in place of %s did not start", name)
+                self._note("start_failed", f"in place of {name}", repr(error))
+                await asyncio.sleep(START_PAUSE_S)
+                continue
+            logger.info("server %s takes the place of %s, and waits for weights", replica.server_address, name)
+            self._note("replaced", replica.server_address, f"in place of {name}")
+            self._weights.newcomers.append(replica)
+            return
+        logger.error(
+            "No server is started in place of %s: retool.fleet.health.max_replacements=%d are spent. Look into the "
+            "log of the servers, and raise it.",
+            *(name, self._limits.max_replacements),
+        )
+
+
+async def _answer(method: Any) -> None:
+    await method.remote()

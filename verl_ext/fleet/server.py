@@ -1,0 +1,192 @@
+"""verl's vLLM server in each mode of `retool.fleet.weight_update`, and the replicas that start it.
+
+verl 0.9.1 updates servers of their own (checkpoint_engine/base.py:510) by `abort_all_requests`, the transfer, which
+ends with `clear_kv_cache` and `set_global_steps`, and `resume_generation`. The classes here change what these do.
+Line numbers are of workers/rollout/vllm_rollout/vllm_async_server.py. Imports vLLM.
+"""
+
+import argparse
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from verl.workers.rollout.replica import RolloutMode, TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMReplica
+from vllm.v1.engine import EngineCoreOutputs
+
+from verl_ext.fleet.boundaries import Boundaries
+from verl_ext.fleet.watched import WatchedServer
+
+logger = logging.getLogger(__name__)
+LANDING_TIMEOUT_S = 60.0  # for requests on their way into the engine, as verl's own gate has it (:77)
+
+
+class FleetServer(WatchedServer):
+    """A server that says of each token which weights sampled it. An update breaks its running requests off (`abort`).
+
+    verl's `abort` waits up to 60 s until every request has had an output (:1043), which for our agent loop is its last.
+    And verl reads a request's version when the request has ended (:689), which may be behind the update.
+    """
+
+    pause: Mapping[str, Any] = {"mode": "abort", "clear_cache": True}  # for an update: of vLLM's `pause_generation`
+
+    def _post_init(self, cuda_visible_devices: str) -> None:
+        """verl's hook at the end of `__init__`."""
+        super()._post_init(cuda_visible_devices)
+        self._boundaries = Boundaries()
+        self._landing: set[str] = set()  # admitted, and not in the engine yet
+        self._beginning_again: set[str] = set()
+
+    async def run_server(self, args: argparse.Namespace) -> None:
+        await super().run_server(args)
+        add = self.engine.add_request
+
+        async def add_request(request_id: str, prompt: Any, *rest: Any, **kwargs: Any) -> Any:
+            added = await add(request_id, self._prepared(prompt), *rest, **kwargs)
+            self._landing.discard(request_id)
+            return added
+
+        self.engine.add_request = add_request
+
+    def _prepared(self, prompt: Any) -> Any:
+        """What the engine gets of a prompt."""
+        return prompt
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: dict[str, Any], request_id: str, *rest: Any, **kwargs: Any
+    ) -> TokenOutput:
+        """As verl's (:558), with `version_runs` among the extra fields: (tokens, version), oldest first."""
+        try:
+            while True:
+                # It takes keys out of the parameters.
+                output = await super().generate(prompt_ids, dict(sampling_params), request_id, *rest, **kwargs)
+                if request_id not in self._beginning_again:
+                    break
+                self._beginning_again.discard(request_id)
+            runs = self._boundaries.end(request_id, len(output.token_ids))
+            output.extra_fields.setdefault("version_runs", runs)  # it is there from a server that decodes for this one
+            return output
+        finally:
+            self._boundaries.forget(request_id)
+            self._landing.discard(request_id)
+            self._beginning_again.discard(request_id)
+
+    async def _park_until_admitted(self, request_id: str) -> TokenOutput | None:
+        rejected = await super()._park_until_admitted(request_id)
+        if rejected is None:
+            self._landing.add(request_id)
+            self._boundaries.admit(request_id, self.global_steps)
+        return rejected
+
+    async def abort_all_requests(self, reset_prefix_cache: bool = True, reject_request: bool = False) -> dict[str, Any]:
+        """Pause for an update (:931), or break all requests off, as the server is about to leave (`reject_request`).
+
+        Raises:
+            TimeoutError: an admitted request did not reach the engine.
+        """
+        if self.node_rank == 0:
+            self._submission_paused, self._rejecting = True, reject_request
+            self._resume_event.clear()
+            deadline = time.monotonic() + LANDING_TIMEOUT_S
+            while self._landing:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"{len(self._landing)} requests were admitted and did not reach vLLM's engine in "
+                        f"{LANDING_TIMEOUT_S:.0f} s, so that their version would be unknown. Look into the server's "
+                        "log."
+                    )
+                await asyncio.sleep(0.001)
+            leave = {"mode": "abort", "clear_cache": reset_prefix_cache}
+            await self.engine.pause_generation(**(leave if reject_request else self.pause))
+        return {"aborted_count": 0, "request_ids": []}  # which nothing reads
+
+    async def resume_engine_generation(self) -> None:
+        """Go on behind an update (:1006); here the running requests cross it."""
+        if self.node_rank == 0:
+            await self._read_all_outputs()
+            states = self.engine.output_processor.request_states.values()
+            written = {state.external_req_id: state.detokenizer.num_output_tokens() for state in states}
+            if again := self._boundaries.cross(written, self.global_steps):
+                self._beginning_again.update(again)
+                await self.engine.abort(again)
+        await super().resume_engine_generation()
+
+    async def _read_all_outputs(self) -> None:
+        """Wait until vLLM's front end has counted every token that the engine sampled before it paused.
+
+        The engine's answer to the pause came behind its last tokens, on the same way, so that they are in the queue of
+        the front end's one reader. An empty message behind them is taken out when all before it are counted.
+        """
+        queue = self.engine.engine_core.outputs_queue
+        queue.put_nowait(EngineCoreOutputs())
+        while not queue.empty():
+            if self.engine.errored:
+                raise self.engine.dead_error
+            await asyncio.sleep(0.001)
+
+
+class StandaloneServer(FleetServer):
+    """A server whose running requests outlive an update.
+
+    A request that has no token yet when weights change begins again: it is a new one, and all of it is of the new
+    version.
+    """
+
+    def _post_init(self, cuda_visible_devices: str) -> None:
+        """As above.
+
+        Raises:
+            ValueError: the server shares its GPUs with another model, or the model has images, whose embeddings vLLM
+                caches without regard to versions.
+        """
+        super()._post_init(cuda_visible_devices)
+        if self.rollout_mode != RolloutMode.STANDALONE or self.model_config.processor is not None:
+            raise ValueError(
+                f"{type(self).__name__} serves text from GPUs of its own (replica mode standalone), got the mode "
+                f"{self.rollout_mode} and the processor {self.model_config.processor}. "
+                "Set retool.fleet.weight_update=abort."
+            )
+
+
+class DrainServer(StandaloneServer):
+    """Running requests end before an update, with the weights that they have."""
+
+    pause = {"mode": "wait", "clear_cache": True}
+
+
+class KeepServer(StandaloneServer):
+    """Running requests stand still during an update, and go on behind it with their KV cache."""
+
+    pause = {"mode": "keep", "clear_cache": False}
+
+    def _prepared(self, prompt: Any) -> Any:
+        """With a salt: vLLM gives out cached blocks to requests of the same salt alone, here of the same version."""
+        return prompt | {"cache_salt": f"{prompt.get('cache_salt', '')}weights {self.global_steps}"}
+
+    async def clear_kv_cache(self) -> None:
+        """The cache stays: running requests go on with it, and new ones have another salt."""
+
+    async def wait_for_requests_to_drain(self) -> None:
+        """Nothing drains. verl's replica asks before it frees the cache, which `keep` does not have it do."""
+
+
+class FleetReplica(vLLMReplica):
+    """Starts `server_type`; reward and teacher models keep verl's server, as their weights do not change."""
+
+    server_type = FleetServer
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        if not (self.is_reward_model or self.is_teacher_model):
+            self.server_class = ray.remote(self.server_type)
+
+
+class DrainReplica(FleetReplica):
+    server_type = DrainServer
+
+
+class KeepReplica(FleetReplica):
+    server_type = KeepServer

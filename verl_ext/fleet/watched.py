@@ -1,0 +1,126 @@
+"""verl's vLLM server that tells whether its engine lives and, when it does not, hands back what its requests have.
+
+vLLM's engine is a process of its own (`EngineCore`). The server beside it counts every token that it sampled, with its
+log-prob, also for requests that ask for the final output alone: those tokens outlive the engine. Imports vLLM.
+"""
+
+import argparse
+import asyncio
+import os
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import ray
+from verl.workers.rollout.replica import TokenOutput
+from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+from vllm.v1.engine import FinishReason
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from verl_ext.fleet.client import FAILED
+
+LOOK_S = 0.1  # how soon a heartbeat under way ends when the engine dies
+KILL_TIMEOUT_S = 10.0  # from the kill of an engine to vLLM's noticing it, which looks once a second
+
+
+class WatchedServer(vLLMHttpServer):
+    """See the module's docstring. A request of a dead engine ends as `aborted`, with `FAILED` in its extra fields."""
+
+    _is_given_up = False
+
+    async def run_server(self, args: argparse.Namespace) -> None:
+        await super().run_server(args)
+        generate = self.engine.generate
+
+        async def generate_or_part(
+            prompt: Any, sampling_params: Any, request_id: str, **rest: Any
+        ) -> AsyncIterator[Any]:
+            try:
+                async for output in generate(
+                    prompt=prompt, sampling_params=sampling_params, request_id=request_id, **rest
+                ):
+                    yield output
+            except EngineDeadError:
+                yield self._part(request_id)
+
+        self.engine.generate = generate_or_part
+        self._reaper = start_reaper(self._engine_pids())
+
+    def _engine_pids(self) -> list[int]:
+        return [process.pid for process in self.engine.engine_core.resources.engine_manager.processes]
+
+    def _part(self, request_id: str) -> Any:
+        """The tokens of a request that the engine leaves behind, as vLLM gives those of one that was aborted."""
+        states = self.engine.output_processor.request_states.values()
+        state = next((each for each in states if each.external_req_id == request_id), None)
+        if state is None:  # it never came to the engine
+            return SimpleNamespace(outputs=[])
+        return state.make_request_output([], None, FinishReason.ABORT, None)
+
+    async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        try:
+            output = await super().generate(*args, **kwargs)
+        except EngineDeadError:  # on the way to the engine
+            output = TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self.global_steps})
+        if output.stop_reason == "aborted" and (self._is_given_up or self.engine.errored):
+            output.extra_fields[FAILED] = True
+        return output
+
+    async def beat(self) -> tuple[str, int]:
+        """Both heartbeats: returns when the engine's core has answered, which one that hangs does not.
+
+        Returns:
+            Where this process is: Ray's id of the node, and the process's.
+        Raises:
+            EngineDeadError: the engine says itself that it is dead.
+        """
+        if self._is_given_up or self.engine.errored:
+            raise EngineDeadError()
+        answer = asyncio.ensure_future(self.engine.is_paused())
+        try:
+            while not answer.done():  # vLLM leaves it unanswered when the engine dies under it
+                await asyncio.wait([answer], timeout=LOOK_S)
+                if not answer.done() and (self._is_given_up or self.engine.errored):
+                    raise EngineDeadError()
+            await answer
+        finally:
+            answer.cancel()
+        return ray.get_runtime_context().get_node_id(), os.getpid()
+
+    async def give_up(self) -> None:
+        """The engine is dead, or held for dead: kill what is left of it; every request returns with what it has.
+
+        Raises:
+            TimeoutError: vLLM did not notice the death of its engine.
+        """
+        self._is_given_up = True
+        self._submission_paused = self._rejecting = True  # requests that wait for the end of an update return, too
+        self._resume_event.set()
+        self._kill_engine()
+        deadline = time.monotonic() + KILL_TIMEOUT_S
+        while not self.engine.errored:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"vLLM did not notice in {KILL_TIMEOUT_S:.0f} s that its engine was killed.")
+            await asyncio.sleep(0.01)
+        for answer in list(self.engine.engine_core.utility_results.values()):  # vLLM leaves their callers waiting
+            if not answer.done():
+                answer.set_exception(EngineDeadError())
+
+    def _kill_engine(self) -> None:
+        """Its processes, and those that they started for further GPUs; also ones that are stopped."""
+        for pid in self._engine_pids():
+            with suppress(psutil.NoSuchProcess):
+                core = psutil.Process(pid)
+                for each in [*core.children(recursive=True), core]:
+                    with suppress(psutil.NoSuchProcess):
+                        each.kill()
+
+
+def start_reaper(pids: list[int]) -> subprocess.Popen:
+    """A shell that kills processes when this one is gone: killed, it could not end its engine, which has the GPU."""
+    command = ["sh", "-c", 'cat > /dev/null; kill -9 "$@" 2> /dev/null', "sh", *map(str, pids)]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)

@@ -1,0 +1,84 @@
+"""`retool.fleet.weight_update`: what a server does with running requests while it gets new weights.
+
+abort: They are broken off, the cache is forgotten, and each goes on as a new request.
+drain: they end with the weights that they have; the update waits for the longest of them.
+keep: they stand still for the update, keep their KV cache, and go on with the new weights.
+In all modes a request that comes during an update waits for the new weights.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.fleet import health
+from verl_ext.fleet.modes import needs_servers_of_their_own
+from verl_ext.versions import VERL, require_versions
+
+KEY = "retool.fleet.weight_update"
+_ROLLOUT = "actor_rollout_ref.rollout"
+_MODEL = "actor_rollout_ref.model"
+_CORRECTION = "algorithm.rollout_correction"
+
+
+def refusals(get: Callable[..., Any]) -> Iterator[str]:
+    """Why a run cannot have its mode: `what is wrong -> what to do`, each. The start of a run raises them.
+
+    Args:
+        get: (dotted key, default) -> value of the run, the default where it is absent or null.
+    """
+    mode = get(KEY, "abort")
+    if mode not in ("drain", "keep"):
+        return
+    yield from needs_servers_of_their_own(f"{KEY} is {mode}", f"{KEY}=abort", get)
+    if mode == "keep":
+        yield from _refusals_of_a_mixed_cache(get)
+
+
+def _refusals_of_a_mixed_cache(get: Callable[..., Any]) -> Iterator[str]:
+    """A response may rest on keys and values of several versions, which no trainer can compute again."""
+    if not (get(f"{_CORRECTION}.bypass_mode") or get(f"{_CORRECTION}.rollout_is")):
+        yield f"""{KEY} is keep with {_CORRECTION}.bypass_mode=false and rollout_is=null: the trainer would take its own
+            log-probs for those that the tokens were sampled with, and cannot compute these again, as the cache holds
+            several versions -> Take an objective that uses the rollout's log-probs, such as objective=glm5_async or
+            objective=olmorl, or set {KEY}=abort."""
+    if get(f"{_ROLLOUT}.free_cache_engine", True):
+        yield f"""{KEY} is keep with {_ROLLOUT}.free_cache_engine=true: verl would free the KV cache for every update
+            -> Set {_ROLLOUT}.free_cache_engine=false."""
+    if get(f"{_ROLLOUT}.engine_kwargs.vllm.kv_transfer_config"):
+        yield f"""{KEY} is keep with {_ROLLOUT}.engine_kwargs.vllm.kv_transfer_config: a store of keys and values
+            outside of vLLM may give out those of older weights -> Remove it, or set {KEY}=abort."""
+    adapters = get(f"{_MODEL}.lora_rank", 0) or get(f"{_MODEL}.lora.rank", 0)
+    if adapters and not get(f"{_MODEL}.lora.merge"):
+        yield f"""{KEY} is keep with LoRA adapters of rank {adapters}: nothing shows yet that vLLM exchanges an adapter
+            under a running request -> Set {_MODEL}.lora.merge=true, or {KEY}=abort."""
+
+
+def install(config: DictConfig) -> None:
+    """Have verl make vLLM servers with the mode of a run. Called before there are servers.
+
+    With trainer.v1.trainer_mode=sync no request runs while weights change, and verl's own server stays.
+
+    Raises:
+        ValueError: the run cannot have its mode, or its servers cannot be watched.
+        RuntimeError: verl has another version than the one whose server is extended.
+    """
+
+    def get(key: str, default: Any = None) -> Any:
+        value = OmegaConf.select(config, key)
+        return default if value is None else value
+
+    if found := [" ".join(each.split()) for each in (*refusals(get), *health.refusals(get))]:
+        raise ValueError(" ".join(f"{each.replace(' -> ', '. ')}" for each in found))
+    mode = get(KEY, "abort")
+    if get("trainer.v1.trainer_mode", "sync") == "sync" or get(f"{_ROLLOUT}.name") != "vllm":
+        return
+    require_versions(VERL, "verl_ext/fleet/server.py")
+    from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+    def load() -> type:
+        from verl_ext.fleet import server  # imports vLLM
+
+        return {"abort": server.FleetReplica, "drain": server.DrainReplica, "keep": server.KeepReplica}[mode]
+
+    RolloutReplicaRegistry.register("vllm", load)

@@ -1,0 +1,43 @@
+"""The sockets in /tmp by which an actor's weights reach the vLLM server beside it: none of two runs is another's.
+
+verl 0.9.1 names them by Ray's job id. That is 01000000 in every cluster of its own, so that of two runs on one machine
+the one that binds second takes the socket of the first: its server would hang, or get the other run's weights. Here the
+id of Ray's node, which is random, is added on both sides; they are on one node.
+"""
+
+import os
+from types import ModuleType
+from typing import Any
+
+import ray
+
+from verl_ext.versions import VERL, require_versions
+
+
+def name_senders(adapters: ModuleType) -> None:
+    """verl/workers/rollout/vllm_rollout/vllm_rollout.py:141 `ServerAdapter`, of the actor's process."""
+    require_versions(VERL, "verl_ext/rollout/weight_sockets.py")
+    adapter = adapters.ServerAdapter
+    init = adapter.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        context = ray.get_runtime_context()
+        job = context.get_job_id()
+        self.zmq_handle = self.zmq_handle.replace(f"-{job}-", f"-{job}-{context.get_node_id()[:16]}-", 1)
+
+    adapter.__init__ = __init__
+
+
+def name_receivers(servers: ModuleType) -> None:
+    """verl/workers/rollout/vllm_rollout/vllm_async_server.py:143: processes of the server's engine inherit it."""
+    require_versions(VERL, "verl_ext/rollout/weight_sockets.py")
+    server = servers.vLLMHttpServer
+    init = server.__init__
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        context = ray.get_runtime_context()
+        os.environ["VERL_RAY_JOB_ID"] = f"{context.get_job_id()}-{context.get_node_id()[:16]}"
+
+    server.__init__ = __init__
