@@ -12,6 +12,7 @@ from typing import NamedTuple
 import yaml
 
 from verl_ext.records import jsonl
+from verl_ext.records.store import files_of
 
 STAGES = "stages.json"  # the quickstart's journal
 SAMPLES = "samples.jsonl"  # of `python -m verl_ext.evaluate`
@@ -139,8 +140,8 @@ def rollouts_of(run: Path) -> list[Path]:
     return dumps_of(run, "rollout_data_dir", "rollouts")
 
 
-def trajectories_in(folder: Path) -> list[Path]:
-    """Files of a trajectory log, rotated ones included, the oldest first."""
+def old_log_of(folder: Path) -> list[Path]:
+    """Files of the JSON lines that runs wrote before they had records, rotated ones included, the oldest first."""
     files = [path for path in folder.glob("*.jsonl*") if path.suffix == ".jsonl" or path.suffix[1:].isdecimal()]
     return sorted(files, key=lambda path: path.stat().st_mtime)
 
@@ -181,7 +182,7 @@ def _training_kind(path: Path) -> str | None:
     config = _config(path)
     if not (config or metrics or checkpoints):
         dumps = any(step_dumps(path / name) for name in ("rollouts", "validation"))
-        return "rl" if dumps or any(path.glob("trajectories/*.jsonl")) else None
+        return "rl" if dumps or files_of(path) or any(path.glob("trajectories/*.jsonl")) else None
     if config:
         return "rl" if "actor_rollout_ref" in config else "sft"
     if checkpoints:

@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_ext.records import jsonl
+from verl_ext.records import jsonl, store
 from verl_ext.records.machine import memory_bytes
 from verl_ext.records.run_folder import (
     SAMPLES,
@@ -28,7 +28,6 @@ from verl_ext.records.run_folder import (
     sample_files,
     step_dumps,
     step_of,
-    trajectories_in,
 )
 from verl_ext.records.samples import Sample, read_dump
 
@@ -82,7 +81,7 @@ class RunRecord(NamedTuple):
     before: list[Sample]
     after: list[Sample]
     sides: tuple[str, str]
-    training_rollouts: list[dict[str, Any]]  # of the first and last step dumped; else of the trajectory log's ends
+    training_rollouts: list[dict[str, Any]]  # of the first and last step dumped; else of the records'
     start_up: dict[str, float] | None  # seconds of the phases before the first RL step, and of that step
     stages: list[dict[str, Any]]  # entries of stages.json: stage, status, wall_s, peak_gb, ...
     configs: dict[str, str]  # "SFT" | "RL" -> YAML text
@@ -110,7 +109,7 @@ def read_run(folder: Path) -> RunRecord:
         before=read_dump(dumps[0]) if dumps[0] else [],
         after=read_dump(dumps[1]) if dumps[1] else [],
         sides=sides,
-        training_rollouts=rows or (_logged_rollouts(rl / "trajectories") if rl else []),
+        training_rollouts=rows or (_recorded_rollouts(rl) if rl else []),
         start_up=start_up(rl) if rl else None,
         stages=_read_stages(folder / STAGES),
         configs={name: path.read_text(encoding="utf-8") for name, path in configs.items() if path.is_file()},
@@ -266,26 +265,21 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _logged_rollouts(folder: Path) -> list[dict[str, Any]]:
-    """Training rollouts of the trajectory log's oldest and newest file, with the keys of verl's rollout dumps."""
-    files, rows = trajectories_in(folder), []
-    for path in dict.fromkeys(files[:1] + files[-1:]):
-        records = [record for record in jsonl.read(path) if not record.get("validate") and record.get("turns")]
-        ends = {record["step"] for record in records[:1] + records[-1:]}
-        rows += [_dump_row(record) for record in records if record["step"] in ends]
+def _recorded_rollouts(run: Path) -> list[dict[str, Any]]:
+    """Training rollouts of the first and last step in the records, with the keys of verl's rollout dumps."""
+    files, rows = [file for file in store.files_of(run) if not file.validate], []
+    columns = ("step", "prompt", "turns", "ground_truth", "score")
+    for file in dict.fromkeys(files[:1] + files[-1:]):
+        rows += [_dump_row(row) for row in store.read(file.path, columns).to_pylist() if row["turns"]]
     return rows
 
 
-def _dump_row(record: dict[str, Any]) -> dict[str, Any]:
-    reward = sum(value for name, value in record["reward"].items() if name.startswith("reward_"))
-    output = ""
-    for turn in record["turns"]:
-        output += turn["text"]
-        for call in turn.get("calls", []):
-            output += f"\n<interpreter>\n{call.get('output', '')}\n</interpreter>\n"
-    texts = (re.sub(r"<\|(?:im_start|im_end|endoftext)\|>", "", text) for text in (record["prompt"], output))
-    row = {"step": record["step"], "gts": record["ground_truth"], "score": reward}
-    return row | dict(zip(("input", "output"), texts, strict=True))
+def _dump_row(row: dict[str, Any]) -> dict[str, Any]:
+    output = "".join(turn["text"] for turn in row["turns"])
+    texts = (re.sub(r"<\|(?:im_start|im_end|endoftext)\|>", "", text) for text in (row["prompt"] or "", output))
+    return {"step": row["step"], "gts": row["ground_truth"], "score": row["score"]} | dict(
+        zip(("input", "output"), texts, strict=True)
+    )
 
 
 def _read_stages(path: Path) -> list[dict[str, Any]]:

@@ -1,88 +1,136 @@
-"""One JSON line per trajectory: prompt, turns with text, calls and timings, end reason, reward parts.
+"""A rollout as a row of the records (schema.TRAJECTORIES).
 
-Written by the agent-loop workers (rollout/workers.py) if `retool.trajectory_log.enable`. One file per process, rotated.
+An agent-loop worker (rollout/workers.py) makes the row as far as it knows it. The recorder adds what became of the
+prompt.
 """
 
-import logging
-import math
-import os
-import socket
-from collections.abc import Mapping
-from logging.handlers import RotatingFileHandler
-from pathlib import Path
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+import msgspec
 
-from verl_ext.outcome import rollout_end
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES, Fault, RolloutEnd, rollout_end
 from verl_ext.records import jsonl
 
-
-class TrajectoryLog:
-    """Appends records to `{folder}/{host}-{pid}.jsonl`; a full file becomes `.1`, `.2`, ... and the oldest goes.
-
-    Args:
-        max_mb: above 0; size of a file, in 2**20 bytes, at which the next one begins.
-        max_files: at least 2, that are kept of this process, the current one included.
-    """
-
-    def __init__(self, folder: str | Path, *, max_mb: float, max_files: int):
-        file = Path(folder) / f"{socket.gethostname()}-{os.getpid()}.jsonl"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        jsonl.cut_half_line(file)  # of a killed process: in a container the next one may have its name and number
-        # A handler without a logger: nothing else may write to the file, and no level can switch it off.
-        self._handler = RotatingFileHandler(
-            file, maxBytes=math.ceil(max_mb * 2**20), backupCount=max_files - 1, encoding="utf-8", delay=True
-        )
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        self._handler.emit(logging.makeLogRecord({"msg": jsonl.dumps(record, default=str)}))
+Row = Mapping[str, Any]
 
 
-def check_trajectory_log(config: DictConfig) -> None:
-    """Raise where trajectories are to be logged and nothing would write them; called when a run starts.
-
-    A record has the rewards, which the agent loop does not know: it is written by the agent-loop workers, and verl's
-    own would put it into the data storage instead.
-
-    Args:
-        config: of the run.
-    Raises:
-        ValueError: `retool.trajectory_log.enable` with verl's own agent-loop manager.
-    """
-    if not OmegaConf.select(config, "retool.trajectory_log.enable"):
-        return
-    if OmegaConf.select(config, "actor_rollout_ref.rollout.agent.agent_loop_manager_class") is None:
-        raise ValueError(
-            "retool.trajectory_log.enable is true, but actor_rollout_ref.rollout.agent.agent_loop_manager_class is "
-            "null, and verl's own agent-loop workers write no trajectories. Name "
-            "verl_ext.rollout.workers.LeanAgentLoopManager there, or set retool.trajectory_log.enable=false."
-        )
-
-
-def trajectory_record(
-    trajectory: Mapping[str, Any], extra_fields: Mapping[str, Any], sample: Mapping[str, Any], *, validate: bool
+def rollout_row(
+    sample: Row, trajectory: Row, extra_fields: Row, *, validate: bool, score: float | None = None, **times: Any
 ) -> dict[str, Any]:
-    """What is written of one rollout.
+    """What is known of a rollout when it has ended.
 
     Args:
-        trajectory: `prompt` and `turns` as the agent loop recorded them.
-        extra_fields: the rollout's, with the reward manager's `reward_extra_info`.
         sample: the row of the data set, with `uid`, `session_id`, `global_steps`.
+        trajectory: `prompt` and `turns` as the agent loop recorded them; empty where another project's loop ran.
+        extra_fields: the rollout's, with the reward manager's `reward_extra_info`.
+        times: `score_s`, `started_s`, `ended_s`.
     """
-    info = extra_fields.get("reward_extra_info") or {}
+    info = dict(extra_fields.get("reward_extra_info") or {})
+    end = rollout_end({"finish_reason": extra_fields.get("finish_reason"), **info})
+    use = extra_fields.get("tool_use") or {}
+    spans = extra_fields.get("version_spans") or ()
+    turns, calls = _turns_and_calls(trajectory.get("turns", ()))
+    return _problem(sample, validate) | {
+        "prompt": trajectory.get("prompt"),
+        "turns": turns,
+        "calls": calls,
+        "version_spans": [dict(zip(("start", "end", "version"), span, strict=True)) for span in spans],
+        "end_reason": str(end),
+        "exception": next((call["stderr"] for call in calls if call["fault"] == Fault.INFRASTRUCTURE), None),
+        "fault": str(_ENDS[end].fault) if end in _ENDS else None,
+        "score": score,
+        "acc": None if end in INFRASTRUCTURE_FAILURES else info.get("acc"),
+        "reward_parts": _json(info),
+        "verdict": {name: _text(info.get(key) or None) for name, key in _VERDICT},
+        "response_tokens": sum(turn["tokens"] for turn in turns),
+        "model_tokens": sum(turn["tokens"] for turn in turns if turn["role"] == "model"),
+        "timings": {name: use.get(name) for name in ("queue_s", "generate_s", "tool_s")} | times,
+        "sampling": _json({"seeds": trajectory.get("seeds"), **(trajectory.get("sampling") or {})}),
+        "tool_use": _json(use),
+    }
+
+
+def raised_row(sample: Row, error: BaseException, *, validate: bool, **times: float) -> dict[str, Any]:
+    """What is known of a rollout that raised: nothing of it is stored elsewhere. `times`: `started_s`, `ended_s`."""
+    return _problem(sample, validate) | {
+        "end_reason": str(RolloutEnd.RAISED),
+        "exception": _text(f"{type(error).__name__}: {error}"),
+        "fault": str(RolloutEnd.RAISED.fault),
+        "timings": times,
+    }
+
+
+def problem_of(sample: Row) -> str:
+    """A name of the problem that is the same in all steps and runs: its id, or a hash of prompt and ground truth."""
+    if name := (sample.get("extra_info") or {}).get("id"):
+        return str(name)
+    content = [sample.get("raw_prompt"), (sample.get("reward_model") or {}).get("ground_truth")]
+    return hashlib.blake2b(json.dumps(content, default=str).encode(), digest_size=8).hexdigest()
+
+
+_ENDS = {str(end): end for end in RolloutEnd}
+_encode = msgspec.json.Encoder(enc_hook=lambda value: value.item() if hasattr(value, "item") else str(value)).encode
+_VERDICT = (("extracted", "pred"), ("normalised", "normalised"), ("rule", "method"), ("text", "verdict"))
+_OF_TURN = ("text", "tokens", "start", "server", "started_s", "generate_s")
+
+
+def _problem(sample: Row, validate: bool) -> dict[str, Any]:
+    index = sample.get("index")
     return {
-        "uid": sample.get("uid"),
-        "session": sample.get("session_id"),
+        "uid": sample["uid"],
+        "session": sample["session_id"],
         "step": sample.get("global_steps"),
         "validate": validate,
-        "index": sample.get("index"),
-        "data_source": sample.get("data_source"),
-        "ground_truth": (sample.get("reward_model") or {}).get("ground_truth"),
-        "finish_reason": rollout_end({"finish_reason": extra_fields.get("finish_reason"), **info}),
-        "reward": info,
-        "versions": [extra_fields.get("min_global_steps"), extra_fields.get("max_global_steps")],
-        "version_spans": extra_fields.get("version_spans"),
-        "tool_use": extra_fields.get("tool_use"),
-        **trajectory,
+        "index": None if index is None else int(index),
+        "problem": problem_of(sample),
+        "domain": _text(sample.get("data_source")),
+        "ground_truth": _text((sample.get("reward_model") or {}).get("ground_truth")),
     }
+
+
+def _turns_and_calls(turns: Sequence[Row]) -> tuple[list[dict], list[dict]]:
+    rows: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    for turn in turns:
+        first = len(calls) if turn["calls"] else None
+        calls += [_call(call, len(rows)) for call in turn["calls"]]
+        rows.append({"role": "model", "call": first} | {name: turn.get(name) for name in _OF_TURN})
+        if (reply := turn.get("reply")) and reply["tokens"]:
+            rows.append({"role": "tool", "call": first, **reply})
+    return rows, calls
+
+
+def _call(call: Row, turn: int) -> dict[str, Any]:
+    row = {"turn": turn, "tool": call.get("tool"), "code": None, "stdout": None, "stderr": None, "fault": None}
+    if "malformed" in call:
+        said = _text(call["output"])
+        return row | {"status": f"malformed:{call['malformed']}", "stdout": said, "fault": str(Fault.MODEL)}
+    arguments = call["arguments"]
+    row["code"] = _text(arguments["code"] if arguments.keys() == {"code"} else arguments)
+    if "attempts" not in call:
+        return row | {"status": "not_run"}
+    row |= {name: call[name] for name in ("queue_s", "run_s", "attempts", "exit_code", "started_s")}
+    if call["failure"]:
+        return row | {"status": "failure", "stderr": _text(call["failure"]), "fault": str(Fault.INFRASTRUCTURE)}
+    said = call["output"] if call["stdout"] is None else call["stdout"]
+    fault = str(Fault.MODEL) if call["error"] else None
+    texts = {"stdout": _text(said), "stderr": _text(call["stderr"])}
+    return row | texts | {"status": call["error"] or "ok", "fault": fault}
+
+
+def _json(value: Row) -> str:
+    """As `json.dumps`, in a fifth of its time: every rollout has three of them."""
+    try:
+        return _encode(value).decode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return json.dumps(value, default=str)
+
+
+def _text(value: Any) -> str | None:
+    """What no text is, as JSON. A lone surrogate, which no file takes and a model can write in JSON, is spelt out."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
+    return value if value is None else jsonl.dumps(value, default=str)

@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from markupsafe import Markup
-
 from verl_ext.evaluation import figures as evaluation
+from verl_ext.plots.charts import Chart, Series
 from verl_ext.records.run_folder import short_names
 from verl_ext.records.run_record import Metrics, RunRecord, read_run
-from verl_ext.report.charts import Series, line_chart
 from verl_ext.report.page import RL_CURVES, Curve, evaluate_run, page_environment, start_texts, summarize
 from verl_ext.report.verdict import percent, points
 
@@ -106,13 +104,12 @@ def _group_table(compared: Sequence[Compared]) -> list[list[str]]:
 
 def _charts(
     compared: Sequence[Compared], curves: Sequence[Curve], metrics_of: Callable[[RunRecord], Metrics], x_label: str
-) -> list[tuple[Curve, Markup]]:
+) -> list[tuple[Curve, Chart]]:
     """A chart per metric that a run has logged, a line per run."""
     charts = []
     for curve in curves:
         lines = [(each.name, *metrics_of(each.run).curve(curve.key)) for each in compared]
         series = [Series(name, x, y, points=curve.key == "val/loss") for name, x, y in lines if x]
         if series:
-            picture = line_chart(series, x_label=x_label, y_label=curve.unit, title=curve.title, include=curve.include)
-            charts.append((curve, picture))
+            charts.append((curve, Chart(curve.title, series, curve.unit, x_label, include=curve.include)))
     return charts

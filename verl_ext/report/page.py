@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 import jinja2
 import yaml
-from markupsafe import Markup
 
 from verl_ext.evaluation import figures as evaluation
+from verl_ext.plots.charts import SCRIPTS, STYLES, Chart, Series, inline, inline_policy
 from verl_ext.records.run_record import Metrics, RunRecord, environment, read_run, step_times, warm_step
-from verl_ext.report.charts import Series, interval_strip, line_chart, stacked_chart
 from verl_ext.report.rollouts import pick_rollouts, pick_training_rollouts, split_rollout
 from verl_ext.report.verdict import headline, held_out_source, judge, percent, points
 
@@ -210,13 +209,13 @@ def start_texts(starts: Sequence[dict[str, int]]) -> list[str]:
 
 
 def render(run: RunRecord, summary: dict[str, Any]) -> str:
-    """The page, from what was read and the summary's figures. All but our own SVG is HTML-escaped."""
+    """The page, from what was read and the summary's figures. All is HTML-escaped."""
     rollouts = pick_rollouts(run.before, run.after, run.sides) or pick_training_rollouts(run.training_rollouts)
     rows = _table_rows(summary["evaluation"])
     config = yaml.safe_load(run.configs["RL"]) if "RL" in run.configs else None
     steps, parts = step_times(run.rl)
     template = page_environment().get_template("report.html")
-    times = {"x_label": "RL step", "y_label": "seconds", "title": "Step time"}
+    times = [Series(name, steps, seconds) for name, seconds in parts.items()]
     return template.render(
         summary=summary,
         groups=[row for row in rows if evaluation.is_shown(row["name"], row["data_sources"])],
@@ -224,13 +223,12 @@ def render(run: RunRecord, summary: dict[str, Any]) -> str:
         verdict=judge(run, summary["evaluation"]),
         rl_charts=[(curve, _rl_chart(curve, run.rl, summary)) for curve in RL_CURVES] if run.rl.steps else [],
         sft_chart=_sft_chart(run.sft),
-        time_chart=stacked_chart(steps, parts, **times) if steps else None,
+        time_chart=Chart("Step time", times, "seconds", "RL step", stacked=True) if steps else None,
         columns={where: list(group) for where, group in groupby(rollouts, lambda rollout: rollout.where)},
         longest_stage_s=max((stage["wall_s"] or 0 for stage in run.stages), default=0),
         configs=run.configs,
         settings=[(label, value) for label, key in SETTINGS if (value := _lookup(config, key)) is not None],
         makes=MAKES[run.kind],
-        strip=lambda *sides: interval_strip(*(side and tuple(side.values()) for side in sides)),
     )
 
 
@@ -244,6 +242,7 @@ def page_environment(*folders: Path) -> jinja2.Environment:
         lstrip_blocks=True,
     )
     env.filters |= {"percent": percent, "points": points, "duration": _duration, "segments": split_rollout}
+    env.globals |= {"styles": inline(STYLES), "scripts": inline(SCRIPTS), "policy": inline_policy()}
     env.filters |= {"starts": start_texts, "capitalized": _capitalized}
     return env
 
@@ -258,7 +257,7 @@ def _table_rows(sides: dict[str, dict[str, dict]]) -> list[dict[str, Any]]:
     ]
 
 
-def _rl_chart(curve: Curve, rl: Metrics, summary: dict[str, Any]) -> Markup | None:
+def _rl_chart(curve: Curve, rl: Metrics, summary: dict[str, Any]) -> Chart | None:
     """The chart of one metric, None when it was not logged; accuracy also shows the held-out problems."""
     x, y = rl.curve(curve.key)
     series = [Series("training", x, y)] if x else []
@@ -274,10 +273,10 @@ def _rl_chart(curve: Curve, rl: Metrics, summary: dict[str, Any]) -> Markup | No
             series.append(Series("held out, with interval", [step for step, _ in ends], values, True, spread))
     if not series:
         return None
-    return line_chart(series, x_label="RL step", y_label=curve.unit, title=curve.title, include=curve.include)
+    return Chart(curve.title, series, curve.unit, "RL step", include=curve.include)
 
 
-def _sft_chart(sft: Metrics) -> Markup | None:
+def _sft_chart(sft: Metrics) -> Chart | None:
     """Training and validation loss; a logarithmic axis when the loss falls more than tenfold."""
     curves = [("training", "train/loss", False), ("validation", "val/loss", True)]
     series = [Series(name, *sft.curve(key), points=points) for name, key, points in curves if sft.curve(key)[0]]
@@ -285,7 +284,7 @@ def _sft_chart(sft: Metrics) -> Markup | None:
         return None
     losses = [loss for each in series for loss in each.y]
     log = min(losses) > 0 and max(losses) > 10 * min(losses)
-    return line_chart(series, x_label="SFT step", y_label="nats per token", title="SFT loss", log=log)
+    return Chart("SFT loss", series, "nats per token", "SFT step", log=log)
 
 
 def _lookup(config: Any, dotted: str) -> Any:

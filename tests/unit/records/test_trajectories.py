@@ -1,59 +1,136 @@
+"""A rollout as a row of the records."""
+
 import json
+from pathlib import Path
 
-from verl_ext.records.trajectories import TrajectoryLog, trajectory_record
+import numpy as np
+
+from verl_ext.records import store
+from verl_ext.records.trajectories import problem_of, raised_row, rollout_row
+
+SAMPLE = {
+    "uid": "u",
+    "session_id": 2,
+    "global_steps": 5,
+    "index": 9,
+    "data_source": "aime",
+    "raw_prompt": [{"role": "user", "content": "1+1?"}],
+    "reward_model": {"ground_truth": "2"},
+}
+CALL = {"tool": "code_interpreter", "arguments": {"code": "1/0"}, "started_s": 101.0}
+RAN = {"queue_s": 0.5, "run_s": 0.25, "attempts": 2, "failure": None, "reward": None}
+TURNS = [
+    {
+        "text": "<code>1/0</code>",
+        "tokens": 4,
+        "start": 0,
+        "started_s": 100.0,
+        "generate_s": 1.0,
+        "server": "10.0.0.1:8000",
+        "calls": [
+            CALL | RAN | {"output": "Zero", "stdout": "", "stderr": "Zero", "exit_code": 1, "error": "ZeroDivision"},
+            {"malformed": "empty_code", "output": "FormatError: empty"},
+        ],
+        "reply": {"text": "<interpreter>Zero</interpreter>", "tokens": 3, "start": 4},
+    },
+    {"text": "2", "tokens": 1, "start": 7, "started_s": 102.0, "generate_s": 0.5, "calls": []},
+]
+EXTRA = {
+    "finish_reason": "answer",
+    "version_spans": [(0, 4, 4), (7, 8, 5)],
+    "tool_use": {"generate_s": 1.5, "tool_s": 1.0, "queue_s": 0.5},
+    "reward_extra_info": {
+        "acc": 1.0,
+        "reward_base": 1.0,
+        "pred": "2",
+        "method": "equal",
+        "verdict": "right",
+        "normalised": "2.0",
+    },
+}
 
 
-def test_a_character_that_no_text_can_have_is_kept(tmp_path):
-    log = TrajectoryLog(tmp_path, max_mb=1, max_files=2)
-    log.write({"code": "print('\ud800\u20ac')"})
-    assert lines_of(tmp_path) == [{"code": "print('\ud800\u20ac')"}]
+def row_of(turns=TURNS, **extra):
+    times = {"score": 1.0, "score_s": 0.5, "started_s": 100.0, "ended_s": 103.0}
+    return rollout_row(SAMPLE, {"prompt": "1+1?", "turns": turns}, EXTRA | extra, validate=False, **times)
 
 
-def lines_of(folder):
-    return [json.loads(line) for path in folder.iterdir() for line in open(path, encoding="utf-8")]
+def test_a_row_says_where_it_belongs_what_was_said_and_what_it_earned(tmp_path):
+    path = store.path_of(tmp_path, "trajectories", 5)
+    store.write(path, "trajectories", [row_of()])
+    (row,) = store.rows(tmp_path)
+    assert [row[name] for name in ("uid", "session", "step", "index", "domain")] == ["u", 2, 5, 9, "aime"]
+    assert [(t["role"], t["text"], t["tokens"], t["start"], t["call"]) for t in row["turns"]] == [
+        ("model", "<code>1/0</code>", 4, 0, 0),
+        ("tool", "<interpreter>Zero</interpreter>", 3, 4, 0),
+        ("model", "2", 1, 7, None),
+    ]
+    assert (row["response_tokens"], row["model_tokens"]) == (8, 5)
+    ran, malformed = row["calls"]
+    assert (ran["code"], ran["stdout"], ran["stderr"], ran["exit_code"]) == ("1/0", "", "Zero", 1)
+    assert (ran["status"], ran["fault"], ran["attempts"], ran["turn"]) == ("ZeroDivision", "model", 2, 0)
+    assert (malformed["status"], malformed["fault"], malformed["tool"]) == ("malformed:empty_code", "model", None)
+    assert row["version_spans"][1] == {"start": 7, "end": 8, "version": 5}
+    assert (row["end_reason"], row["fault"], row["acc"], row["score"]) == ("answer", "none", 1.0, 1.0)
+    assert row["verdict"] == {"extracted": "2", "normalised": "2.0", "rule": "equal", "text": "right"}
+    assert json.loads(row["reward_parts"])["reward_base"] == 1.0
+    times = {"queue_s": 0.5, "generate_s": 1.5, "tool_s": 1.0, "score_s": 0.5, "started_s": 100.0, "ended_s": 103.0}
+    assert row["timings"] == times
 
 
-def test_files_rotate_and_the_oldest_goes(tmp_path):
-    log = TrajectoryLog(tmp_path / "trajectories", max_mb=1000 / 2**20, max_files=3)
-    for i in range(100):
-        log.write({"i": i, "text": "x" * 80 + "\n\u2028<|im_end|>"})
-    files = sorted((tmp_path / "trajectories").iterdir())
-    assert len(files) == 3 and all(path.stat().st_size <= 1000 for path in files)
-    numbers = sorted(record["i"] for record in lines_of(tmp_path / "trajectories"))
-    assert numbers == list(range(numbers[0], 100)) and 15 < len(numbers) < 30
+def test_a_failure_of_the_sandbox_is_the_infrastructures_and_has_no_verdict():
+    failed = CALL | RAN | {"failure": "no answer", "output": "", "error": None}
+    failed |= dict.fromkeys(("stdout", "stderr", "exit_code"))
+    turn = TURNS[0] | {"calls": [failed], "reply": None}
+    row = row_of([turn], finish_reason="sandbox_failure")
+    assert (row["end_reason"], row["fault"], row["acc"]) == ("sandbox_failure", "infrastructure", None)
+    assert row["exception"] == "no answer" and row["calls"][0]["fault"] == "infrastructure"
+    unverified = row_of(reward_extra_info={"acc": 0.0, "unverified": 1.0, "finish_reason": "answer"})
+    assert (unverified["end_reason"], unverified["acc"]) == ("verifier_unknown", None)
 
 
-def test_a_limit_below_a_byte_is_a_limit(tmp_path):
-    log = TrajectoryLog(tmp_path, max_mb=1e-9, max_files=2)  # 0 bytes would be no limit to Python
-    for i in range(4):
-        log.write({"i": i})
-    assert lines_of(tmp_path) in ([{"i": 2}, {"i": 3}], [{"i": 3}, {"i": 2}])
+def test_a_call_that_was_not_run_and_one_of_another_tool_have_their_arguments():
+    calls = [{"tool": "price_of", "arguments": {"item": "tea"}}]
+    (call,) = row_of([TURNS[0] | {"calls": calls, "reply": None}])["calls"]
+    assert (call["status"], call["code"], call["fault"]) == ("not_run", '{"item": "tea"}', None)
 
 
-def test_a_process_with_the_name_and_number_of_a_killed_one_does_not_join_its_half_line(tmp_path):
-    TrajectoryLog(tmp_path, max_mb=1, max_files=2).write({"i": 1})
-    (file,) = tmp_path.iterdir()
-    with open(file, "a") as left:
-        left.write('{"i": 2, "te')
-    TrajectoryLog(tmp_path, max_mb=1, max_files=2).write({"i": 3})
-    assert lines_of(tmp_path) == [{"i": 1}, {"i": 3}]
+def test_a_rollout_that_raised_has_a_row_of_its_own():
+    row = raised_row(SAMPLE, KeyError("x"), validate=True, started_s=1.0, ended_s=2.0)
+    assert (row["end_reason"], row["exception"], row["fault"]) == ("raised", "KeyError: 'x'", "ours")
+    assert row["uid"] == "u" and row["validate"] is True
 
 
-def test_a_record_says_where_it_belongs_how_it_ended_and_what_it_earned():
-    trajectory = {"prompt": "1+1?", "turns": [{"text": "2", "calls": []}], "seeds": {"data": 1}}
-    extra_fields = {
-        "finish_reason": "answer",
-        "min_global_steps": 3,
-        "max_global_steps": 4,
-        "tool_use": {"ok": 1},
-        "reward_extra_info": {"acc": 0.0, "unverified": 1.0, "reward_base": 0.0, "finish_reason": "answer"},
-        "model_spans": [(0, 2)],
-    }
-    sample = {"uid": "u", "session_id": 2, "global_steps": 5, "index": 9, "data_source": "aime"}
-    sample["reward_model"] = {"ground_truth": "2"}
-    record = trajectory_record(trajectory, extra_fields, sample, validate=False)
-    assert (record["uid"], record["session"], record["step"], record["index"]) == ("u", 2, 5, 9)
-    assert record["finish_reason"] == "verifier_unknown" and record["versions"] == [3, 4]
-    assert record["reward"]["reward_base"] == 0.0 and record["ground_truth"] == "2"
-    assert record["turns"] == trajectory["turns"] and record["seeds"] == {"data": 1}
-    assert record["tool_use"] == {"ok": 1} and record["validate"] is False
+def test_a_problem_is_the_same_in_all_runs_by_its_id_or_its_content():
+    assert problem_of(SAMPLE | {"extra_info": {"id": "p7"}}) == "p7"
+    assert problem_of(SAMPLE) == problem_of(SAMPLE | {"uid": "other", "index": 1})
+    assert problem_of(SAMPLE) != problem_of(SAMPLE | {"reward_model": {"ground_truth": "3"}})
+
+
+def test_a_turn_says_which_server_wrote_it_and_when():
+    found = [tuple(map(turn.get, ("role", "server", "started_s", "generate_s"))) for turn in row_of()["turns"]]
+    assert found == [("model", "10.0.0.1:8000", 100.0, 1.0), ("tool", None, None, None), ("model", None, 102.0, 0.5)]
+
+
+def test_a_lone_surrogate_of_the_model_costs_no_file(tmp_path):
+    """JSON lets a model write one into a call; no file takes it."""
+    lone = "\ud800"
+    calls = [
+        {"tool": "search", "arguments": {"code": lone}} | RAN | dict.fromkeys(("stdout", "stderr", "output"), lone)
+        | {"exit_code": 1, "error": "ValueError", "started_s": 1.0},
+        {"malformed": "empty_code", "output": lone},
+        {"tool": "search", "arguments": {"query": lone}},
+    ]  # fmt: skip
+    info = EXTRA["reward_extra_info"] | {"pred": lone, "normalised": lone}
+    row = row_of([TURNS[0] | {"calls": calls, "reply": None}], reward_extra_info=info)
+    raised = raised_row(SAMPLE, ValueError(lone), validate=False, started_s=1.0, ended_s=2.0)
+    store.write(store.path_of(tmp_path, "trajectories", 5), "trajectories", [row, raised])
+    found, other = store.rows(tmp_path)
+    assert [call["stdout"] for call in found["calls"]] == ["\\ud800", "\\ud800", None]
+    assert found["calls"][0]["code"] == found["verdict"]["extracted"] == "\\ud800"
+    assert json.loads(found["reward_parts"])["pred"] == lone and other["exception"] == "ValueError: \\ud800"
+
+
+def test_a_number_of_numpy_is_a_number_in_the_json():
+    parts = row_of(reward_extra_info={"acc": 1.0, "bonus": np.float32(0.5), "path": Path("x")})["reward_parts"]
+    assert json.loads(parts) == {"acc": 1.0, "bonus": 0.5, "path": "x"}

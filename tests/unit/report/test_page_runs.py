@@ -6,6 +6,7 @@ import re
 import pytest
 
 from tests.unit.report.runs import Balance, add_evaluation, add_training, row, write_lines, written
+from verl_ext.records import store
 from verl_ext.report.page import main
 
 
@@ -50,17 +51,18 @@ def test_a_resumed_run_says_from_which_step(rl_run):
     assert "started from scratch" not in written(rl_run)[1]  # nothing to say of a run that was started once
 
 
-def test_an_rl_run_without_validations_shows_its_metrics_and_logged_trajectories(tmp_path):
+def test_an_rl_run_without_validations_shows_its_metrics_and_recorded_rollouts(tmp_path):
     run = tmp_path / "dapo"
     config(run, "actor_rollout_ref: {}\n")
     start_file(run, 100, range(1, 7), **{"train/acc": 0.5})
-    record = {"step": 6, "validate": False, "ground_truth": "7", "prompt": "<|im_start|>user\n3+4?<|im_end|>\n"}
-    record["reward"] = {"acc": 1.0, "reward_base": 1.0, "reward_overlong": -0.5}
+    record = {"step": 6, "ground_truth": "7", "prompt": "<|im_start|>user\n3+4?<|im_end|>\n", "score": 0.5}
     record["turns"] = [
-        {"text": "<code>print(3+4)</code>", "calls": [{"output": "7"}]},
-        {"text": "\\boxed{7}<|im_end|>"},
+        {"role": "model", "text": "<code>print(3+4)</code>"},
+        {"role": "tool", "text": "\n<interpreter>\n7\n</interpreter>\n"},
+        {"role": "model", "text": "\\boxed{7}<|im_end|>"},
     ]
-    write_lines(run / "trajectories" / "host-1.jsonl", [record, record | {"validate": True, "step": 7}])
+    store.write(store.path_of(run, "trajectories", 6), "trajectories", [record])
+    store.write(store.path_of(run, "trajectories", 7, validate=True), "trajectories", [record | {"step": 7}])
     text, page, summary = written(run)
     assert "6 RL steps, with no validation samples" in summary["verdict"]
     assert "<h3>RL step 6</h3>" in page and "RL step 7" not in page
@@ -135,7 +137,8 @@ def test_several_runs_stand_side_by_side_with_their_names(folder, rl_run, tmp_pa
     assert "87.5% [" in lines[names[0]] and "37.5% [" in lines[names[1]]
     assert "-50.0 [" in lines[names[1]]  # 3 of 8 right instead of 7, on the same problems
     assert content[names[0]]["difference_from_first"] is None
-    assert page.count('<path class="line"') >= 3  # train/acc of all three in one chart
+    data = [json.loads(found) for found in re.findall(r'<script type="application/json">(.*?)</script>', page)]
+    assert [each["name"] for each in next(c for c in data if c["title"] == "accuracy")["series"]] == names
     Balance().feed(page)
 
 

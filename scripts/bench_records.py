@@ -1,0 +1,188 @@
+"""What the records of a step cost in CPU time, part by part, without a model.
+
+    python scripts/bench_records.py                                # a step of the tiny run: 256 short rollouts
+    python scripts/bench_records.py --rollouts 512 --words 1500    # longer ones
+    python scripts/bench_records.py --ray --step-s 2.5 --steps 10  # as a Ray actor, with what Ray takes in its process
+
+The rows are those of an agent loop's rollouts, made, packed and written by the code of a run. Of each part the median
+of --steps steps, behind two to warm up.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from verl_ext.outcome import PromptEnd  # noqa: E402
+from verl_ext.records import recorder, store  # noqa: E402
+from verl_ext.records.recorder import Fates, Group, Recorder, pack  # noqa: E402
+from verl_ext.records.trajectories import rollout_row  # noqa: E402
+from verl_ext.settings import RecorderSettings  # noqa: E402
+
+WARM_UP = 2
+WORDS = [a + b for a in ("ba", "do", "ki", "lu", "me", "no") for b in ("n", "r", "sing", "ted", "ver", "x")]
+CODE = "total = 0\nfor i in range({n}):\n    total += i * {n}\nprint(total)"
+
+
+def rollout(rng: random.Random, words: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What an agent loop and a reward manager say of a rollout with one call: `trajectory` and `extra_fields`."""
+    n, text = rng.randrange(100), " ".join(rng.choices(WORDS, k=words))
+    call = {"tool": "code_interpreter", "arguments": {"code": CODE.format(n=n)}, "output": f"{n * n}\n", "reward": None}
+    call |= {"stdout": f"{n * n}\n", "stderr": "", "exit_code": 0, "error": None, "failure": None}
+    call |= {"queue_s": 0.01, "run_s": 0.02, "attempts": 1, "started_s": 1e9}
+    first = {"text": f"{text}\n<code>\n{CODE.format(n=n)}\n</code>", "tokens": words + 20, "start": 0, "calls": [call]}
+    first |= {"reply": {"text": f"\n<interpreter>\n{n * n}\n</interpreter>\n", "tokens": 8, "start": words + 20}}
+    last = {"text": f"{text} \\boxed{{{n}}}", "tokens": words + 4, "start": words + 28, "calls": []}
+    times = {"server": "127.0.0.1:8000", "started_s": 1e9, "generate_s": 0.5}
+    info = {"acc": float(n % 2), "train_acc": float(n % 2), "reward_base": 1.0, "reward_overlong": 0.0}
+    info |= {"reward_length": 0.0, "reward_tool_bonus": 0.0, "unverified": 0.0, "sandbox_failure": 0.0}
+    info |= {"response_tokens": 2.0 * words, "tool_calls": 1.0, "tool_errors": 0.0, "tool_timeouts": 0.0}
+    info |= {"model_turns": 2.0, "truncated": 0.0, "pred": str(n), "verdict": "correct", "method": "integer"}
+    info |= {"data_source": "tiny_tools", "id": "", "finish_reason": "answer"}
+    use = {"ok": 1, "errors": {}, "malformed": {}, "fixed": 0, "json_repairs": 0, "outputs_cut": 0, "void_turns": 0}
+    use |= {"code_lines": 4, "first_call_token": words, "generate_s": 1.0, "tool_s": 0.1, "queue_s": 0.0, "run_s": 0.1}
+    spans = [(0, words + 20, 3), (words + 28, 2 * words + 32, 3)]
+    extra = {"finish_reason": "answer", "version_spans": spans, "tool_use": use, "reward_extra_info": info}
+    trajectory = {"prompt": "<|im_start|>user\nWhat is the answer?<|im_end|>\n<|im_start|>assistant\n"}
+    trajectory |= {"turns": [first | times, last | times], "seeds": {"data": 0, "rollout": 0}}
+    return trajectory | {"sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": -1}}, extra
+
+
+def token_columns(keys: list[tuple[str, int]], tokens: int, step: int) -> dict[str, Any]:
+    """As trainer/run_records.py tells them: every value another one, as log-probs are."""
+    total, rng = len(keys) * tokens, np.random.default_rng(step)
+    numbers = {name: rng.normal(size=total).astype(np.float32) for name in ("rollout_log_prob", "advantage")}
+    own = np.arange(total) % tokens < tokens - 8
+    return numbers | {
+        "record": np.arange(len(keys)),
+        "lengths": np.full(len(keys), tokens),
+        "uid": [uid for uid, _ in keys],
+        "session": [session for _, session in keys],
+        "id": rng.integers(1000, size=total),
+        "mask": own,
+        "sampled": own,
+        "turn": np.arange(total) % tokens * 2 // tokens,
+        "version": np.where(own, step - 1, -1),
+        "old_log_prob": numbers["rollout_log_prob"],
+    }
+
+
+class Clock:
+    """CPU seconds of this process by part of a step."""
+
+    def __init__(self) -> None:
+        self.parts: defaultdict[str, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def __call__(self, part: str) -> Iterator[None]:
+        began = time.process_time()
+        yield
+        self.parts[part].append(time.process_time() - began)
+
+
+class Actor:
+    """A recorder that is told by Ray: nobody waits for it."""
+
+    def __init__(self, run: Path, settings: RecorderSettings):
+        self.handle = recorder.start(run, settings)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.handle, name).remote
+
+
+def one_step(writer: Recorder | Actor, clock: Clock, step: int, args: argparse.Namespace) -> None:
+    rng = random.Random(step)
+    uids = [f"{step:08d}-{number:04d}-4c1c-9d3e-5f0a1b2c3d4e" for number in range(args.rollouts // args.samples)]
+    said = {uid: [rollout(rng, args.words) for _ in range(args.samples)] for uid in uids}
+    groups = []
+    with clock("rows, in the agent loops"):
+        for number, uid in enumerate(uids):
+            rows = []
+            for session, (trajectory, extra) in enumerate(said[uid]):
+                sample = {"uid": uid, "session_id": session, "global_steps": step, "index": number}
+                sample |= {"data_source": "tiny_tools", "reward_model": {"ground_truth": str(number)}}
+                sample |= {"raw_prompt": [{"role": "user", "content": "What is the answer?"}]}
+                times = {"score": 1.0, "score_s": 0.001, "started_s": 1e9, "ended_s": 1e9 + 2}
+                rows.append(rollout_row(sample, trajectory, extra, validate=False, **times))
+            groups.append(Group(uid, step, False, pack(rows), 0.0))
+    trained = uids[: len(uids) // 2]
+    keys = [(uid, session) for uid in trained for session in range(args.samples)][: round(args.tokens * args.rollouts)]
+    columns = token_columns(keys, 2 * args.words + 32, step)
+    told = {name: columns[name] for name in ("record", "lengths")} | {"correction": ""}
+    told |= {"log_prob": columns["old_log_prob"], "decision": np.ones(len(columns["id"]), np.int8)}
+    taken = {f"{uid}_{session}": 0.5 for uid in trained for session in range(args.samples)}
+    ends = {uid: PromptEnd.TRAINED if uid in set(trained) else PromptEnd.EQUAL for uid in uids}
+    ends_at = time.monotonic() + args.step_s
+    with clock("telling, in the agent loops" if args.ray else "files, in the recorder"):
+        for group in groups:
+            writer.group(group)
+            time.sleep(args.step_s / 2 / len(groups))  # a run's groups end one by one
+        if len(keys):
+            writer.tokens(step, columns, {int(token): f"<{token}>" for token in set(columns["id"].tolist())})
+            writer.loss(step, told, 0.0)
+        writer.end_step(Fates(step, ends, taken), 0.0)
+        whats = ("wait", "log_probs", "update", "save", "weight_sync")
+        writer.times(step, [{"what": each, "start_s": 1e9, "end_s": 1e9 + 1} for each in whats])
+    time.sleep(max(0.0, ends_at - time.monotonic()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=256, help="of a step (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=8, help="of a prompt (default: %(default)s)")
+    parser.add_argument("--words", type=int, default=20, help="of a turn, a token each (default: %(default)s)")
+    parser.add_argument("--tokens", type=float, default=0.03125, help="share of the rollouts whose tokens are recorded")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--ray", action="store_true", help="start Ray on this machine, and the recorder as its actor")
+    parser.add_argument(
+        "--step-s", type=float, default=0.0, help="a step takes so long (default: no longer than it must)"
+    )
+    args = parser.parse_args()
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder)
+        settings = RecorderSettings(token_share=0.0, keep_steps=1000, max_gb=8)
+        if args.ray:
+            import ray
+
+            ray.init(address="local", num_cpus=1, include_dashboard=False)
+        writer = Actor(run, settings) if args.ray else Recorder(run, settings)
+        for kind in ("trajectories", "tokens", "timeline"):
+            (run / store.FOLDER / kind).mkdir(parents=True)
+        write = store.write
+
+        def timed(path: Path, kind: str, *rest: Any) -> int:
+            with clock(f"of these: {kind}"):
+                return write(path, kind, *rest)
+
+        store.write = timed
+        for step in range(1, args.steps + WARM_UP + 1):
+            one_step(writer, clock, step, args)
+        if args.ray:
+            ray.get(writer.close())
+            clock.parts["all, in the recorder"] = list(store.cpu_seconds(run).values())
+        written = len(store.files_of(run))
+        if written != args.steps + WARM_UP:
+            sys.exit(
+                f"{written} of {args.steps + WARM_UP} files were written: no figure means anything. See the warnings."
+            )
+        sizes = [path.stat().st_size for path in run.rglob("*.parquet")]
+    print(f"{args.rollouts} rollouts a step, {sum(sizes) / (args.steps + WARM_UP) / 1000:.0f} kB of files")
+    for part, seconds in sorted(clock.parts.items(), key=lambda item: item[0].startswith("of")):
+        print(f"{part:26} {1000 * statistics.median(seconds[WARM_UP:]):6.1f} CPU-ms a step")
+
+
+if __name__ == "__main__":
+    main()

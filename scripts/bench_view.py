@@ -1,0 +1,86 @@
+"""How fast the viewer answers on a large run, and what it takes of memory: seconds to the last byte, over HTTP.
+
+    python scripts/bench_view.py                          # 102,400 rollouts: 200 steps x 32 prompts x 16 samples
+    python scripts/bench_view.py --steps 20 --folder /tmp/run --words 400
+
+The run is a synthetic one (tests/unit/view/synthetic.py), written first and kept in --folder. Each page is asked for
+once with nothing cached by the viewer, then --repeats times; the budgets are of the slowest warm one. Exits with 1
+where one is missed.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from tests.unit.view.synthetic import write_run  # noqa: E402
+from verl_ext.records import store  # noqa: E402
+
+BUDGETS = {  # page -> (address, seconds)
+    "run page": ("/", 1.0),
+    "step page": ("/run/0/step_{last:06d}", 1.0),
+    "group page": ("/run/0/step_{last:06d}/group?uid=s{last}-p1", 0.3),
+    "transcript with its tokens": ("/run/0/step_{last:06d}/sample?uid=s{last}-p{trained}&session=1&colour=ratio", 1.0),
+    "filter one step by text": ("/run/0/step_{last:06d}?text=bana+dora", 2.0),
+    "filter all steps by outcome": ("/run/0/all?outcome=equal", 2.0),
+    "filter all steps by text": ("/run/0/all?text=NameError", 2.0),
+    "timeline": ("/run/0/step_{last:06d}/timeline", 1.0),
+    "what the code is for": ("/code", 30.0),
+}
+MEMORY_GB = 1.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("outputs/bench_view"))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--words", type=int, default=600, help="in each turn of a response")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    if not args.folder.is_dir():
+        shape = {"steps": args.steps, "prompts": args.prompts, "samples": args.samples, "words": args.words}
+        write_run(args.folder, **shape, last_token_share=0.05)
+    size = sum(path.stat().st_size for path in args.folder.rglob("*.parquet"))
+    print(f"{args.steps * args.prompts * args.samples:,} training rollouts, {size / 2**20:.0f} MiB of records")
+    command = [sys.executable, "-m", "verl_ext.view", str(args.folder), "--port", "0"]
+    viewer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    missed = []
+    try:
+        rows = store.read(store.path_of(args.folder, "tokens", args.steps), ["uid"]).to_pylist()
+        trained = rows[0]["uid"].rpartition("p")[2]  # a prompt whose tokens are recorded
+        process = psutil.Process(viewer.pid)
+        address = re.match(r"(http://\S+?)/ ", viewer.stdout.readline())[1]
+        for name, (path, budget) in BUDGETS.items():
+            seconds, busy = [], sum(process.cpu_times()[:2])
+            for _ in range(1 + args.repeats):
+                start = time.perf_counter()
+                with urllib.request.urlopen(address + path.format(last=args.steps, trained=trained)) as answer:
+                    kilobytes = len(answer.read()) / 1000
+                seconds.append(time.perf_counter() - start)
+            first, *warm = seconds
+            busy = (sum(process.cpu_times()[:2]) - busy) / len(seconds)
+            missed += [name] * (max(warm) > budget)
+            times = f"first {first:6.3f} s, then at most {max(warm):6.3f} s, budget {budget:g} s"
+            print(f"{name:28} {times}, {busy:.3f} CPU-s each, {kilobytes:,.0f} kB")
+        memory = process.memory_full_info().uss / 1e9
+        missed += ["memory"] * (memory > MEMORY_GB)
+        print(f"{'memory of the viewer':28} {memory:.2f} GB, budget {MEMORY_GB:g} GB")
+    finally:
+        viewer.terminate()
+        viewer.wait()
+    if missed:
+        sys.exit(f"Over budget: {', '.join(missed)}.")
+
+
+if __name__ == "__main__":
+    main()

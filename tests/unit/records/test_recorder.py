@@ -1,0 +1,276 @@
+"""What workers, trainer and loss tell becomes the files of a step, in whatever order it comes."""
+
+import itertools
+import logging
+import pickle
+import random
+
+import pytest
+
+from tests.unit.records.test_token_rows import batch, loss
+from verl_ext.outcome import PromptEnd
+from verl_ext.records import recorder, store
+from verl_ext.records.recorder import Fates, Group, Recorder, pack
+from verl_ext.records.token_rows import KEPT
+from verl_ext.settings import RecorderSettings
+
+SETTINGS = RecorderSettings(token_share=0.5, keep_steps=100, max_gb=1)
+TRAINED, EQUAL, FAILED, SURPLUS, STALE, VOID = (
+    PromptEnd[name] for name in ("TRAINED", "EQUAL", "FAILED", "SURPLUS", "STALE", "VOID")
+)
+
+
+def group(uid, ends=("answer", "answer"), accs=(1.0, 0.0), step=1, validate=False):
+    rows = [
+        {"uid": uid, "session": i, "step": step, "validate": validate, "end_reason": end, "acc": acc}
+        for i, (end, acc) in enumerate(zip(ends, accs, strict=True))
+    ]
+    return Group(uid, step, validate, pack(rows), 0.0)
+
+
+def outcomes(run, step):
+    rows = store.read(store.path_of(run, "trajectories", step)).to_pylist()
+    return {f"{row['uid']}_{row['session']}": (row["outcome"], row["outcome_why"], row["trained_step"]) for row in rows}
+
+
+def test_the_fates_find_their_rollouts_in_any_order_of_arrival(tmp_path):
+    """A group may come until the next step is over; the steps are told in order, by one sender."""
+    told, ends = ["a", "b", "c", 1, 2], {1: {"a": TRAINED, "b": EQUAL}, 2: {"c": TRAINED}}
+    orders = [order for order in itertools.permutations(told) if order.index(1) < order.index(2)]
+    for number, order in enumerate(orders):
+        run = tmp_path / str(number)
+        writer = Recorder(run, SETTINGS)
+        for each in order:
+            if isinstance(each, str):
+                writer.group(group(each))
+            else:
+                writer.end_step(Fates(each, ends[each], {f"{uid}_0": 1.5 for uid in ends[each]}), 0.0)
+        writer.close()
+        in_time = {uid for uid in ("a", "b") if order.index(uid) < order.index(2)}
+        found = outcomes(run, 1)
+        assert {key[0] for key in found} == in_time and writer.lost == 2 - len(in_time)
+        assert {key[0] for key in outcomes(run, 2)} == {"c"}
+        if "a" in in_time:
+            assert found["a_0"] == ("trained", None, 1)
+            assert found["a_1"] == ("trained", "left out of the batch by the sampler's rules", None)
+
+
+def test_every_end_of_a_prompt_is_in_the_rows_and_a_filler_is_trained_on(tmp_path):
+    writer = Recorder(tmp_path, SETTINGS)
+    failed = ("sandbox_failure", "verifier_unknown")
+    for uid, ends, accs in (
+        ("trained", ("answer", "sandbox_failure"), (1.0, None)),
+        ("equal", ("answer", "answer"), (0.0, 0.0)),
+        ("filler", ("answer", "answer"), (1.0, 1.0)),
+        ("failed", failed, (None, None)),
+        ("void", ("answer", "answer"), (0.0, 0.0)),
+        ("stale", ("answer", "answer"), (1.0, 0.0)),
+        ("surplus", ("answer", "answer"), (1.0, 0.0)),
+        ("running", ("answer", "answer"), (1.0, 0.0)),
+    ):
+        writer.group(group(uid, ends, accs))
+    ends = {"trained": TRAINED, "equal": EQUAL, "filler": EQUAL, "failed": FAILED, "void": VOID, "stale": STALE}
+    taken = {"trained_0": 0.7, "filler_0": 0.0, "filler_1": 0.0}
+    writer.end_step(Fates(3, ends | {"surplus": SURPLUS}, taken, fillers=frozenset({"filler"})), 0.0)
+    found = outcomes(tmp_path, 3)
+    assert found["trained_0"] == ("trained", None, 3)
+    assert found["trained_1"] == ("trained", "left out of the batch: sandbox_failure", None)
+    assert found["equal_0"] == ("equal", "all wrong", None)
+    assert found["filler_1"] == ("equal", "all right; fills the batch with advantage 0", 3)
+    why = "2 of 2 rollouts failed outside the model: 1 sandbox_failure, 1 verifier_unknown"
+    assert found["failed_0"] == ("failed", why, None)
+    assert [found[f"{uid}_0"][0] for uid in ("void", "stale", "surplus")] == ["void", "stale", "surplus"]
+    assert "running_0" not in found
+    writer.close()
+    found = outcomes(tmp_path, 3)
+    assert found["running_0"] == ("open", None, None) and len(found) == 16
+    advantages = {row["advantage"] for row in store.rows(tmp_path) if row["uid"] == "trained"}
+    assert advantages == {0.7, None}
+
+
+def test_a_validation_has_a_file_of_its_own_and_no_outcome(tmp_path):
+    writer = Recorder(tmp_path, SETTINGS)
+    for uid in ("v", "raised"):
+        writer.group(group(uid, step=4, validate=True))
+    writer.group(group("t", step=5))
+    writer.end_step(Fates(4, {"v": None}, {}, validate=True), 0.0)
+    (file,) = store.files_of(tmp_path)
+    assert (file.step, file.validate) == (4, True)
+    rows = store.read(file.path).to_pylist()
+    assert {row["uid"] for row in rows} == {"v", "raised"}, "also a problem of which nothing is stored"
+    assert {row["outcome"] for row in rows} == {None}
+
+
+def test_the_trainers_intervals_are_the_timeline_of_the_step(tmp_path):
+    writer = Recorder(tmp_path, SETTINGS)
+    writer.times(1, [{"what": "update", "start_s": 3.0, "end_s": 4.0}])
+    (file,) = store.files_of(tmp_path, "timeline")
+    assert store.read(file.path).to_pylist() == [{"step": 1, "what": "update", "start_s": 3.0, "end_s": 4.0}]
+
+
+def test_tokens_are_written_with_their_step_and_the_losss_late_word_is_dropped(tmp_path):
+    writer = Recorder(tmp_path, SETTINGS)
+    writer.tokens(1, batch(), {11: "x"})
+    writer.loss(1, loss(71, [-3.0, -4.0], [KEPT, KEPT]), 0.0)
+    writer.end_step(Fates(1, {}, {}), 0.0)
+    writer.loss(1, loss(70, [-3.0], [KEPT]), 0.0)
+    writer.end_step(Fates(2, {}, {}), 0.0)
+    (file,) = store.files_of(tmp_path, "tokens")
+    table = store.read(file.path)
+    assert file.step == 1 and table["text"].to_pylist() == ["x", None, None, "x", None]
+    assert table["log_prob"].to_pylist() == [None, None, None, -3.0, -4.0]
+
+
+def test_a_full_disk_is_one_warning_and_the_next_step_is_tried_again(tmp_path, monkeypatch, caplog):
+    writer, write = Recorder(tmp_path, SETTINGS), store.write
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "write", full)
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2):
+            writer.group(group(f"g{step}"))
+            writer.end_step(Fates(step, {f"g{step}": TRAINED}, {}), 0.0)
+            writer.times(step, [])
+    assert len(caplog.records) == 1 and "No space left on device" in caplog.text and "the run goes on" in caplog.text
+    assert writer.unwritten == 4 and writer._bytes == 0 and not writer._groups
+    monkeypatch.setattr(store, "write", write)
+    writer.group(group("g3"))
+    writer.end_step(Fates(3, {"g3": TRAINED}, {}), 0.0)
+    assert [file.step for file in store.files_of(tmp_path)] == [3]
+
+
+def test_a_record_that_does_not_fit_its_columns_is_logged_and_the_next_step_is_written(tmp_path, caplog):
+    writer = Recorder(tmp_path, SETTINGS)
+    writer.group(Group("bad", 1, False, pack([{"uid": 3, "session": "x", "end_reason": "answer"}]), 0.0))
+    writer.end_step(Fates(1, {"bad": TRAINED}, {}), 0.0)
+    assert "by an error of verl_ext" in caplog.text
+    writer.group(group("a"))
+    writer.end_step(Fates(2, {"a": TRAINED}, {}), 0.0)
+    assert [file.step for file in store.files_of(tmp_path)] == [2]
+
+
+def test_memory_is_bounded_and_what_is_forgotten_is_counted(tmp_path, monkeypatch, caplog):
+    one = len(group("a").packed)
+    monkeypatch.setattr(recorder, "_MAX_OPEN_BYTES", 3 * one)
+    writer = Recorder(tmp_path, SETTINGS)
+    for uid in "abcde":
+        writer.group(group(uid))
+    assert list(writer._groups) == ["c", "d", "e"] and writer._bytes == 3 * one and writer.lost == 2
+    assert "2 so far" in caplog.text
+
+
+def test_a_group_that_is_rolled_out_once_more_counts_once(tmp_path):
+    writer = Recorder(tmp_path, SETTINGS)
+    writer.group(group("a", accs=(0.0, 0.0)))
+    writer.group(group("a", accs=(1.0, 0.0)))
+    assert writer._bytes == len(group("a").packed)
+    writer.end_step(Fates(1, {"a": TRAINED}, {}), 0.0)
+    assert [row["acc"] for row in store.rows(tmp_path)] == [1.0, 0.0]
+
+
+def test_a_file_in_the_place_of_the_folder_stops_nothing(tmp_path, caplog):
+    """As a read-only disk does: root, who runs the tests, may write everywhere."""
+    (tmp_path / "records").write_text("")
+    writer = Recorder(tmp_path, SETTINGS)
+    for step in (1, 2):
+        writer.group(group(f"g{step}"))
+        writer.end_step(Fates(step, {f"g{step}": TRAINED}, {}), 0.0)
+    writer.close()
+    assert writer.unwritten == 2 and not writer._groups and caplog.text.count("the run goes on") == 1
+
+
+def test_groups_that_never_come_are_counted(tmp_path, caplog):
+    writer = Recorder(tmp_path, SETTINGS)
+    writer.end_step(Fates(2, {"never": TRAINED}, {}), 0.0)
+    assert writer.lost == 0, "it may come yet"
+    writer.close()
+    assert writer.lost == 1 and "had not come when step 2 was written" in caplog.text
+
+
+def test_groups_that_waited_at_a_checkpoint_are_recorded_by_the_run_that_goes_on_from_it(tmp_path, caplog):
+    """Step 2 ends with a checkpoint and three groups in the queue; the run is killed in step 3, which has told one."""
+    killed = Recorder(tmp_path, SETTINGS)
+    for uid in ("done", "useful", "surplus", "running"):
+        killed.group(group(uid, step=2))
+    killed.group(group("v", step=2, validate=True))
+    killed.end_step(Fates(2, {"done": TRAINED}, {"done_0": 1.0}), 0.0)
+    killed.save(2)
+    killed.end_step(Fates(3, {"useful": TRAINED}, {}), 0.0)
+
+    resumed = Recorder(tmp_path, SETTINGS)
+    resumed.resume(2)
+    resumed.group(group("running", accs=(1.0, 1.0), step=3))  # it was in flight, and rolls out again
+    resumed.end_step(Fates(3, {"useful": TRAINED, "surplus": SURPLUS, "running": EQUAL}, {"useful_1": -0.5}), 0.0)
+    resumed.close()
+    found = [(row["uid"], row["session"], row["outcome"], row["step"]) for row in store.rows(tmp_path)]
+    assert [each for each in found if each[1] == 0] == [
+        ("done", 0, "trained", 2),
+        ("useful", 0, "trained", 2),
+        ("surplus", 0, "surplus", 2),
+        ("running", 0, "equal", 3),
+    ]
+    assert len(found) == 8 and resumed.lost == 0 and not caplog.records
+    assert {row["advantage"] for row in store.rows(tmp_path) if row["uid"] == "useful"} == {None, -0.5}
+
+
+def test_a_run_that_came_to_its_end_and_goes_on_has_no_row_twice(tmp_path):
+    ended = Recorder(tmp_path, SETTINGS)
+    for uid in ("done", "open"):
+        ended.group(group(uid))
+    ended.end_step(Fates(1, {"done": TRAINED}, {}), 7.0)
+    ended.save(1)
+    ended.close()
+    assert outcomes(tmp_path, 1)["open_0"][0] == "open" and store.cpu_seconds(tmp_path)[1] > 7
+
+    longer = Recorder(tmp_path, SETTINGS)
+    longer.resume(1)
+    assert {key[:4] for key in outcomes(tmp_path, 1)} == {"done"} and store.cpu_seconds(tmp_path)[1] > 7
+    longer.end_step(Fates(2, {"open": STALE}, {}), 0.0)
+    assert {key: end for key, (end, *_) in outcomes(tmp_path, 2).items()} == {"open_0": "stale", "open_1": "stale"}
+
+
+def test_a_run_whose_checkpoint_has_no_waiting_groups_on_file_says_what_is_lost(tmp_path, caplog):
+    resumed = Recorder(tmp_path, SETTINGS)
+    resumed.resume(5)
+    resumed.end_step(Fates(6, {"waited": TRAINED}, {}), 0.0)
+    resumed.close()
+    assert resumed.lost == 1 and "1 groups are not in the records" in caplog.text
+
+
+def test_a_start_removes_half_files_and_a_resume_later_steps(tmp_path):
+    for step in (1, 2, 3):
+        store.write(store.path_of(tmp_path, "trajectories", step), "trajectories", [])
+    half = store.path_of(tmp_path, "tokens", 4).with_suffix(".parquet.tmp")
+    half.parent.mkdir()
+    half.write_bytes(b"PAR1")
+    Recorder(tmp_path, SETTINGS).resume(2)
+    assert [file.step for file in store.files_of(tmp_path)] == [1, 2] and not half.exists()
+
+
+def test_files_say_the_cpu_seconds_of_recorder_and_senders(tmp_path):
+    writer = Recorder(tmp_path, SETTINGS)
+    told = group("a")
+    writer.group(Group(told.uid, told.step, False, told.packed, cpu_s=5.0))
+    writer.end_step(Fates(1, {"a": TRAINED}, {}), 2.0)
+    assert 7.0 < store.cpu_seconds(tmp_path)[1] < 9.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_row_is_lost_or_doubled_over_many_steps(tmp_path, seed):
+    rng = random.Random(seed)
+    writer, uids = Recorder(tmp_path, SETTINGS), [f"u{i}" for i in range(60)]
+    for step in range(1, 7):
+        own = uids[10 * step - 10 : 10 * step]
+        rng.shuffle(own)
+        for uid in own:
+            writer.group(group(uid, step=step))
+        writer.end_step(Fates(step, dict.fromkeys(own[:8], TRAINED), {}), 0.0)
+    writer.close()
+    found = [(row["uid"], row["session"]) for row in store.rows(tmp_path)]
+    assert sorted(found) == sorted((uid, session) for uid in uids for session in (0, 1))
+
+
+def test_a_group_is_bytes_until_it_is_written():
+    assert [row["session"] for row in pickle.loads(group("a").packed)] == [0, 1]

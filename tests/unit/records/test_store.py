@@ -1,0 +1,143 @@
+"""Parquet records: a round trip, half-written and truncated files, a full disk, retention."""
+
+import json
+import os
+
+import pyarrow as pa
+import pytest
+
+from verl_ext.records import store
+from verl_ext.records.schema import CPU_KEY, SCHEMAS, TRAJECTORIES
+from verl_ext.settings import RecorderSettings
+
+ROW = {
+    "uid": "u1",
+    "session": 3,
+    "step": 17,
+    "validate": False,
+    "prompt": "1+1?\x00\u202e\x1b[31m",
+    "turns": [
+        {"role": "model", "text": "<code>print(2)</code>", "tokens": 5, "start": 0, "call": 0}
+        | {"server": "10.0.0.1:80", "started_s": 1.0, "generate_s": 2.0},
+        {"role": "tool", "text": "2", "tokens": 1, "start": 5, "call": 0}
+        | dict.fromkeys(("server", "started_s", "generate_s")),
+    ],
+    "calls": [{"turn": 0, "tool": "python", "code": "print(2)", "stdout": "2", "status": "ok", "run_s": 0.25}],
+    "version_spans": [{"start": 0, "end": 5, "version": 16}],
+    "score": -1.0,
+    "verdict": {"extracted": "2", "rule": "boxed"},
+    "timings": {"generate_s": 0.5},
+}
+
+
+def test_rows_come_back_as_they_were_written_and_missing_columns_are_null(tmp_path):
+    store.write(store.path_of(tmp_path, "trajectories", 17), "trajectories", [ROW])
+    (row,) = store.rows(tmp_path)
+    assert list(row) == TRAJECTORIES.names
+    assert {name: row[name] for name in ("uid", "session", "prompt", "score")} == {
+        name: ROW[name] for name in ("uid", "session", "prompt", "score")
+    }
+    assert row["turns"] == ROW["turns"] and row["version_spans"] == ROW["version_spans"]
+    assert row["calls"][0]["run_s"] == 0.25 and row["calls"][0]["stderr"] is None
+    assert row["verdict"] == {"extracted": "2", "normalised": None, "rule": "boxed", "text": None}
+    assert row["acc"] is None and row["trained_step"] is None
+
+
+@pytest.mark.parametrize("kind", SCHEMAS)
+def test_every_kind_can_be_empty_and_says_its_version(tmp_path, kind):
+    path = store.path_of(tmp_path, kind, 1)
+    store.write(path, kind, [])
+    assert store.read(path).schema.names == SCHEMAS[kind].names
+    pa.parquet.write_table(pa.table({"uid": ["a"]}), path)
+    with pytest.raises(store.BrokenRecords, match=f"{path} has records of version none, expected one of 1, 2"):
+        store.read(path)
+
+
+def test_a_step_is_listed_before_its_validation_and_by_number(tmp_path):
+    for step, validate in ((10, True), (1000000, False), (10, False), (9, True)):
+        store.write(store.path_of(tmp_path, "trajectories", step, validate=validate), "trajectories", [ROW])
+    found = [(file.step, file.validate) for file in store.files_of(tmp_path)]
+    assert found == [(9, True), (10, False), (10, True), (1000000, False)]
+
+
+def test_a_truncated_file_is_named_and_the_others_are_read(tmp_path, caplog):
+    for step in (1, 2, 3):
+        store.write(store.path_of(tmp_path, "trajectories", step), "trajectories", [ROW | {"step": step}])
+    cut = store.path_of(tmp_path, "trajectories", 2)
+    cut.write_bytes(cut.read_bytes()[:-20])
+    assert [file.step for file, _ in store.tables(tmp_path)] == [1, 3]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"{cut} cannot be read")
+
+
+def test_a_kill_before_the_rename_leaves_no_file_of_the_step(tmp_path, monkeypatch):
+    path = store.path_of(tmp_path, "trajectories", 1)
+
+    def killed(*args):
+        os._exit(9)
+
+    child = os.fork()
+    if child == 0:
+        monkeypatch.setattr(os, "replace", killed)
+        store.write(path, "trajectories", [ROW])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert store.files_of(tmp_path) == [] and len(list(path.parent.iterdir())) == 1
+    assert store.sizes(tmp_path) == {}
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path, monkeypatch):
+    path = store.path_of(tmp_path, "trajectories", 1)
+    store.write(path, "trajectories", [ROW])
+
+    def full(writer, table):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store.pq.ParquetWriter, "write_table", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.write(path, "trajectories", [ROW, ROW])
+    assert list(path.parent.iterdir()) == [path] and store.read(path).num_rows == 1
+
+
+def test_the_command_prints_a_line_a_row(tmp_path, monkeypatch, capsys):
+    for step in (1, 2):
+        store.write(store.path_of(tmp_path, "trajectories", step), "trajectories", [ROW | {"step": step}])
+    monkeypatch.setattr("sys.argv", ["store", str(tmp_path), "--step", "2"])
+    store.main()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["step"] == 2 and json.loads(line)["turns"] == ROW["turns"]
+
+
+def test_a_file_of_version_1_is_read(tmp_path):
+    path = store.path_of(tmp_path, "trajectories", 1)
+    path.parent.mkdir(parents=True)
+    old = pa.table({"uid": ["a"], "server": pa.nulls(1, pa.string())})
+    pa.parquet.write_table(old.replace_schema_metadata({"retool_schema": "1"}), path)
+    assert [row["uid"] for row in store.rows(tmp_path)] == ["a"]
+
+
+def test_a_file_written_again_keeps_its_notes(tmp_path):
+    path = store.path_of(tmp_path, "trajectories", 1)
+    store.write(path, "trajectories", [ROW, ROW | {"session": 4}], {CPU_KEY: "1.5"})
+    store.rewrite(path, lambda rows: rows[1:])
+    assert [row["session"] for row in store.rows(tmp_path)] == [4] and store.cpu_seconds(tmp_path) == {1: 1.5}
+
+
+def limits(max_bytes):
+    return RecorderSettings(token_share=0.0, keep_steps=3, max_gb=max_bytes / 2**30)
+
+
+def test_retention_removes_the_oldest_steps_whole_and_keeps_the_newest(tmp_path):
+    for step in (1, 2, 3, 4):
+        for kind in ("trajectories", "timeline"):
+            store.write(store.path_of(tmp_path, kind, step), kind, [])
+    store.write(store.path_of(tmp_path, "trajectories", 1, validate=True), "trajectories", [])
+    sizes = store.sizes(tmp_path)
+    store.keep(tmp_path, sizes, limits(1e9))
+    assert [file.step for file in store.files_of(tmp_path, "*")] == [2, 2, 3, 3, 4, 4]
+    assert sizes == store.sizes(tmp_path)
+    store.keep(tmp_path, sizes, limits(2 * sizes[2]))
+    assert [file.step for file in store.files_of(tmp_path)] == [3, 4]
+    store.keep(tmp_path, sizes, limits(1))
+    assert [file.step for file in store.files_of(tmp_path)] == [4]

@@ -1,0 +1,111 @@
+"""The report in a real browser, opened from disk: its charts say under the pointer what the run logged."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.report.runs import add_evaluation, add_training, written
+from tests.unit.view import chromium
+from verl_ext.report.page import main
+
+pytestmark = [
+    pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium here: apt-get install chromium"),
+    pytest.mark.timeout(120),
+]
+CHART = "[...document.querySelectorAll('.chart')].find((box) => box.ariaLabel.startsWith('{}'))"
+SPOT = (  # a point of a chart's plot area, in the window
+    "(() => {{ const box = {chart}; box.scrollIntoView({{ block: 'center' }});"
+    " const over = box.plot.over.getBoundingClientRect();"
+    " return [Math.min(over.right - 2, over.left + 2 + box.plot.valToPos({x}, 'x')), over.top + 40]; }})()"
+)
+
+
+@pytest.fixture
+async def tab(tmp_path: Path) -> AsyncIterator[chromium.Tab]:
+    async with chromium.browser(tmp_path / "profile") as tab:
+        yield tab
+
+
+async def under_pointer(tab: chromium.Tab, title: str, x: float) -> str:
+    """What a chart says while the pointer is over it."""
+    chart = CHART.format(title)
+    spot = await tab.js(SPOT.format(chart=chart, x=x))
+    await tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=spot[0], y=spot[1])
+    return await tab.until(f"{chart}.parentElement.querySelector('.value').textContent")
+
+
+async def colour(tab: chromium.Tab, title: str, x: float, y: float) -> list[int]:
+    """The pixel of a chart's canvas at a value: red, green, blue, opacity."""
+    return await tab.js(
+        f"(() => {{ const plot = {CHART.format(title)}.plot; return [...plot.ctx.getImageData("
+        f"Math.round(plot.valToPos({x}, 'x', true)), Math.round(plot.valToPos({y}, 'y', true)), 1, 1).data]; }})()"
+    )
+
+
+async def test_charts_are_drawn_and_say_what_the_run_logged(tab, folder: Path) -> None:
+    add_evaluation(folder)
+    add_training(folder)
+    summary = written(folder)[2]
+    page = (folder / "report.html").as_uri()
+    await tab.open(page)
+    drawn = await tab.js("[...document.querySelectorAll('.chart')].map((box) => box.querySelectorAll('canvas').length)")
+    assert drawn == [1] * 3 and not await tab.js("document.querySelectorAll('svg.chart').length")
+
+    logged = [json.loads(line) for line in (folder / "rl" / "metrics-1.jsonl").read_text().splitlines()]
+    data = await tab.js(f"{CHART.format('accuracy')}.plot.data.map((line) => [...line])")
+    assert data[0] == [0, 1, 2, 3, 4, 5]
+    assert data[1] == [None] + [line["data"]["train/acc"] for line in logged]
+    assert data[2] == [None] * 5 + [logged[4]["data"]["val-core/tiny_tools/acc/mean@2"]]
+    top = summary["headline"]
+    assert data[3] == [top["before"]["value"], None, None, None, None, top["after"]["value"]]
+    assert await under_pointer(tab, "accuracy", 2) == "RL step 2: training 0.2"
+    assert await under_pointer(tab, "accuracy", 5) == (
+        "RL step 5: training 0.5, held out: tiny_tools 0.875, held out, with interval 0.875"
+    )
+    assert await under_pointer(tab, "SFT loss", 20) == "SFT step 20: training 0.2, validation 0.25"
+    assert tab.requests == [page] and not tab.errors
+
+
+async def test_marks_have_their_interval_and_bars_their_parts(tab, folder: Path) -> None:
+    """A step of 2 s is 1 s of rollouts, .5 s of the update, .5 s of the rest; a first one of 10 s has 8 s more."""
+    add_evaluation(folder)
+    add_training(folder)
+    top = written(folder)[2]["headline"]["before"]
+    await tab.open((folder / "report.html").as_uri())
+    assert await under_pointer(tab, "Step time", 4) == "RL step 4: gen 1, update_actor 0.5, other 0.5"
+    parts = [await colour(tab, "Step time", 4.2, y) for y in (0.5, 1.25, 1.75, 2.4)]
+    assert [part[3] for part in parts] == [255, 255, 255, 0]  # nothing above the bar
+    assert len({tuple(part) for part in parts}) == 4
+    in_interval = await colour(tab, "accuracy", 0, (top["value"] + top["high"]) / 2)
+    assert in_interval[:3] == pytest.approx(parts[2][:3], abs=12), "the third colour, as the third line has"
+    assert (await colour(tab, "accuracy", 0.5, (top["value"] + top["high"]) / 2))[3] == 0
+    assert not tab.errors
+
+
+async def test_arrow_keys_move_through_a_chart_and_enter_opens_nothing(tab, folder: Path) -> None:
+    add_training(folder)
+    written(folder)
+    await tab.open((folder / "report.html").as_uri())
+    await tab.js(f"{CHART.format('accuracy')}.focus()")
+    for _ in range(2):
+        await tab.key("ArrowRight")
+    await tab.key("Enter")
+    said = f"{CHART.format('accuracy')}.parentElement.querySelector('.value').textContent"
+    assert await tab.js(said) == "RL step 2: training 0.2"
+    assert await tab.js("location.pathname") == str(folder / "report.html") and not tab.errors
+
+
+async def test_a_comparison_has_a_line_for_each_run(tab, folder: Path, tmp_path: Path) -> None:
+    add_training(folder)
+    other = tmp_path / "other"
+    other.mkdir()
+    add_training(other)
+    main(["--run", str(folder), str(other), "--out", str(tmp_path / "both")])
+    page = (tmp_path / "both" / "comparison.html").as_uri()
+    await tab.open(page)
+    labels = await tab.js(f"{CHART.format('accuracy')}.plot.series.slice(1).map((s) => s.label)")
+    assert labels == ["quickstart", "other"]
+    assert await under_pointer(tab, "accuracy", 3) == "RL step 3: quickstart 0.3, other 0.3"
+    assert tab.requests == [page] and not tab.errors

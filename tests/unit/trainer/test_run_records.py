@@ -1,0 +1,184 @@
+"""What the trainer tells the recorder of a batch in verl's queue."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from verl_ext.outcome import PromptEnd
+from verl_ext.settings import RecorderSettings
+
+SPANS = {"model_spans": [(0, 2), (3, 4)], "version_spans": [(0, 2, 5), (3, 4, 6)]}
+KEYS = [f"{uid}_{session}_0" for uid in "abcd" for session in (0, 1)]
+MASK = [1, 1, 0, 1]
+
+
+class Handle:
+    """Of the recorder: what it is told, by the name of the call."""
+
+    def __init__(self):
+        self.told = []
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *arguments: self.told.append((name, *arguments)))
+
+    def of(self, name):
+        return [arguments for called, *arguments in self.told if called == name]
+
+
+def nested(rows):
+    return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+
+@pytest.fixture
+def make(cpu_platform, monkeypatch, tmp_path):
+    """RunRecords over a queue of eight responses of four groups, of which the last is verl's padding."""
+    import transfer_queue as tq
+
+    from verl_ext.records import recorder
+    from verl_ext.trainer.run_records import RunRecords
+
+    stored = {
+        key: {
+            "responses": [10, 11, 12 + i, 2],
+            "response_mask": MASK,
+            "loss_mask": MASK,
+            "rollout_log_probs": [-1.0, -2.0, 0.0, -3.0],
+            "advantages": [0.5] * 4 if i else [0.5, 0.25, 0.0, 0.5],
+            "extra_fields": SPANS,
+        }
+        for i, key in enumerate(KEYS)
+    }
+
+    def get(keys, partition_id, select_fields):
+        there = [name for name in select_fields if name in stored[keys[0]]]
+        rows = {name: [stored[key][name] for key in keys] for name in there}
+        return {name: values if name == "extra_fields" else nested(values) for name, values in rows.items()}
+
+    def put(keys, partition_id, fields):
+        for name, values in fields.items():
+            for key, value in zip(keys, values.tolist(), strict=True):
+                stored[key][name] = value
+
+    monkeypatch.setattr(tq, "kv_batch_get", get)
+    monkeypatch.setattr(tq, "kv_batch_put", put)
+    handle = Handle()
+    monkeypatch.setattr(recorder, "start", lambda run, settings: handle)
+    tags = [{}] * 7 + [{"is_padding": True}]
+    batch = tq.KVBatchMeta(partition_id="train", keys=KEYS, tags=tags, fields=["responses", "advantages"])
+
+    def make(share):
+        settings = RecorderSettings(token_share=share, keep_steps=1, max_gb=1)
+        config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path)}})
+        return RunRecords(settings, config), handle, batch, stored
+
+    return make
+
+
+TOKENIZER = SimpleNamespace(decode=lambda ids: f"<{ids[0]}>")
+
+
+@pytest.mark.parametrize(("share", "groups"), [(0.0, 0), (0.01, 1), (0.25, 1), (0.5, 2), (1.0, 4)])
+def test_whole_groups_are_chosen_at_least_one_and_without_padding(make, share, groups):
+    records, handle, batch, stored = make(share)
+    records.take(3, batch, (), TOKENIZER)
+    marks = {key: row["record"] for key, row in stored.items() if row.get("record", -1) >= 0}
+    assert len({key[0] for key in marks}) == groups and KEYS[-1] not in marks
+    assert ("record" in batch.fields) is bool(groups), "what the actor fetches"
+    assert sorted(marks.values()) == [(3 << 32) + i for i in range(len(marks))]
+    if not groups:
+        assert "record" not in stored[KEYS[0]] and handle.of("tokens") == []
+        return
+    ((step, columns, texts),) = handle.of("tokens")
+    assert step == 3 and columns["record"].tolist() == list(marks.values())
+    assert [f"{uid}_{session}_0" for uid, session in zip(columns["uid"], columns["session"], strict=True)] == [*marks]
+    assert texts == {token: f"<{token}>" for token in set(columns["id"].tolist())}
+
+
+def test_the_columns_of_a_response_are_those_of_the_queue(make):
+    records, handle, batch, _ = make(1.0)
+    records.take(3, batch, (), TOKENIZER)
+    columns = handle.of("tokens")[0][1]
+    assert columns["id"][:4].tolist() == [10, 11, 12, 2] and columns["mask"][:4].tolist() == [True, True, False, True]
+    assert columns["turn"][:4].tolist() == [0, 0, 1, 2] and columns["version"][:4].tolist() == [5, 5, -1, 6]
+    assert columns["rollout_log_prob"][:4].tolist() == [-1, -2, 0, -3]
+    assert all(map(math.isnan, columns["old_log_prob"].tolist())), "the queue of this batch has none"
+
+
+def test_a_second_batch_of_the_step_has_other_numbers_and_no_text_twice(make):
+    records, handle, batch, _ = make(1.0)
+    for _ in range(2):
+        records.take(3, batch, {"c"}, TOKENIZER)
+    (_, first, texts), (_, second, again) = handle.of("tokens")
+    assert not set(first["record"].tolist()) & set(second["record"].tolist())
+    assert texts and again == {}
+
+
+def test_a_response_has_its_advantage_where_all_its_tokens_that_train_have_one(make):
+    records, handle, batch, _ = make(0.0)
+    records.take(3, batch, {"c"}, TOKENIZER)
+    records.end_step(3, {"c": PromptEnd.EQUAL}, ())
+    ((fates, cpu_s),) = handle.of("end_step")
+    assert fates.taken == {"a_0": None} | dict.fromkeys(("a_1", "b_0", "b_1", "c_0", "c_1", "d_0"), 0.5)
+    assert fates.fillers == {"c"} and cpu_s > 0
+    ends = {uid: str(end) for uid, end in fates.ends.items()}
+    assert ends == {"a": "trained", "b": "trained", "c": "equal", "d": "trained"}
+    records.end_step(4, {}, ())
+    assert handle.of("end_step")[1][0].taken == {}
+
+
+def test_the_end_of_a_group_that_waits_in_the_queue_is_told_when_it_has_left(make):
+    records, handle, _, _ = make(0.0)
+    records.end_step(3, {"gone": PromptEnd.EQUAL, "kept": PromptEnd.SURPLUS}, {"kept"})
+    records.save(3)
+    records.end_step(4, {"kept": PromptEnd.TRAINED, "old": PromptEnd.STALE}, ())
+    first, second = (fates for fates, _ in handle.of("end_step"))
+    assert first.ends == {"gone": PromptEnd.EQUAL}
+    assert second.ends == {"kept": PromptEnd.TRAINED, "old": PromptEnd.STALE}
+    assert handle.of("save") == [[3]]
+
+
+def test_what_was_decided_of_groups_that_waited_is_told_when_they_have_left_after_a_resume(make):
+    """`equal` waits in the queue as a filler; `surplus` left it with the run that was ended."""
+    records, handle, _, _ = make(0.0)
+    records.resume(2, {"equal": PromptEnd.EQUAL, "surplus": PromptEnd.SURPLUS})
+    records.end_step(3, {"useful": PromptEnd.TRAINED}, {"equal"})
+    records.end_step(4, {}, ())
+    first, second = (fates.ends for fates, _ in handle.of("end_step"))
+    assert first == {"surplus": PromptEnd.SURPLUS, "useful": PromptEnd.TRAINED}
+    assert second == {"equal": PromptEnd.EQUAL} and handle.of("resume") == [[2]]
+
+
+def test_intervals_are_told_at_the_end_of_a_round_also_of_what_raised(make):
+    records, handle, _, _ = make(0.0)
+    with pytest.raises(OSError), records.span("save"):
+        raise OSError
+    records.end_round(3)
+    records.end_round(4)
+    (step, intervals), (_, none) = handle.of("times")
+    assert step == 3 and none == [] and [i["what"] for i in intervals] == ["save"]
+    assert intervals[0]["end_s"] >= intervals[0]["start_s"] > 1e9
+
+
+def test_a_validation_is_told_by_its_prompts(make):
+    records, handle, _, _ = make(0.0)
+    records.end_validation(8, {"v"})
+    ((fates, _),) = handle.of("end_step")
+    assert (fates.step, fates.validate, fates.ends) == (8, True, {"v": None})
+
+
+@pytest.mark.parametrize(
+    ("length", "spans", "turns"),
+    [
+        (4, [(0, 2), (3, 4)], [0, 0, 1, 2]),
+        (5, [(0, 2), (3, 4)], [0, 0, 1, 2, 3]),  # a last reply, which nobody read
+        (3, [(0, 1), (1, 3)], [0, 1, 1]),  # a reply without tokens has no turn
+        (1, [], [0]),
+    ],
+)
+def test_a_token_knows_its_turn(cpu_platform, length, spans, turns):
+    from verl_ext.trainer.run_records import _turns
+
+    assert _turns(length, spans).tolist() == turns

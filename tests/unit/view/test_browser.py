@@ -1,0 +1,177 @@
+"""The pages in a real browser: the path from a curve to a token, hostile text, a live run, the keyboard."""
+
+import asyncio
+import json
+import math
+import statistics
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import uvicorn
+
+from tests.unit.view import chromium
+from tests.unit.view.synthetic import write_step
+from tests.unit.view.test_text import hostile  # noqa: F401  a fixture
+from verl_ext.records import store
+from verl_ext.view.__main__ import listen
+from verl_ext.view.app import create_app
+from verl_ext.view.data import Run
+
+pytestmark = [
+    pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium here: apt-get install chromium"),
+    pytest.mark.timeout(120),
+]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Path], str]]:
+    """The viewer's address for a folder, over a real socket, as the command serves it."""
+    started = []
+
+    def start(folder: Path) -> str:
+        listener = listen(0)
+        port = listener.getsockname()[1]
+        server = uvicorn.Server(uvicorn.Config(create_app([Run(folder, folder.name, 0)], port), log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        started.append((server, thread))
+        return f"http://127.0.0.1:{port}"
+
+    yield start
+    for server, thread in started:
+        server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture
+async def tab(tmp_path: Path) -> AsyncIterator[chromium.Tab]:
+    async with chromium.browser(tmp_path / "profile") as tab:
+        yield tab
+
+
+async def test_a_click_leads_from_a_curve_to_a_token_and_its_values(tab, serve, run_folder: Path) -> None:
+    rows = store.read(store.path_of(run_folder, "trajectories", 2)).to_pylist()
+    group = [row for row in rows if row["uid"] == "s2-p1"]
+    await tab.open(serve(run_folder))
+    drawn = await tab.js("document.querySelector('.chart').plot.data[1].map(String)")
+    judged = [[r["acc"] for r in _rows(run_folder, step) if r["acc"] is not None] for step in (1, 2, 3, 4)]
+    assert [float(value) for value in drawn] == [statistics.fmean(values) for values in judged]
+
+    spot = await tab.js(
+        "(() => { const p = document.querySelector('.chart').plot, box = p.over.getBoundingClientRect();"
+        " return [box.left + p.valToPos(2, 'x'), box.top + p.valToPos(p.data[1][1], 'y')]; })()"
+    )
+    tab.loaded.clear()
+    for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+        await tab.call(
+            "Input.dispatchMouseEvent",
+            type=kind,
+            x=spot[0],
+            y=spot[1],
+            button="left",
+            clickCount=int(kind != "mouseMoved"),
+        )
+    await tab.until("location.pathname == '/run/0/step_000002' && document.readyState == 'complete'")
+    assert await tab.js("document.querySelectorAll('.dot').length") == len(rows)
+
+    await tab.follow("[...document.querySelectorAll('tbody th a')].find((a) => a.textContent == 'sum/1').click()")
+    shown = await tab.js("[...document.querySelectorAll('.sample h3')].map((e) => e.textContent)")
+    assert sorted(shown) == [f"Sample {row['session']}" for row in group]
+
+    await tab.follow("[...document.querySelectorAll('.sample h3 a')].find((a) => a.textContent == 'Sample 2').click()")
+    scores = [row["score"] for row in group if row["score"] is not None]
+    advantage = (group[2]["score"] - statistics.fmean(scores)) / statistics.stdev(scores)
+    said = await tab.js(
+        "[...document.querySelectorAll('#why tr')].find((r) => /^Advantage/.test(r.textContent)).cells[1].textContent"
+    )
+    assert math.isclose(float(said), advantage, rel_tol=1e-3)
+
+    await tab.js("document.querySelectorAll('.tokens span')[5].click()")
+    tokens = [t for t in _rows(run_folder, 2, "tokens") if (t["uid"], t["session"]) == ("s2-p1", 2)]
+    detail = dict(
+        part.split(" ", 1) for part in (await tab.js("document.getElementById('token').textContent")).split(" · ")
+    )
+    assert int(detail["id"]) == tokens[5]["id"] and detail["decision"] == tokens[5]["decision"]
+    assert math.isclose(
+        float(detail["ratio"]), math.exp(tokens[5]["log_prob"] - tokens[5]["old_log_prob"]), rel_tol=1e-5
+    )
+    assert math.isclose(float(detail["advantage"]), advantage, rel_tol=1e-5)
+    assert not tab.errors
+
+
+def _rows(folder: Path, step: int, kind: str = "trajectories") -> list[dict]:
+    return store.read(store.path_of(folder, kind, step)).to_pylist()
+
+
+async def test_no_request_leaves_the_machine(tab, serve, run_folder: Path) -> None:
+    address = serve(run_folder)
+    for page in ("/?published=1", "/code", "/problems?a=0:first&b=0:last", "/run/0/step_000002/timeline"):
+        await tab.open(address + page)
+        await tab.js("document.querySelectorAll('.chart canvas').length")
+    assert {urlsplit(each).netloc for each in tab.requests if not each.startswith("data:")} == {
+        urlsplit(address).netloc
+    }
+    assert not tab.errors
+
+
+async def test_hostile_text_runs_nothing_and_loads_nothing(tab, serve, hostile: Path) -> None:  # noqa: F811
+    address = serve(hostile)
+    for page in ("", "/group?uid=s2-p1&a=0&b=1", "/sample?uid=s2-p1&session=1", "/timeline"):
+        await tab.open(f"{address}/run/0/step_000002{page}")
+        assert await tab.js("document.querySelectorAll('img').length") == 0
+    assert not tab.errors and {urlsplit(each).netloc for each in tab.requests if each[:4] == "http"} == {
+        urlsplit(address).netloc
+    }
+
+
+async def test_a_new_step_appears_within_five_seconds(tab, serve, run_folder: Path) -> None:
+    await tab.open(serve(run_folder))
+    await asyncio.sleep(2.5)  # the page has looked once
+    write_step(run_folder, 5)
+    start = time.monotonic()
+    await tab.until("[...document.querySelectorAll('a.step')].some((a) => a.textContent == '5')")
+    points = "document.querySelector('.chart').plot.data[0].at(-1)"
+    assert await tab.until(f"{points} == 5 && {points}") == 5
+    assert time.monotonic() - start < 5
+
+
+async def test_keys_and_names_suffice(tab, serve, run_folder: Path) -> None:
+    address = serve(run_folder)
+    await tab.open(address)
+    await tab.key("Tab")
+    assert await tab.js("document.activeElement.className") == "skip"
+    await tab.js("document.querySelector('.chart').focus()")
+    await tab.key("ArrowRight")
+    await tab.key("ArrowRight")
+    assert (await tab.js("document.querySelector('.value').textContent")).startswith("step 2: ")
+    tab.loaded.clear()
+    await tab.key("Enter")
+    await tab.until("location.pathname == '/run/0/step_000002' && document.readyState == 'complete'")
+
+    await tab.open(f"{address}/run/0/step_000002/sample?uid=s2-p1&session=2")
+    await tab.js("document.querySelector('.tokens').focus()")
+    await tab.key("End")
+    last = await tab.js("document.querySelectorAll('.tokens span').length")
+    assert (await tab.js("document.getElementById('token').textContent")).startswith(f"position {last - 1} ·")
+    nameless = (
+        "[...document.querySelectorAll('a, button, input:not([type=hidden]), select')].filter((e) =>"
+        " !(e.textContent.trim() || e.getAttribute('aria-label') || e.labels?.length)).map((e) => e.outerHTML)"
+    )
+    for page in ("/", "/run/0/step_000002", "/run/0/step_000002/group?uid=s2-p1", "/problems"):
+        await tab.open(address + page)
+        assert json.loads(await tab.js(f"JSON.stringify({nameless})")) == []
+        assert await tab.js("document.documentElement.lang && document.querySelectorAll('main h1').length") == 1
+
+
+async def test_an_exported_page_draws_its_charts_from_disk(
+    tab, serve, viewer, run_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "page.html"
+    file.write_text(viewer(run_folder).get("/?export=1").text)
+    await tab.open(file.as_uri())
+    assert await tab.js("document.querySelectorAll('.chart canvas').length") > 3
+    assert tab.requests == [file.as_uri()] and not tab.errors

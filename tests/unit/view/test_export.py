@@ -1,0 +1,76 @@
+"""A run as inspect_ai's log, and a step's time as Chrome's trace.
+
+The form of the log was checked once against inspect_ai 0.3.285, whose `read_eval_log` and `read_eval_log_sample` took
+it; the package is no dependency, so that what they read is tested here.
+"""
+
+import io
+import json
+import re
+import statistics
+import zipfile
+from pathlib import Path
+
+from starlette.testclient import TestClient
+
+from tests.unit.view.synthetic import intervals
+from verl_ext.records import store
+from verl_ext.view import export
+
+
+def test_an_eval_log_has_every_rollout_with_its_score_or_its_error(client: TestClient, run_folder: Path) -> None:
+    answer = client.get("/run/0/export.eval")
+    rows = [
+        row | {"key": file.path.stem}
+        for file in store.files_of(run_folder)
+        for row in store.read(file.path).to_pylist()
+    ]
+    with zipfile.ZipFile(io.BytesIO(answer.content)) as log:
+        header = json.loads(log.read("header.json"))
+        samples = {
+            (row["key"], row["uid"], row["session"]): json.loads(
+                log.read(f"samples/{row['key']}/{row['uid']}_epoch_{row['session'] + 1}.json")
+            )
+            for row in rows
+        }
+        assert len(json.loads(log.read("summaries.json"))) == len(rows) == 100
+        assert len(log.namelist()) == len(rows) + 3
+    judged = [row["acc"] for row in rows if row["acc"] is not None]
+    assert header["version"] == 2 and header["results"]["total_samples"] == 100
+    assert header["results"]["scores"][0]["metrics"]["mean"]["value"] == statistics.fmean(judged)
+    for row in rows:
+        sample = samples[row["key"], row["uid"], row["session"]]
+        assert sample["target"] == row["ground_truth"]
+        assert (sample["error"] is None) == bool(sample["scores"]) == (row["acc"] is not None)
+        if row["acc"] is not None:
+            assert sample["scores"]["acc"]["value"] == row["acc"]
+        calls = [call for message in sample["messages"] for call in message.get("tool_calls") or []]
+        assert [call["arguments"]["code"] for call in calls] == [call["code"] for call in row["calls"]]
+        answers = [message for message in sample["messages"] if message["role"] == "tool"]
+        assert [message["tool_call_id"] for message in answers] == [call["id"] for call in calls]
+        assert sample["output"]["completion"] == row["turns"][-1]["text"]
+
+
+def test_a_trace_has_every_interval_in_microseconds_and_none_of_a_thread_overlap(
+    client: TestClient, run_folder: Path
+) -> None:
+    rows = intervals(run_folder, 2)
+    events = client.get("/run/0/step_000002/timeline.json").json()["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    start = min(row["start_s"] for row in rows)
+    assert sorted((e["name"], round(e["ts"]), round(e["dur"])) for e in spans) == sorted(
+        (r["what"], round((r["start_s"] - start) * 1e6), round((r["end_s"] - r["start_s"]) * 1e6)) for r in rows
+    )
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert set(names.values()) == {row["lane"] for row in rows}
+    for thread in names:
+        own = sorted((e["ts"], e["ts"] + e["dur"]) for e in spans if e["tid"] == thread)
+        assert all(a[1] <= b[0] + 1 for a, b in zip(own, own[1:], strict=False))
+    assert export.trace([]) == {"traceEvents": [], "displayTimeUnit": "ms"}
+
+
+def test_a_group_is_one_file_that_needs_nothing_else(client: TestClient) -> None:
+    answer = client.get("/run/0/step_000002/group?uid=s2-p1&export=1")
+    assert 'filename="run_0_step_000002_group_s2-p1.html"' in answer.headers["content-disposition"]
+    assert "Content-Security-Policy" in answer.text and "print(11 + 107)" in re.sub("<[^>]+>", "", answer.text)
+    assert ' href="/' not in answer.text and " src=" not in answer.text

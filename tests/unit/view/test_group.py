@@ -1,0 +1,111 @@
+"""The samples of a prompt: clusters by answer, the diff of two, the transcript of one."""
+
+import html
+import math
+import re
+import statistics
+from pathlib import Path
+
+from starlette.testclient import TestClient
+
+from verl_ext.records import store
+from verl_ext.view import group
+
+GROUP = "/run/0/step_000002/group"
+
+
+def rows_of(run_folder: Path, uid: str = "s2-p1") -> list[dict]:
+    rows = store.read(store.path_of(run_folder, "trajectories", 2)).to_pylist()
+    return [row for row in rows if row["uid"] == uid]
+
+
+def test_clusters_are_by_answer_right_ones_first_and_what_was_not_judged_last(run_folder: Path) -> None:
+    rows = rows_of(run_folder)
+    clusters = group.clusters(rows)
+    assert clusters[0][0] == rows[0]["ground_truth"] and all(row["acc"] == 1 for row in clusters[0][1])
+    assert clusters[-1][0] == "not judged" and [row["session"] for row in clusters[-1][1]] == [3]
+    assert sorted(row["session"] for _, members in clusters for row in members) == [0, 1, 2, 3]
+    for answer, members in clusters[:-1]:
+        assert {row["verdict"]["normalised"] for row in members} == {answer}
+
+
+def test_the_group_page_shows_code_output_and_answer_of_every_sample(client: TestClient, run_folder: Path) -> None:
+    rows = rows_of(run_folder)
+    page = client.get(GROUP, params={"uid": "s2-p1"}).text
+    articles = re.findall(r'<article class="sample card" aria-label="sample (\d)">(.*?)</article>', page, re.S)
+    assert len(articles) == len(rows) == 4
+    for session, article in articles:
+        row, shown = rows[int(session)], html.unescape(re.sub(r"<[^>]+>", "", article))
+        for call in row["calls"]:
+            assert call["code"] in shown and call["stdout"] in shown and call["stderr"] in shown
+        assert f"score {group_number(row['score'])}" in shown and row["verdict"]["extracted"] in shown
+    judged = [row["score"] for row in rows if row["score"] is not None]
+    assert f"mean score {statistics.fmean(judged):.4g}" in page
+    assert f"sample standard deviation {statistics.stdev(judged):.4g}" in page
+
+
+def group_number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def test_an_advantage_can_be_computed_from_what_the_page_says(client: TestClient, run_folder: Path) -> None:
+    rows = rows_of(run_folder)
+    scores = [row["score"] for row in rows if row["score"] is not None]
+    for row in rows[:3]:
+        page = client.get("/run/0/step_000002/sample", params={"uid": "s2-p1", "session": row["session"]}).text
+        shown = float(re.search(r'<th scope="row">Advantage</th><td>(.*?)</td>', page)[1])
+        expected = (row["score"] - statistics.fmean(scores)) / statistics.stdev(scores)
+        assert math.isclose(shown, expected, rel_tol=1e-3)
+
+
+def response(*lines: str) -> dict:
+    return {"turns": [{"role": "model", "text": "\n".join(lines)}], "calls": []}
+
+
+def test_a_diff_pairs_lines_and_leaves_out_what_is_the_same_and_far_away() -> None:
+    same = [str(number) for number in range(20)]
+    assert group.diff(response("a", "b"), response("a", "b")) == []
+    assert group.diff(response("a", "b"), response("a", "c", "d")) == [
+        ("same", "a", "a"),
+        ("changed", "b", "c"),
+        ("changed", None, "d"),
+    ]
+    rows = group.diff(response("x", *same, "y"), response("X", *same, "Y"))
+    assert rows[4] == ("far", None, None) and len(rows) == 1 + 3 + 1 + 3 + 1
+
+
+def test_the_diff_of_two_samples_is_on_the_page(client: TestClient) -> None:
+    page = client.get(GROUP, params={"uid": "s2-p1", "a": "0", "b": "1"}).text
+    assert "Sample 0 against sample 1" in page and '<td class="del">' in page and '<td class="ins">' in page
+
+
+def test_code_stands_where_the_model_wrote_it_and_after_the_text_where_it_does_not() -> None:
+    call = {"turn": 0, "code": "print(1)"}
+    turn = {"role": "model", "text": "first print(1) then"}
+    assert group.transcript({"turns": [turn], "calls": [call]})[0]["parts"] == [
+        ("text", "first "),
+        ("code", call),
+        ("text", " then"),
+    ]
+    escaped = {"turn": 0, "code": 'print("1")'}
+    turn = {"role": "model", "text": '{"code": "print(\\"1\\")"}'}
+    parts = group.transcript({"turns": [turn], "calls": [escaped]})[0]["parts"]
+    assert parts == [("text", turn["text"]), ("code", escaped)]
+
+
+def test_the_transcript_says_whose_fault_a_call_was_and_how_long_it_took(client: TestClient) -> None:
+    page = client.get("/run/0/step_000002/sample", params={"uid": "s2-p1", "session": 3}).text
+    assert "fault: infrastructure" in page and "ConnectError: no sandbox" in page
+    assert "ran 500 ms after 250 ms in the queue, exit code " in page and "attempts 3" in page  # 0.125 s x 4
+
+
+def test_what_is_not_there_is_said(client: TestClient) -> None:
+    assert client.get(GROUP, params={"uid": "nobody"}).status_code == 404
+    assert client.get("/run/0/step_000002/sample", params={"uid": "s2-p1", "session": 9}).status_code == 404
+
+
+def test_the_reward_is_shown_by_its_parts() -> None:
+    ours = {"reward_parts": '{"acc": 1.0, "reward_base": 1.0, "reward_overlong": -0.5, "method": "number"}'}
+    assert group.rewards(ours) == "reward_base 1.0, reward_overlong -0.5"
+    assert group.rewards({"reward_parts": '{"bleu": 0.25}'}) == "bleu 0.25"
+    assert group.rewards({"reward_parts": "[1]"}) == "[1]" and group.rewards({"reward_parts": None}) == ""

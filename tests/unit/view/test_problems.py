@@ -1,0 +1,54 @@
+"""The same problem over time and between runs: figures as `python -m verl_ext.evaluate` has them."""
+
+import statistics
+from pathlib import Path
+
+import numpy as np
+from starlette.testclient import TestClient
+
+from tests.unit.view.synthetic import write_run
+from verl_ext.evaluation.estimators import paired_test
+from verl_ext.records import store
+from verl_ext.view import problems
+from verl_ext.view.data import Run
+
+
+def means(run_folder: Path, step: int, validate: bool = False) -> dict[str, float]:
+    rows = store.read(store.path_of(run_folder, "trajectories", step, validate=validate)).to_pylist()
+    names = sorted({row["problem"] for row in rows})
+    judged = {name: [r["acc"] for r in rows if r["problem"] == name and r["acc"] is not None] for name in names}
+    return {name: statistics.fmean(values) for name, values in judged.items()}
+
+
+def test_first_against_last_draw_is_tested_as_an_evaluation_tests_it(run_folder: Path) -> None:
+    run = Run(run_folder, "run_a", 0)
+    assert problems.sides(run) == ["first", "last", "val_000004"]
+    sides = [problems.samples(run, side) for side in ("first", "last")]
+    before, after = means(run_folder, 1), means(run_folder, 4)  # every step draws the same five problems
+    found = problems.compare(*sides)
+    assert found["common"] == 5 and {name: (b, a) for name, b, a in found["problems"]} == {
+        name: (before[name], after[name]) for name in before
+    }
+    test = paired_test(np.array([after[name] - before[name] for name in before]), draws=1000, seed=0)
+    overall = found["tables"][-1][-1]
+    assert overall[:4] == ["overall", str(test.better), str(test.worse), str(test.equal)]
+    assert overall[5] == f"{test.p_sign_test:.3g}"
+
+
+def test_a_sample_that_was_not_judged_is_in_no_accuracy(run_folder: Path) -> None:
+    samples = problems.samples(Run(run_folder, "run_a", 0), "val_000004")
+    assert len(samples) == 20 and [sample.failure for sample in samples if sample.failure] == ["sandbox_failure"]
+
+
+def test_two_runs_are_compared_and_a_problem_leads_to_all_its_draws(viewer, run_folder: Path, tmp_path: Path) -> None:
+    client: TestClient = viewer(run_folder, write_run(tmp_path / "run_b", seed=19))
+    page = client.get("/problems?a=0:val_000004&b=1:val_000004").text
+    assert "5 problems have judged samples on both sides" in page and "p (sign flips)" in page
+    page = client.get("/problem", params={"problem": "sum/1"}).text
+    for number, folder in enumerate((run_folder, tmp_path / "run_b")):
+        for step in (1, 2, 3, 4):
+            assert f'/run/{number}/step_{step:06d}/group?uid=s{step}-p1"' in page
+            share = means(folder, step)["sum/1"]
+            assert f'<td class="num">{share:.4g}</td>' in page
+    assert "No group of this problem" in client.get("/problem?problem=none").text
+    assert client.get("/problems?a=9:first&b=0:nothing").status_code == 200

@@ -1,0 +1,70 @@
+"""Hostile text stays inert: on every page that shows what a model or its program wrote."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from verl_ext.records import store
+from verl_ext.view import text
+
+SCRIPT = "<script>alert(1)</script><img src=x onerror=alert(1)>\"'></pre></script><!--"
+NASTY = SCRIPT + "\x1b[2J\x1b]0;title\x07 \u202egnp.exe\u2066 \u200b {{ 7*7 }} \0"
+
+
+@pytest.fixture
+def hostile(run_folder: Path) -> Path:
+    for kind in ("trajectories", "tokens", "timeline"):
+        path = store.path_of(run_folder, kind, 2)
+        rows = store.read(path).to_pylist()
+        for row in rows:
+            if kind == "trajectories":
+                for name in ("prompt", "ground_truth", "problem", "domain", "exception", "end_reason", "outcome",
+                             "outcome_why", "reward_parts", "fault"):  # fmt: skip
+                    row[name] = NASTY
+                long = "A" * 1_000_000 * (row["uid"] == "s2-p1")
+                row["turns"] = [turn | {"text": NASTY + long, "server": NASTY} for turn in row["turns"]]
+                hostile_call = dict.fromkeys(("code", "stdout", "stderr", "status", "fault", "tool"), NASTY)
+                row["calls"] = [call | hostile_call for call in row["calls"]]
+                row["verdict"] = dict.fromkeys(row["verdict"], NASTY)
+            elif kind == "tokens":
+                row["text"] = row["decision"] = NASTY
+            else:
+                row["what"] = NASTY
+        store.write(path, kind, rows)
+    return run_folder
+
+
+PAGES = (
+    "/run/0/step_000002", "/run/0/all?text=" + "%3Cscript%3E", "/run/0/step_000002/group?uid=s2-p1&a=0&b=1",
+    "/run/0/step_000002/sample?uid=s2-p1&session=1&colour=decision", "/run/0/step_000002/timeline",
+    "/run/0/step_000002/group?uid=s2-p1&export=1", "/run/0/step_000002/group?uid=%3Cscript%3E", "/run/0/%3Cscript%3E",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_hostile_text_is_escaped_and_pages_stay_small(viewer, hostile: Path, page: str) -> None:
+    answer = viewer(hostile).get(page)
+    assert answer.status_code in (200, 404)
+    shown = re.sub(r"<(script|style)>.*?</\1>", "", answer.text, flags=re.S) if "export" in page else answer.text
+    assert "<img" not in shown and "alert(1)</script>" not in shown and "<!--" not in shown
+    assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e\u2066-\u2069\u200b]", shown)
+    assert len(answer.text) < 2_000_000
+
+
+def test_what_cannot_be_seen_is_named() -> None:
+    assert text.plain("\x1b[1m\u202eabc\0\u0085") == "␛[1m<U+202E>abc␀<U+0085>"
+    assert text.plain("tab\tline\r\nend é 中 אב") == "tab\tline\nend é 中 אב"
+    assert text.plain("\ud800") == "<U+D800>" and text.plain(None) == ""
+
+
+def test_a_long_text_is_cut_and_counted() -> None:
+    shown = text.cut("x" * 1_000_000)
+    assert shown.startswith("x" * text.MAX_SHOWN + "\n… 980,000 more") and len(shown) < text.MAX_SHOWN + 100
+
+
+def test_code_has_colours_and_loses_nothing() -> None:
+    code = "\n\nfor i in range(3):\n    print('<b>', i)\n\n"
+    marked = text.highlight(code)
+    assert '<span class="k">for</span>' in marked and "&lt;b&gt;" in marked
+    assert '<span class="nt">' in text.highlight('{"price": 3}')

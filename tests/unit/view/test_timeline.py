@@ -1,0 +1,80 @@
+"""The timeline of a step: its lanes, and what the trainer waited for."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet  # noqa: F401  pa.parquet
+from starlette.testclient import TestClient
+
+from tests.unit.view.synthetic import intervals
+from verl_ext.records import store
+from verl_ext.view import timeline
+
+
+def interval(lane: str, what: str, start: float, end: float, session: int | None = None) -> dict:
+    uid = None if session is None else "p0"
+    return {"lane": lane, "what": what, "start_s": start, "end_s": end, "uid": uid, "session": session}
+
+
+ROWS = [
+    interval("trainer", "wait", 0, 10),
+    interval("trainer", "update", 10, 20),
+    interval("a:1", "generate", 0, 4, 0),
+    interval("a:1", "generate", 1, 9, 1),
+    interval("a:1", "generate", 5, 6, 2),
+    interval("tool", "tool", 3, 4, 0),
+]
+
+
+def test_intervals_of_a_lane_that_overlap_stand_in_rows_and_in_thousandths_of_the_step() -> None:
+    trainer, server, tool = timeline.lanes(ROWS)
+    assert (trainer["name"], server["name"], tool["name"]) == ("trainer", "a:1", "tool")
+    assert [[each["session"] for each in row] for row in server["rows"]] == [[0, 2], [1]]
+    assert (trainer["rows"][0][1]["x"], trainer["rows"][0][1]["width"]) == (500, 500)
+    assert server["seconds"] == {"generate": 13} and timeline.lanes([]) == []
+
+
+def test_a_wait_names_what_ended_last_and_how_long_it_was_alone() -> None:
+    # Session 1 ends at 9, the others at 6 and before: 3 s alone.
+    (wait,) = timeline.waits(ROWS)
+    assert (wait["s"], wait["last"]["session"], wait["alone_s"]) == (10, 1, 3)
+
+
+def test_the_page_names_the_last_rollout(client: TestClient, run_folder: Path) -> None:
+    rows = intervals(run_folder, 3)
+    last = max((row for row in rows if row["lane"] != "trainer"), key=lambda row: row["end_s"])
+    wait = next(row for row in rows if row["what"] == "wait")
+    page = client.get("/run/0/step_000003/timeline").text
+    assert f"{wait['end_s'] - wait['start_s']:.4g} s: until {last['what']} of" in page
+    assert f"sample {last['session']} of" in page
+    assert page.count("<rect class=") == len(rows) + len(timeline.WHATS)
+
+
+def test_every_server_has_a_lane_with_the_seconds_that_it_wrote(client: TestClient, run_folder: Path) -> None:
+    page = client.get("/run/0/step_000003/timeline").text
+    for lane in ("127.0.0.1:9000", "127.0.0.1:9001", "tool", "score"):
+        seconds: dict[str, float] = {}
+        for row in intervals(run_folder, 3):
+            if row["lane"] == lane:
+                seconds[row["what"]] = seconds.get(row["what"], 0.0) + row["end_s"] - row["start_s"]
+        ((what, total),) = seconds.items()
+        assert f'<h3>{lane} <span class="note">{what} {total:.4g} s</span></h3>' in page
+
+
+def test_a_validation_has_no_trainer_and_a_file_of_version_1_its_own_intervals(
+    client: TestClient, run_folder: Path
+) -> None:
+    assert "<h3>127.0.0.1:9001 <" in (page := client.get("/run/0/val_000004/timeline").text)
+    assert "<h3>trainer" not in page
+    path = store.path_of(run_folder, "timeline", 2)
+    old = [row | {"step": 2} for row in ROWS]
+    pa.parquet.write_table(pa.Table.from_pylist(old).replace_schema_metadata({"retool_schema": "1"}), path)
+    page = client.get("/run/0/step_000002/timeline").text
+    assert "<h3>a:1 <" in page and "127.0.0.1:9001" not in page
+
+
+def test_a_step_without_times_says_so(client: TestClient, run_folder: Path) -> None:
+    path = store.path_of(run_folder, "trajectories", 2)
+    store.rewrite(path, lambda rows: [row | {"turns": [], "calls": [], "timings": None} for row in rows])
+    store.path_of(run_folder, "timeline", 2).unlink()
+    assert "No times of this step were recorded" in client.get("/run/0/step_000002/timeline").text

@@ -1,0 +1,74 @@
+"""The token lens: values, colours, and the alarm on tokens that the model did not write."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+from starlette.testclient import TestClient
+
+from verl_ext.records import store
+from verl_ext.view import tokens
+
+SAMPLE = "/run/0/step_000002/sample"
+
+
+def lens_of(page: str) -> list[dict]:
+    data = json.loads(re.search(r'id="token-data">(.*?)</script>', page, re.S)[1])
+    return [dict(zip(data["columns"], row, strict=True)) for row in data["rows"]]
+
+
+def test_the_lens_has_the_recorded_tokens_and_its_ratio_is_of_its_log_probs(
+    client: TestClient, run_folder: Path
+) -> None:
+    table = store.read(store.path_of(run_folder, "tokens", 2)).to_pylist()
+    recorded = [row for row in table if (row["uid"], row["session"]) == ("s2-p1", 1)]
+    page = client.get(SAMPLE, params={"uid": "s2-p1", "session": 1}).text
+    lens = lens_of(page)
+    assert lens == [{name: row[name] for name in tokens.COLUMNS} for row in recorded] and len(lens) > 20
+    for token in (token for token in lens if token["ratio"] is not None):
+        assert math.isclose(token["ratio"], math.exp(token["log_prob"] - token["old_log_prob"]), rel_tol=1e-5)
+        clipped = {"clipped_high": token["ratio"] > 1.28, "clipped_low": token["ratio"] < 0.8}
+        assert clipped.get(token["decision"], True)
+    assert page.count("</span>", page.index('id="lens"'), page.index('id="token-data"')) == len(lens)
+    assert "banner" not in page
+
+
+def test_a_token_of_the_tool_that_trains_raises_the_red_banner(client: TestClient, run_folder: Path) -> None:
+    path = store.path_of(run_folder, "tokens", 2)
+    rows = store.read(path).to_pylist()
+    victim = next(row for row in rows if row["turn"] == 1 and row["uid"] == "s2-p1")
+    victim["mask"] = True
+    store.write(path, "tokens", rows)
+    page = client.get(SAMPLE, params={"uid": "s2-p1", "session": victim["session"]}).text
+    assert (
+        f"1 tokens that the model did not write have mask 1, and were trained on: positions {victim['position']}."
+        in page
+    )
+
+
+def test_a_token_that_trains_is_seen_by_either_sign() -> None:
+    turns = [{"role": "model", "start": 0, "tokens": 2}, {"role": "tool", "start": 2, "tokens": 1}]
+    rows = [{"position": position, "mask": True, "turn": turn} for position, turn in ((0, 0), (1, 1), (2, 0))]
+    assert tokens.foreign(rows, turns) == [1, 2]
+    assert tokens.foreign([row | {"mask": False} for row in rows], turns) == []
+
+
+def test_colours_of_numbers_stand_around_their_neutral_value() -> None:
+    # farthest from 1 is 1.7: from 0.3 to 1.7 in steps of 0.2; 0.3 the first, 1.0 in 0.9 to 1.1, 1.7 the last.
+    classes, legend = tokens.colours("ratio", [{"ratio": value} for value in (0.31, 1.0, 1.7, None)])
+    assert classes == ["b0", "b3", "b6", ""] and legend[3] == ("b3", "0.9 to 1.1")
+    classes, legend = tokens.colours("decision", [{"decision": value} for value in ("kept", "masked", "kept")])
+    assert classes == ["k0", "k1", "k0"] and legend == [("k0", "kept"), ("k1", "masked")]
+    assert tokens.colours("advantage", [{"advantage": None}]) == ([""], [])
+
+
+def test_every_column_colours_a_page(client: TestClient) -> None:
+    for name in tokens.COLOURED:
+        answer = client.get(SAMPLE, params={"uid": "s2-p1", "session": 1, "colour": name})
+        assert answer.status_code == 200 and f"<option selected>{name}</option>" in answer.text
+
+
+def test_a_response_without_tokens_says_so(client: TestClient) -> None:
+    page = client.get("/run/0/val_000004/sample", params={"uid": "v4-p1", "session": 0}).text
+    assert "No tokens of this response were recorded" in page

@@ -1,0 +1,105 @@
+"""Charts: what they show, and how a page has them. `static/charts.js` draws them with uPlot and shows the values under
+the pointer or under the arrow keys.
+
+A page needs STYLES and SCRIPTS: by their addresses, or by `inline` where it is one file, which then loads nothing.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
+
+STATIC = Path(__file__).parent / "static"
+STYLES = (STATIC / "uPlot.min.css", STATIC / "charts.css")
+SCRIPTS = (STATIC / "uPlot.min.js", STATIC / "charts.js")
+POLICY = "default-src 'none'; {}; img-src data:; base-uri 'none'; form-action {}"  # of a page
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: y over x.
+
+    Attributes:
+        points: marks instead of a line, for a few measured values.
+        spread: low and high of each value.
+        key: the metric; named in the legend where those of a chart differ, as `name` is.
+        run: number of the run in the addresses of the viewer.
+    """
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    points: bool = False
+    spread: Sequence[tuple[float, float]] = ()
+    key: str = ""
+    run: int | None = None
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over a common x axis; in a template, `{{ chart }}` is its HTML.
+
+    Attributes:
+        include: values that the y axis must reach beside the data's.
+        log: logarithmic y axis; needs positive values.
+        stacked: bars instead, of which each series is a part; all have the same x.
+    Raises:
+        ValueError: no series, one without values, or parts of unequal length.
+    """
+
+    title: str
+    series: Sequence[Series]
+    y_label: str
+    x_label: str = "step"
+    include: Sequence[float] = ()
+    log: bool = False
+    stacked: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.series or any(len(each.x) == 0 or len(each.x) != len(each.y) for each in self.series):
+            raise ValueError(f"Chart {self.title!r} needs at least one series, each with at least one value.")
+        if self.stacked and any(list(each.x) != list(self.series[0].x) for each in self.series):
+            raise ValueError(f"Chart {self.title!r} is stacked: every part needs the same x.")
+
+    def data(self) -> dict:
+        """For the script: as the fields, but all series over the same `x`, None where one has no value; `spread` as
+        [x, low, high]."""
+        x = sorted({at for each in self.series for at in each.x})
+        found = asdict(self) | {"x": x}
+        for each in found["series"]:
+            at = dict(zip(each.pop("x"), each["y"], strict=True))
+            each["spread"] = [[place, *ends] for place, ends in zip(at, each["spread"], strict=False)]
+            each["y"] = [at.get(place) for place in x]
+        return found
+
+    @property
+    def ends(self) -> str:
+        """First and last values, for who cannot see the lines."""
+        return "; ".join(
+            f"{each.name}: {each.y[0]:.4g} at {each.x[0]:g}, {each.y[-1]:.4g} at {each.x[-1]:g}" for each in self.series
+        )
+
+    def __html__(self) -> Markup:
+        is_open = any(each.run is not None for each in self.series)
+        said = f"{self.title}, {self.y_label}. {self.ends}. Arrow keys move{', Enter opens the step' * is_open}."
+        return Markup(
+            '<p class="unit note">{}</p><div class="chart" tabindex="0" role="group" aria-roledescription="chart" '
+            'aria-label="{}"></div><p class="value note" aria-live="polite"></p>'
+            '<script type="application/json">{}</script>'
+        ).format(self.y_label, said, htmlsafe_json_dumps(self.data()))
+
+
+def inline(paths: Sequence[Path]) -> list[Markup]:
+    """The content of scripts or styles, for a page that is one file."""
+    return [Markup(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def inline_policy(scripts: Sequence[Path] = SCRIPTS) -> str:
+    """The policy of such a page: these scripts run and no others, and nothing is loaded from anywhere."""
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in inline(scripts))
+    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
+    return POLICY.format(f"script-src {allowed}; style-src 'unsafe-inline'", "'none'")

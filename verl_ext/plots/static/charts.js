@@ -1,0 +1,92 @@
+// Charts of all pages, by uPlot: lines, marks with their spread, stacked bars; values under the pointer and the arrow keys.
+"use strict";
+const show = (v) => (v == null ? "–" : Math.abs(v) >= 1000 ? v.toFixed(0) : String(+v.toPrecision(4)));
+const WHOLE = [1, 10, 100, 1e3, 1e4, 1e5, 1e6].flatMap((power) => [power, 2 * power, 5 * power]);  // between two steps
+
+// The y axis holds the data, and the values that the chart must reach, with some air.
+function yRange({ include, spread, stacked }, low, high) {
+  const ends = spread.flatMap(([, ...each]) => each);
+  const [bottom, top] = [Math.min(low, ...include, ...ends), Math.max(high, ...include, ...ends)];
+  const wide = uPlot.rangeNum(bottom, top, 0.1, true), air = 0.03 * (top - bottom);
+  if (stacked) return [0, wide[1]];
+  return [include.includes(bottom) ? bottom - air : wide[0], include.includes(top) ? top + air : wide[1]];
+}
+
+function drawChart(box) {
+  box.plot?.destroy();
+  const chart = JSON.parse(box.parentElement.querySelector("script").textContent);
+  const value = box.parentElement.querySelector(".value");
+  const css = getComputedStyle(box);
+  const named = new Set(chart.series.map((s) => s.name)).size > 1, keyed = new Set(chart.series.map((s) => s.key)).size > 1;
+  const label = (s) => [named ? s.name : "", keyed ? s.key : ""].filter(Boolean).join(" ") || s.key || s.name;
+  const linked = chart.series.some((s) => s.run !== null);
+  const lines = chart.series.map((s, i) => ({ ...s, drawn: s.y, colour: css.getPropertyValue(`--c${(i % 8) + 1}`) }));
+  if (chart.stacked) {  // each part on those before it; the highest is drawn first
+    lines.forEach((s, i) => { s.drawn = s.y.map((y, at) => y + (i ? lines[i - 1].drawn[at] : 0)); });
+    lines.reverse();
+  }
+  const spread = lines.flatMap((s) => s.spread);
+  const gap = Math.min(...chart.x.slice(1).map((x, i) => x - chart.x[i]), Infinity), half = Number.isFinite(gap) ? gap / 2 : 0.5;
+  let focused = null;
+  const axis = { stroke: css.color, grid: { stroke: "#8884", width: 1 }, ticks: { stroke: "#8884" } };
+  const plot = new uPlot({
+    width: Math.max(280, box.clientWidth), height: 230,
+    scales: {
+      x: { time: false, ...(chart.stacked && { range: (_, low, high) => [low - half, high + half] }) },
+      y: chart.log ? { distr: 3 } : { range: (_, low, high) => yRange({ ...chart, spread }, low, high) },
+    },
+    axes: [
+      { ...axis, incrs: WHOLE, size: 32, label: chart.x_label, labelSize: 18, labelFont: "12px sans-serif" },
+      { ...axis, size: 58, values: (_, ticks) => ticks.map((v) => (v == null ? "" : show(v))) },
+    ],
+    focus: { alpha: 0.35 }, cursor: { focus: { prox: chart.stacked ? -1 : 24 } },
+    legend: { show: lines.length > 1 || lines[0].points, live: false },
+    series: [{}, ...lines.map((s) => ({
+      label: label(s), stroke: s.colour, width: 1.6, spanGaps: true, points: { size: s.points ? 8 : 5, ...(s.points && { show: true, fill: s.colour }) },
+      dash: linked && s.run === null ? [6, 4] : undefined,
+      ...(s.points && { paths: () => null }),
+      ...(chart.stacked && { fill: s.colour, width: 0, paths: uPlot.paths.bars({ size: [0.84] }), points: { show: false } }),
+    }))],
+    hooks: {
+      setSeries: [(_, i) => { focused = i; }],
+      setCursor: [(u) => {
+        const i = u.cursor.idx;
+        const shown = chart.series.filter((s) => i != null && s.y[i] != null);
+        value.textContent = i == null ? "" : `${chart.x_label} ${chart.x[i]}: ` + shown.map((s) => `${label(s)} ${show(s.y[i])}`).join(", ");
+      }],
+      draw: [(u) => {
+        u.ctx.lineWidth = 1.6 * devicePixelRatio;
+        for (const s of lines) for (const [x, low, high] of s.spread) {
+          u.ctx.strokeStyle = s.colour;
+          u.ctx.beginPath();
+          for (const end of [low, high]) u.ctx.lineTo(u.valToPos(x, "x", true), u.valToPos(end, "y", true));
+          u.ctx.stroke();
+        }
+      }],
+    },
+  }, [chart.x, ...lines.map((s) => s.drawn)], box);
+  const open = () => {
+    const i = plot.cursor.idx;
+    if (i == null) return;
+    const near = focused ? lines[focused - 1] : null;
+    const line = near && near.run !== null ? near : lines.find((s) => s.run !== null && s.y[i] != null);
+    if (line && document.body.dataset.live) location.href = `/run/${line.run}/step/${chart.x[i]}`;
+  };
+  plot.over.addEventListener("click", open);
+  let at = -1;
+  box.onkeydown = (event) => {
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (move) {
+      at = Math.min(chart.x.length - 1, Math.max(0, at + move));
+      plot.setCursor({ left: plot.valToPos(chart.x[at], "x"), top: 10 });
+      event.preventDefault();
+    } else if (event.key === "Enter") open();
+  };
+  box.plot = plot;
+}
+const drawCharts = () => document.querySelectorAll(".chart").forEach(drawChart);
+drawCharts();
+addEventListener("resize", () => document.querySelectorAll(".chart").forEach((box) => {
+  box.plot.setSize({ width: Math.max(280, box.clientWidth), height: box.plot.height });
+}));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);

@@ -1,0 +1,39 @@
+"""What became of a rollout's prompt, in the words of the records: `outcome` and `outcome_why` of a row."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES, PromptEnd, RolloutEnd
+
+_NOT_JUDGED = (*INFRASTRUCTURE_FAILURES, RolloutEnd.RAISED)
+_WHY = {
+    PromptEnd.STALE: "useful, but written by weights that were too old when a batch had room",
+    PromptEnd.SURPLUS: "useful, but the batch was full",
+}
+
+
+def why(end: PromptEnd, rows: Sequence[Mapping[str, Any]], *, is_filler: bool = False) -> str | None:
+    """Why a group has this end; None where the end says it all.
+
+    Args:
+        rows: of its rollouts, all of them.
+        is_filler: whether a batch has taken it for want of useful groups.
+    """
+    text = _WHY.get(end)
+    if end is PromptEnd.EQUAL:
+        values = {row.get("acc") for row in rows if row["end_reason"] not in _NOT_JUDGED}
+        text = "all right" if values == {1.0} else "all wrong" if values == {0.0} else "of equal value to the filter"
+    elif end is PromptEnd.FAILED:
+        lost = Counter(row["end_reason"] for row in rows if row["end_reason"] in _NOT_JUDGED)
+        causes = ", ".join(f"{number} {cause}" for cause, number in lost.most_common())
+        text = f"{lost.total()} of {len(rows)} rollouts failed outside the model: {causes or 'unknown'}"
+    elif end is PromptEnd.VOID:
+        text = f"most of its {len(rows)} rollouts have a turn without code and answer"
+    return f"{text}; fills the batch with advantage 0" if is_filler else text
+
+
+def why_left_out(row: Mapping[str, Any]) -> str:
+    """Why a rollout of a trained group is not in the batch."""
+    end = row["end_reason"]
+    return f"left out of the batch: {end}" if end in _NOT_JUDGED else "left out of the batch by the sampler's rules"

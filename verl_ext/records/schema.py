@@ -1,0 +1,112 @@
+"""The columns of a run's records, version 2: `RUN/records/{trajectories,tokens,timeline,waiting}/<name>.parquet`.
+
+`recorder.py` writes them, `store.py` reads them. A file is of one step: `step_000017.parquet` of training, whose rows
+are the rollouts of prompts whose fate was decided in step 17; `val_000020.parquet` of the validation after step 20.
+`waiting` has the rollouts whose fate was open at a checkpoint, for a run that goes on from it.
+Words are those of verl_ext/outcome.py. Times that are `started_s`, `ended_s`, `start_s` and `end_s` are seconds since
+1970, the others are durations in seconds. A column that could not be had is null.
+
+Version 1 had a null column `server` of a rollout instead of its turns' server and times, which it wrote, like those of
+calls and scoring, into the timeline, with `lane`, `uid` and `session`. Its files can be read.
+"""
+
+import pyarrow as pa
+
+VERSION = "2"
+READABLE = ("1", VERSION)
+VERSION_KEY = b"retool_schema"  # of a file's metadata
+CPU_KEY = b"retool_cpu_s"  # of the trajectories of a step
+
+_S = pa.float64()  # seconds
+
+
+def _struct(**fields: pa.DataType) -> pa.StructType:
+    return pa.struct(list(fields.items()))
+
+
+TURN = _struct(
+    role=pa.string(),  # "model", or "tool": one for all that the tools of a turn said
+    text=pa.string(),
+    tokens=pa.int32(),
+    start=pa.int32(),  # tokens of the response before it
+    call=pa.int32(),  # first call of a model's turn, or first that a tool's turn answers: an index into `calls`
+    server=pa.string(),  # that wrote a model's turn, or its newest part: address and port
+    started_s=_S,
+    generate_s=_S,  # from the request to the end, with the wait for the server
+)
+CALL = _struct(
+    turn=pa.int32(),  # index into `turns` of the model's turn that made it
+    tool=pa.string(),  # null: a call that could not be run
+    code=pa.string(),  # the program, or the arguments of another tool as JSON
+    stdout=pa.string(),  # what the tool said, stderr and exit code in it where the tool gives one text alone
+    stderr=pa.string(),
+    status=pa.string(),  # "ok", "error", "timeout", ...: `tool_use`'s words; "not_run"
+    fault=pa.string(),  # of outcome.Fault; null where the call ended well or was not run
+    exit_code=pa.int32(),
+    queue_s=_S,  # in this process and in the tool's queue
+    run_s=_S,
+    attempts=pa.int32(),
+    started_s=_S,
+)
+VERSION_SPAN = _struct(start=pa.int32(), end=pa.int32(), version=pa.int32())  # tokens [start, end) of the response
+VERDICT = _struct(extracted=pa.string(), normalised=pa.string(), rule=pa.string(), text=pa.string())
+TIMINGS = _struct(queue_s=_S, generate_s=_S, tool_s=_S, score_s=_S, started_s=_S, ended_s=_S)
+
+TRAJECTORIES = pa.schema(
+    {
+        "uid": pa.string(),  # of one draw of a prompt, and so of the group of its rollouts
+        "session": pa.int32(),  # number of the rollout in its group
+        "step": pa.int32(),  # in which the prompt was handed to the agent loops; of a validation, its step
+        "validate": pa.bool_(),
+        "index": pa.int64(),  # row of the data set
+        "problem": pa.string(),  # `extra_info.id`, else a hash of prompt and ground truth: the same over time and runs
+        "domain": pa.string(),  # `data_source`
+        "prompt": pa.string(),  # as the model saw it, with the template's special tokens
+        "ground_truth": pa.string(),
+        "turns": pa.list_(TURN),
+        "calls": pa.list_(CALL),
+        "version_spans": pa.list_(VERSION_SPAN),
+        "end_reason": pa.string(),  # of outcome.RolloutEnd
+        "exception": pa.string(),  # what was raised, or what the tool's failure says
+        "fault": pa.string(),  # of outcome.Fault
+        "score": pa.float64(),
+        "acc": pa.float64(),
+        "reward_parts": pa.string(),  # JSON: all that the reward manager says
+        "verdict": VERDICT,
+        "outcome": pa.string(),  # of outcome.PromptEnd
+        "outcome_why": pa.string(),
+        "trained_step": pa.int32(),  # whose batch took the rollout, as useful or as a filler
+        "advantage": pa.float64(),  # where all tokens of the response have one
+        "response_tokens": pa.int32(),
+        "model_tokens": pa.int32(),
+        "timings": TIMINGS,
+        "sampling": pa.string(),  # JSON: seeds, temperature, top_p, top_k
+        "tool_use": pa.string(),  # JSON: the counts of rollout/tool_use.py
+    }
+)
+
+TOKENS = pa.schema(
+    {
+        "uid": pa.string(),
+        "session": pa.int32(),
+        "step": pa.int32(),  # whose update trained on it
+        "position": pa.int32(),  # in the response, from 0
+        "id": pa.int32(),
+        "text": pa.string(),
+        "mask": pa.bool_(),  # whether the token trains
+        "turn": pa.int32(),  # index into `turns`
+        "version": pa.int32(),  # of the weights that wrote it; null for what a tool said
+        "rollout_log_prob": pa.float32(),
+        "old_log_prob": pa.float32(),
+        "log_prob": pa.float32(),  # as the update had it, before its optimiser step
+        "ratio": pa.float32(),
+        "advantage": pa.float32(),
+        # "kept", "clipped_low", "clipped_high", "dropped:<correction>", "masked"; null with verl's losses but `vanilla`
+        "decision": pa.string(),
+    }
+)
+
+# `what` the trainer did: log_probs, update, weight_sync, wait, save, validate
+TIMELINE = pa.schema({"step": pa.int32(), "what": pa.string(), "start_s": _S, "end_s": _S})
+
+SCHEMAS = {"trajectories": TRAJECTORIES, "tokens": TOKENS, "timeline": TIMELINE, "waiting": TRAJECTORIES}

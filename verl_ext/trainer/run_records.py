@@ -1,0 +1,204 @@
+"""What the trainer tells the recorder (records/recorder.py): fates, advantages, tokens of a share of the groups, times.
+
+It never waits for an answer. What the loss does with the tokens, the actor's processes tell themselves
+(token_notes.py); they know a recorded response by the number in its column `record`.
+"""
+
+import functools
+import hashlib
+import math
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+import transfer_queue as tq
+from omegaconf import DictConfig, OmegaConf
+from tensordict import TensorDict
+from torch import Tensor
+from transfer_queue import KVBatchMeta
+
+from verl_ext.outcome import PromptEnd
+from verl_ext.records import recorder
+from verl_ext.records.recorder import Fates
+from verl_ext.settings import RecorderSettings
+
+RECORD = "record"  # column: step * 2**32 + number of the response in the step; -1 of those that are not recorded
+STEP_BITS = 32
+_CLOSE_S = 60.0  # the end of a run waits so long for the last files
+_OF_TOKENS = ("rollout_log_probs", "old_log_probs", "advantages")
+
+
+def check_recorder(config: DictConfig) -> None:
+    """Raise where rollouts are to be recorded and nothing would tell of them; called when a run starts.
+
+    Raises:
+        ValueError: `retool.recorder.enable` with verl's own agent-loop manager.
+    """
+    manager = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+    if OmegaConf.select(config, "retool.recorder.enable") and OmegaConf.select(config, manager) is None:
+        raise ValueError(
+            f"retool.recorder.enable is true, but {manager} is null, and verl's own workers tell it nothing. "
+            "Name verl_ext.rollout.workers.LeanAgentLoopManager there, or set retool.recorder.enable=false."
+        )
+
+
+class RunRecords:
+    """One for a run; it starts the recorder."""
+
+    def __init__(self, settings: RecorderSettings, config: DictConfig):
+        self._recorder = recorder.start(Path(config.trainer.default_local_dir).resolve(), settings)
+        self._share = settings.token_share
+        self._known: set[int] = set()  # token ids whose text the recorder has
+        self._ends: dict[str, PromptEnd] = {}  # of groups that are in the queue still
+        self._intervals: list[dict[str, Any]] = []
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._taken: dict[str, float | None] = {}
+        self._fillers: set[str] = set()
+        self._number, self._cpu_s = 0, 0.0
+
+    def resume(self, step: int, ends: Mapping[str, PromptEnd]) -> None:
+        """The run goes on from a step. `ends`: of the groups that waited there, as far as they were decided."""
+        self._ends = dict(ends)
+        self._recorder.resume.remote(step)
+
+    def save(self, step: int) -> None:
+        """A checkpoint of a step is whole."""
+        self._recorder.save.remote(step)
+
+    @contextmanager
+    def span(self, what: str) -> Iterator[None]:
+        """An interval of the trainer."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self._intervals.append({"what": what, "start_s": start, "end_s": time.time()})
+
+    def take(self, step: int, batch: KVBatchMeta, fillers: Collection[str], tokenizer: Any) -> None:
+        """Before the update: note what is taken with which advantage, tell the tokens of a share of the groups, and
+        mark these responses for the actor's processes.
+
+        Args:
+            fillers: uids of groups in the batch that are not useful.
+            tokenizer: gives the text of a token.
+        """
+        began, keys = time.thread_time(), _real(batch)
+        get = functools.partial(tq.kv_batch_get, partition_id=batch.partition_id)
+        data = get(keys=keys, select_fields=["advantages", "response_mask"])
+        sessions = [key.rpartition("_")[0] for key in keys]
+        self._taken |= dict(zip(sessions, _single(data["advantages"], data["response_mask"]), strict=True))
+        self._fillers |= set(fillers)
+        groups = sorted(set(map(_uid, keys)), key=lambda uid: hashlib.blake2b(uid.encode()).digest())
+        groups = set(groups[: math.ceil(self._share * len(groups))])
+        chosen = [key for key in keys if _uid(key) in groups]
+        if chosen:
+            records = {key: (step << STEP_BITS) + self._number + i for i, key in enumerate(chosen)}
+            self._number += len(chosen)
+            marks = torch.tensor([records.get(key, -1) for key in batch.keys])
+            columns = TensorDict({RECORD: marks}, batch_size=len(marks))
+            tq.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=columns)
+            if batch.fields is not None:  # the columns that the actor fetches; None: all
+                batch.fields = [*batch.fields, RECORD]
+            fields = ["responses", "response_mask", "loss_mask", "extra_fields", *_OF_TOKENS]
+            told = token_columns(records, get(keys=chosen, select_fields=fields))
+            new = set(told["id"].tolist()) - self._known
+            self._known |= new
+            self._recorder.tokens.remote(step, told, {each: tokenizer.decode([each]) for each in new})
+        self._cpu_s += time.thread_time() - began
+
+    def end_step(self, step: int, ends: Mapping[str, PromptEnd], waiting: Collection[str]) -> None:
+        """What became of prompts; that of groups which wait in the queue may change, and is told with a later step.
+
+        A sampler of another project tells nothing: what a batch took was trained.
+        """
+        began = time.thread_time()
+        self._ends = {key.rpartition("_")[0]: PromptEnd.TRAINED for key in self._taken} | self._ends | dict(ends)
+        gone = {uid: end for uid, end in self._ends.items() if uid not in waiting}
+        self._ends = {uid: end for uid, end in self._ends.items() if uid in waiting}
+        fates = Fates(step, gone, self._taken, frozenset(self._fillers))
+        self._recorder.end_step.remote(fates, self._cpu_s + time.thread_time() - began)
+        self._begin_step()
+
+    def end_validation(self, step: int, uids: Iterable[str]) -> None:
+        self._recorder.end_step.remote(Fates(step, dict.fromkeys(uids), {}, validate=True), 0.0)
+
+    def end_round(self, step: int) -> None:
+        """A step is over with its checkpoint and validation: its intervals are told."""
+        self._recorder.times.remote(step, self._intervals)
+        self._intervals = []
+
+    def close(self) -> None:
+        """Wait until the last files are written, but not for ever."""
+        ray.wait([self._recorder.close.remote()], timeout=_CLOSE_S)
+
+
+def token_columns(records: Mapping[str, int], data: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of `TokenParts.batches` of some rows of verl's queue; a column that it lacks is NaN.
+
+    Args:
+        records: key -> record, in the order of the rows.
+    """
+    lengths = np.array([len(row) for row in data["responses"].unbind()])
+    total = int(lengths.sum())
+
+    def flat(name: str) -> np.ndarray:
+        if data.get(name) is None:
+            return np.full(total, np.nan, np.float32)
+        return torch.cat([row.float() for row in data[name].unbind()]).numpy()
+
+    turns, versions = [], np.full(total, -1)
+    for length, end, extra in zip(lengths.tolist(), np.cumsum(lengths).tolist(), data["extra_fields"], strict=True):
+        extra = getattr(extra, "data", extra)
+        turns.append(_turns(length, extra.get("model_spans", ())))
+        for start, stop, version in extra.get("version_spans", ()):
+            versions[end - length + start : end - length + stop] = -1 if version is None else version
+    names = [key.rsplit("_", 2) for key in records]
+    return {
+        "record": np.array(list(records.values())),
+        "lengths": lengths,
+        "uid": [uid for uid, _, _ in names],
+        "session": [int(session) for _, session, _ in names],
+        "id": torch.cat(list(data["responses"].unbind())).numpy(),
+        "mask": flat("response_mask") > 0,
+        "sampled": flat("loss_mask") > 0,
+        "turn": np.concatenate(turns),
+        "version": versions,
+        **dict(zip(("rollout_log_prob", "old_log_prob", "advantage"), map(flat, _OF_TOKENS), strict=True)),
+    }
+
+
+def _turns(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """int[length]: index into a trajectory's turns, of which what the tools said is one each."""
+    turns, turn, at = np.zeros(length, np.int64), -1, 0
+    for start, end in spans:
+        turn += start > at
+        turns[at:start] = turn
+        turn += 1
+        turns[start:end], at = turn, end
+    turns[at:] = turn + 1
+    return turns
+
+
+def _single(advantages: Tensor, masks: Tensor) -> list[float | None]:
+    """The advantage of each response; None where its tokens have several, or none trains."""
+    lengths = torch.tensor([len(mask) for mask in masks.unbind()])
+    values, is_out = torch.cat(advantages.unbind()).float(), ~torch.cat(masks.unbind()).bool()
+    low = torch.segment_reduce(values.masked_fill(is_out, torch.inf), "min", lengths=lengths).tolist()
+    high = torch.segment_reduce(values.masked_fill(is_out, -torch.inf), "max", lengths=lengths).tolist()
+    return [least if least == most else None for least, most in zip(low, high, strict=True)]
+
+
+def _real(batch: KVBatchMeta) -> list[str]:
+    """Keys without verl's padding."""
+    return [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+
+
+def _uid(key: str) -> str:
+    return key.rsplit("_", 2)[0]

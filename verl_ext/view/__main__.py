@@ -1,0 +1,39 @@
+"""The command `python -m verl_ext.view RUN [RUN...]`."""
+
+import argparse
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from verl_ext.records.run_folder import NoRun, short_names
+from verl_ext.view.app import HOST, create_app
+from verl_ext.view.data import Run
+
+
+def listen(port: int) -> socket.socket:
+    """A socket of the loopback address that takes connections from now on; port 0 takes a free one."""
+    return socket.create_server((HOST, port))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m verl_ext.view", description="Look at runs in the browser.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of the quickstart")
+    parser.add_argument("--port", type=int, default=8400, help="on 127.0.0.1; 0 takes a free one (default: 8400)")
+    args = parser.parse_args()
+    try:
+        names = short_names(args.runs)
+        runs = [Run(path, name, i) for i, (path, name) in enumerate(zip(args.runs, names, strict=True))]
+        listener = listen(args.port)
+    except (NoRun, ValueError) as error:
+        sys.exit(str(error))
+    except OSError as error:
+        sys.exit(f"Port {args.port} of {HOST} cannot be had ({error.strerror}). --port 0 takes a free one.")
+    port = listener.getsockname()[1]
+    print(f"http://{HOST}:{port}/ shows {', '.join(names)}. Ctrl-C ends it.", flush=True)
+    uvicorn.Server(uvicorn.Config(create_app(runs, port), log_level="warning")).run(sockets=[listener])
+
+
+if __name__ == "__main__":
+    main()

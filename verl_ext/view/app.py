@@ -1,0 +1,240 @@
+"""The pages: which address shows what, and who may ask for it. `ROUTES` at the end has all of them.
+
+Everything is read when it is asked for, so that a run that trains shows its newest step. Pages load nothing but their
+own files (Content-Security-Policy), text is escaped by the templates, and a request that names another host than the
+loopback address, as a page of the web could send by DNS rebinding, is refused.
+"""
+
+import json
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+import jinja2
+from markupsafe import Markup
+from starlette.applications import Starlette
+from starlette.background import BackgroundTask
+from starlette.exceptions import HTTPException
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from verl_ext.plots import charts
+from verl_ext.view import curves, data, export, group, problems, purposes, text, timeline, tokens
+
+HOST = "127.0.0.1"
+STATIC = Path(__file__).parent / "static"
+OWN_FILES = "script-src 'self'; style-src 'self'; connect-src 'self'; "
+HEADERS = {
+    "content-security-policy": charts.POLICY.format(OWN_FILES, "'self'") + "; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+STYLES, SCRIPTS = (*charts.STYLES, STATIC / "view.css"), (*charts.SCRIPTS, STATIC / "view.js")
+
+
+async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
+    """Refuses other hosts, and puts HEADERS on every answer."""
+    hosts = [f"{name}:{request.app.state.port}" for name in (HOST, "localhost")]
+    if request.headers.get("host") in hosts:
+        response = await answer(request)
+    else:
+        response = PlainTextResponse(f"This viewer answers to {' and '.join(hosts)} only. Open that address.\n", 421)
+    response.headers.update(HEADERS)
+    return response
+
+
+def overview(request: Request) -> Response:
+    """The run page: curves of all runs, and what is wrong with each."""
+    shown = [(run.name, run.number, run.metrics()) for run in request.app.state.runs]
+    beside = request.query_params.get("published")
+    questions = curves.charts([*shown, ("published", None, curves.published())] if beside else shown)
+    return page(request, "runs.html", questions=questions, published=beside, live=True)
+
+
+def state(request: Request) -> Response:
+    return JSONResponse([run.state() for run in request.app.state.runs])
+
+
+def diagnose(request: Request) -> Response:
+    """docs/diagnose.md, a line each, so that an alarm can point at one."""
+    if not curves.DIAGNOSE.is_file():
+        raise HTTPException(404, "docs/diagnose.md is not beside this installation. It is in the repository.")
+    return page(request, "diagnose.html", lines=curves.DIAGNOSE.read_text(encoding="utf-8").splitlines())
+
+
+def open_step(request: Request) -> Response:
+    """The records of a step, or those of the nearest step that has some."""
+    run, step = run_of(request), request.path_params["step"]
+    found = [(abs(int(key[-6:]) - step), key.startswith("val"), key) for key in run.files()]
+    if not found:
+        raise HTTPException(404, f"{run.name} has no records of rollouts, so step {step} cannot be opened.")
+    return RedirectResponse(f"/run/{run.number}/{min(found)[2]}")
+
+
+def step_page(request: Request) -> Response:
+    """A row per group with a dot per sample; of all steps where none is named."""
+    run = run_of(request)
+    key = key_of(request, run) if "key" in request.path_params else None
+    filters = {name: value for name in data.FILTERS if (value := request.query_params.get(name, ""))}
+    number = request.query_params.get("page", "0")
+    if not re.fullmatch(r"[0-9]{1,6}", number):
+        raise HTTPException(400, f"page is {number!r}, expected a whole number from 0.")
+    found = data.groups(run, key and [key], filters, int(number))
+    choices = data.choices(run, key and [key])
+    values = {"number": int(number), "page_size": data.PAGE, "steps": list(run.files())}
+    return page(request, "step.html", run=run, key=key, found=found, filters=filters, choices=choices, **values)
+
+
+def group_page(request: Request) -> Response:
+    """The samples of a prompt, side by side."""
+    run, key, rows = group_of(request)
+    by_session = {str(row["session"]): row for row in rows}
+    two = [by_session.get(request.query_params.get(name, "")) for name in ("a", "b")]
+    return page(request, "group.html", run=run, key=key, rows=rows, diff=group.diff(*two) if all(two) else None)
+
+
+def sample_page(request: Request) -> Response:
+    """One response: why it got its reward, what it says, and what became of each token."""
+    run, key, rows = group_of(request)
+    row = next((row for row in rows if str(row["session"]) == request.query_params.get("session")), None)
+    if row is None:
+        raise HTTPException(404, f"This group has the sessions {', '.join(str(row['session']) for row in rows)}.")
+    if request.query_params.get("raw"):
+        return PlainTextResponse(json.dumps(row, indent=1))
+    sql = f"SELECT {', '.join(tokens.COLUMNS)} FROM records WHERE uid = $uid AND session = $session ORDER BY position"
+    keys = dict.fromkeys([key, f"step_{row['trained_step'] or 0:06d}"])
+    lens = tokens.lens(
+        run.ask(sql, {name: row[name] for name in ("uid", "session")}, "tokens", keys), row["turns"] or []
+    )
+    colour = next((name for name in tokens.COLOURED if name == request.query_params.get("colour")), "advantage")
+    return page(request, "sample.html", run=run, key=key, row=row, rows=rows, colour=colour, **lens)
+
+
+def timeline_page(request: Request) -> Response:
+    """A step's time; as `timeline.json` in Chrome's trace format."""
+    run = run_of(request)
+    key = key_of(request, run)
+    rows = timeline.intervals(run, key)
+    if request.url.path.endswith(".json"):
+        named = {"Content-Disposition": f'attachment; filename="{key}.trace.json"'}
+        return JSONResponse(export.trace(rows), headers=named)
+    return page(request, "timeline.html", run=run, key=key, rows=rows)
+
+
+def eval_file(request: Request) -> Response:
+    """The rollouts of a run in inspect_ai's form."""
+    run = run_of(request)
+    with tempfile.NamedTemporaryFile(suffix=".eval", delete=False) as file:
+        export.write_eval(run, list(run.files()), Path(file.name))
+    return FileResponse(file.name, filename="run.eval", background=BackgroundTask(Path(file.name).unlink))
+
+
+def code_page(request: Request) -> Response:
+    return page(request, "code.html", questions=purposes.charts(request.app.state.runs))
+
+
+def problem_page(request: Request) -> Response:
+    problem = request.query_params.get("problem", "")
+    return page(request, "problem.html", problem=problem, draws=problems.draws(request.app.state.runs, problem))
+
+
+def problems_page(request: Request) -> Response:
+    """Two sides on the problems that both have, for example the first and the last validation."""
+    offered = {f"{run.number}:{side}": (run, side) for run in request.app.state.runs for side in problems.sides(run)}
+    chosen = [offered.get(request.query_params.get(name, "")) for name in ("a", "b")]
+    found = problems.compare(*(problems.samples(*side) for side in chosen)) if all(chosen) else None
+    return page(request, "problems.html", offered=offered, found=found)
+
+
+def page(request: Request, template: str, **values: Any) -> Response:
+    """A page; with `?export=1` a file that holds all that it needs and links to nothing."""
+    exported = request.query_params.get("export")
+    values |= {"query": request.query_params, "path": request.url.path, "exported": exported}
+    html = TEMPLATES.get_template(template).render(values | {"runs": request.app.state.runs})
+    if not exported:
+        return HTMLResponse(html)
+    name = re.sub(r"[^\w.-]+", "_", f"{request.url.path} {request.query_params.get('uid', '')}").strip("_") or "runs"
+    html = re.sub(r' (?:href|action)="/[^"]*"', "", html)
+    return HTMLResponse(html, headers={"Content-Disposition": f'attachment; filename="{name}.html"'})
+
+
+def refuse(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    html = TEMPLATES.get_template("message.html").render(message=error.detail, path="", query={})
+    return HTMLResponse(html, error.status_code)
+
+
+def run_of(request: Request) -> data.Run:
+    runs, number = request.app.state.runs, request.path_params["run"]
+    if number >= len(runs):
+        raise HTTPException(404, f"There is no run {number}. The command line names {len(runs)}, from 0.")
+    return runs[number]
+
+
+def key_of(request: Request, run: data.Run) -> str:
+    key, files = request.path_params["key"], run.files()
+    if key not in files:
+        raise HTTPException(404, f"{run.name} has no readable records {key!r}. It has {', '.join(files) or 'none'}.")
+    return key
+
+
+def group_of(request: Request) -> tuple[data.Run, str, list[dict[str, Any]]]:
+    run = run_of(request)
+    key, uid = key_of(request, run), request.query_params.get("uid", "")
+    if not (rows := run.ask("SELECT * FROM records WHERE uid = $uid ORDER BY session", {"uid": uid}, keys=[key])):
+        raise HTTPException(404, f"{key} of {run.name} has no group {uid!r}.")
+    return run, key, rows
+
+
+def address(path: str, **query: Any) -> str:
+    """An address of this viewer; what is None is left out."""
+    return f"{path}?{urlencode({name: value for name, value in query.items() if value is not None})}"
+
+
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    undefined=jinja2.StrictUndefined,
+    finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else text.plain(value),
+)
+TEMPLATES.filters |= {"cut": text.cut, "highlight": text.highlight, "number": text.number}
+TEMPLATES.globals |= {"address": address, "inline": charts.inline, "policy": charts.inline_policy, "styles": STYLES,
+                      "scripts": SCRIPTS, "group": group, "curves": curves, "timeline": timeline,
+                      "purposes": purposes, "token_columns": tokens.COLOURED}  # fmt: skip
+
+ROUTES = {
+    "/": overview,
+    "/state.json": state,
+    "/diagnose": diagnose,
+    "/code": code_page,
+    "/problem": problem_page,
+    "/problems": problems_page,
+    "/run/{run:int}/export.eval": eval_file,
+    "/run/{run:int}/step/{step:int}": open_step,
+    "/run/{run:int}/all": step_page,
+    "/run/{run:int}/{key}": step_page,
+    "/run/{run:int}/{key}/group": group_page,
+    "/run/{run:int}/{key}/sample": sample_page,
+    "/run/{run:int}/{key}/timeline": timeline_page,
+    "/run/{run:int}/{key}/timeline.json": timeline_page,
+}
+
+
+def create_app(runs: Sequence[data.Run], port: int) -> Starlette:
+    """The viewer of these runs; `port` is the one that browsers name in `Host`."""
+    static = StaticFiles(directory=STATIC, packages=[("verl_ext.plots", "static")])
+    routes = [*(Route(path, show) for path, show in ROUTES.items()), Mount("/static", static)]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: refuse})
+    app.add_middleware(BaseHTTPMiddleware, dispatch=guard)
+    app.state.runs, app.state.port = list(runs), port
+    return app

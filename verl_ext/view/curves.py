@@ -1,0 +1,91 @@
+"""The run page: curves grouped by the question that they answer, several runs in one chart, alarms as sentences."""
+
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES
+from verl_ext.plots.charts import Chart, Series
+from verl_ext.records.run_record import Metrics, read_metrics
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PUBLISHED = REPOSITORY / "data" / "published" / "rl.jsonl"  # source and licence: the README beside it
+DIAGNOSE = REPOSITORY / "docs" / "diagnose.md"
+QUESTIONS: dict[str, list[list[str]]] = yaml.safe_load(Path(__file__).with_name("curves.yaml").read_text("utf-8"))
+PUBLISHED_NAMES = {"response_length/clip_ratio": "train/truncation_rate"}  # the published column means this key of ours
+END_STEPS = 5  # at each end of a curve, over which an alarm takes the mean
+# Key, and of the first and the last value: how many values it needs, is it wrong?, sentence, what to look for in
+# docs/diagnose.md.
+ALARMS = (
+    ("actor/entropy", 4, lambda a, b: b < 0.3 * a, "The entropy collapses: from {:.3g} to {:.3g} nats per token.",
+     "## Entropy falls"),
+    ("actor/entropy", 4, lambda a, b: b > 3 * a, "The entropy grows: from {:.3g} to {:.3g} nats per token.",
+     "## Entropy rises"),
+    ("tool/code_ratio", 4, lambda a, b: a > 0.05 and b < 0.7 * a,
+     "Tool use falls: {:.1%} of the responses ran code, now {:.1%}.", "## It trains, but never calls the tool"),
+    ("train/truncation_rate", 4, lambda a, b: b > a + 0.05,
+     "More responses are cut by the budget: {:.1%}, now {:.1%}.", "- Truncated: raise"),
+    *((f"failure/share_{end}", 1, lambda _, share: share > 0.01,
+       f"The infrastructure fails: {{1:.1%}} of the responses end as {end}.", "## Responses are kept out of training")
+      for end in INFRASTRUCTURE_FAILURES),
+    ("training/rollout_actor_probs_pearson_corr", 1, lambda _, value: value < 0.99,
+     "The ratio is off-policy: trainer's and engine's probabilities correlate by {1:.3f} only.",
+     "`training/rollout_actor_probs_pearson_corr` below .99"),
+)  # fmt: skip
+
+
+class Alarm(NamedTuple):
+    """What is wrong, and the line of docs/diagnose.md that helps: the first that has `look_for`."""
+
+    sentence: str
+    look_for: str
+
+    @property
+    def line(self) -> int | None:
+        lines = DIAGNOSE.read_text(encoding="utf-8").splitlines() if DIAGNOSE.is_file() else []
+        return next((number for number, line in enumerate(lines, 1) if self.look_for in line), None)
+
+
+def published() -> Metrics:
+    """The curves of the published run, under today's keys; without any where the repository's data is not there."""
+    metrics = read_metrics([PUBLISHED] if PUBLISHED.is_file() else [])
+    for step, values in metrics.steps.items():
+        metrics.steps[step] = {PUBLISHED_NAMES.get(key, key): value for key, value in values.items()}
+    return metrics
+
+
+def charts(
+    runs: Sequence[tuple[str, int | None, Metrics]], questions: Mapping[str, Sequence[Sequence[str]]] = QUESTIONS
+) -> dict[str, list[Chart]]:
+    """Question -> charts of the lines of all runs.
+
+    Args:
+        runs: (name, number in the page's addresses or None, metrics) of each.
+    """
+    found: dict[str, list[Chart]] = {}
+    for question, rows in questions.items():
+        for pattern, title, unit in rows:
+            series = []
+            for name, number, metrics in runs:
+                keys = {key for values in metrics.steps.values() for key in values if re.fullmatch(pattern, key)}
+                lines = [(key, *metrics.curve(key)) for key in sorted(keys)]
+                series += [Series(name, x, y, key=key, run=number) for key, x, y in lines if x]
+            if series:
+                found.setdefault(question, []).append(Chart(title, series, unit))
+    return found
+
+
+def alarms(metrics: Metrics) -> list[Alarm]:
+    """What the curves say is wrong. First and last are means of END_STEPS steps, fewer in a short run."""
+    found = []
+    for key, needed, is_wrong, sentence, look_for in ALARMS:
+        values = metrics.curve(key)[1]
+        number = max(1, min(END_STEPS, len(values) // 2))
+        if len(values) >= needed:
+            ends = statistics.fmean(values[:number]), statistics.fmean(values[-number:])
+            found += [Alarm(sentence.format(*ends), look_for)] if is_wrong(*ends) else []
+    return found

@@ -1,0 +1,168 @@
+"""Questions to the records of a run: SQL over its Parquet files, by DuckDB. A file that cannot be read is named.
+
+Columns: verl_ext/records/schema.py. A file of a step is called by its `key`: its name without suffix, "step_000017" or
+"val_000020".
+"""
+
+import glob
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import duckdb
+
+from verl_ext.records import store
+from verl_ext.records.run_folder import training_folder
+from verl_ext.records.run_record import Metrics, read_metrics
+
+LIGHT = (  # all but the long texts
+    "key, uid, session, index, problem, left(prompt, 300) AS prompt, domain, score, acc, outcome, outcome_why,"
+    " end_reason, exception, len(calls) AS num_calls, coalesce(verdict.normalised, verdict.extracted) AS answer"
+)
+FILES = "SELECT * EXCLUDE filename, parse_filename(filename, true) AS key FROM read_parquet($paths, filename=true)"
+PAGE = 200  # groups on a page
+
+
+State = tuple[Path, int, int]  # of a file: path, time of its last change (ns), bytes
+
+
+def state_of(path: Path) -> State | None:
+    """None where it is gone, as retention and a resume remove files while one looks."""
+    try:
+        return path, (found := path.stat()).st_mtime_ns, found.st_size
+    except FileNotFoundError:
+        return None
+
+
+def connect() -> duckdb.DuckDBPyConnection:
+    """A database in memory that fetches nothing from anywhere, of bounded size."""
+    fetches = dict.fromkeys(("autoinstall_known_extensions", "autoload_known_extensions"), False)
+    return duckdb.connect(config={"memory_limit": "400MB", "threads": 2, "preserve_insertion_order": True} | fetches)
+
+
+class Run:
+    """A run's folder: its metrics, and its records.
+
+    Raises:
+        NoRun: the folder holds no training run.
+    """
+
+    def __init__(self, folder: Path, name: str, number: int):
+        self.folder, self.name, self.number = training_folder(folder, "rl", "sft"), name, number
+        self._database = connect()
+        self._broken: dict[State | Path, str | None] = {}  # what is wrong with a file
+        self._metrics: tuple[Any, Metrics] | None = None
+
+    def files(self, kind: str = "trajectories") -> dict[str, Path]:
+        """key -> path of the whole files of a kind, by step."""
+        return {file.path.stem: file.path for file in store.files_of(self.folder, kind) if not self._fault_of(file)}
+
+    def broken(self) -> list[str]:
+        """What is wrong with each file that cannot be read."""
+        faults = [fault for file in store.files_of(self.folder, "*") if (fault := self._fault_of(file))]
+        self.metrics()
+        return faults + self._metrics_faults
+
+    def _fault_of(self, file: store.RecordFile, columns: Sequence[str] | None = ()) -> str | None:
+        """What is wrong with a file; by its footer, or, with `columns=None`, by all of it."""
+        state = state_of(file.path) or file.path
+        if state not in self._broken or (columns is None and not self._broken[state]):
+            try:
+                store.read(file.path, columns)
+                self._broken[state] = None
+            except store.BrokenRecords as error:
+                self._broken[state] = str(error)
+            except OSError as error:
+                self._broken[state] = f"{file.path} cannot be read ({error})."
+        return self._broken[state]
+
+    def ask(
+        self, sql: str, values: dict[str, Any] | None = None, kind: str = "trajectories", keys: Any = None
+    ) -> list[dict[str, Any]]:
+        """Rows of a query FROM records, which are the files of `keys` (all by default); [] where there is no file.
+
+        A column `key` names the file. A file that proves to be damaged is left out, and is in `broken` from then on.
+
+        Args:
+            values: of each `$name` in the query.
+        """
+        for attempt in range(2):
+            files = self.files(kind)
+            paths = [glob.escape(str(files[key])) for key in (files if keys is None else keys) if key in files]
+            if not paths:
+                return []
+            try:
+                cursor = self._database.cursor()
+                cursor.execute(f"WITH records AS ({FILES}) {sql}", {"paths": paths, **(values or {})})
+                names = [column[0] for column in cursor.description]
+                return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+            except duckdb.Error:
+                listed = [file for file in store.files_of(self.folder, kind) if glob.escape(str(file.path)) in paths]
+                faults = [self._fault_of(file, None) for file in listed]
+                if attempt or (not any(faults) and len(listed) == len(paths)):
+                    raise
+        raise AssertionError
+
+    def metrics(self) -> Metrics:
+        """The run's curves, as all commands read them; a line that is still being written is left for the next look."""
+        states = {path: state_of(path) for path in sorted(self.folder.glob("metrics*.jsonl"))}
+        if self._metrics is None or self._metrics[0] != states:
+            faults: dict[Path, str] = {}
+            for path in states:
+                try:
+                    read_metrics([path])
+                except ValueError as error:
+                    faults[path] = f"{path} is not shown: {error}"
+            self._metrics = states, read_metrics([path for path in states if path not in faults])
+            self._metrics_faults = list(faults.values())
+        return self._metrics[1]
+
+    def state(self) -> list[Any]:
+        """Changes where a file of the run appears or grows: what a page that is open asks for."""
+        paths = [file.path for file in store.files_of(self.folder, "*")]
+        return [str(state_of(path)) for path in [*paths, *self.folder.glob("metrics*.jsonl")]]
+
+
+FILTERS = {
+    "outcome": "outcome = $outcome",
+    "end": "end_reason = $end",
+    "domain": "domain = $domain",
+    # what ended the rollout, or the class of what a program raised
+    "exception": "contains(concat(exception, list_transform(calls, lambda c: c.status)::TEXT), $exception)",
+    "text": "(contains(prompt, $text) OR len(list_filter(turns, lambda t: contains(t.text, $text))) > 0"
+    " OR len(list_filter(calls, lambda c: contains(c.stdout, $text) OR contains(c.stderr, $text))) > 0)",
+}  # name in a page's address -> condition on a rollout
+
+
+def groups(run: Run, keys: list[str] | None, filters: dict[str, str], page: int = 0) -> dict[str, Any]:
+    """The groups with a rollout that meets the filters, PAGE of them, and how many rollouts and groups do.
+
+    Returns:
+        `rollouts`, `groups`: how many meet the filters; `total`: rollouts; `shown`: a list of {key, uid, rollouts},
+        where each rollout has the columns LIGHT and `hit`.
+    """
+    where = " AND ".join(FILTERS[name] for name in filters) or "TRUE"
+    of_each = f"SELECT key, uid, count(*) AS n, count(*) FILTER ({where}) AS hits, min(index) AS first FROM records"
+    everything = run.ask(f"{of_each} GROUP BY ALL ORDER BY key, first, uid", filters, keys=keys)
+    found = [group for group in everything if group["hits"]]
+    wanted = found[page * PAGE : (page + 1) * PAGE]
+    rows = f"SELECT {LIGHT}, coalesce({where}, FALSE) AS hit FROM records WHERE uid IN (SELECT unnest($uids))"
+    members = run.ask(
+        f"SELECT key, uid, list(row ORDER BY session) AS rollouts FROM ({rows}) AS row GROUP BY ALL",
+        filters | {"uids": [group["uid"] for group in wanted]},
+        keys=sorted({group["key"] for group in wanted}),
+    )
+    by_name = {(group["key"], group["uid"]): group for group in members}
+    return {
+        "rollouts": sum(group["hits"] for group in found),
+        "groups": len(found),
+        "total": sum(group["n"] for group in everything),
+        "shown": [by_name[name] for group in wanted if (name := (group["key"], group["uid"])) in by_name],
+    }
+
+
+def choices(run: Run, keys: list[str] | None) -> dict[str, list[str]]:
+    """The values that a filter offers."""
+    columns = {"outcome": "outcome", "end": "end_reason", "domain": "domain"}
+    found = run.ask(f"SELECT DISTINCT {', '.join(columns.values())} FROM records", keys=keys)
+    return {name: sorted({row[column] for row in found if row[column]}) for name, column in columns.items()}

@@ -1,0 +1,73 @@
+"""The samples of a prompt side by side: by answer, two of them as a diff, and one of them as a transcript."""
+
+import difflib
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+Rollout = dict[str, Any]  # a row of verl_ext/records/schema.py: TRAJECTORIES
+MAX_LINES = 2000  # of a response, in a diff
+
+
+def answer(row: Rollout) -> str:
+    """What was compared with the ground truth; "" where nothing was found in the response."""
+    verdict = row["verdict"] or {}
+    return verdict.get("normalised") or verdict.get("extracted") or ""
+
+
+def clusters(rows: Sequence[Rollout]) -> list[tuple[str, list[Rollout]]]:
+    """(answer, its samples): right ones first, then by number; a sample that was not judged is in a cluster of its own
+    kind, since its answer says nothing."""
+    found: dict[tuple[bool, str], list[Rollout]] = {}
+    for row in rows:
+        judged = row["acc"] is not None
+        found.setdefault((judged, answer(row) if judged else "not judged"), []).append(row)
+    order = sorted(found.items(), key=lambda item: (not item[0][0], -(item[1][0]["acc"] or 0), -len(item[1])))
+    return [(name, members) for (_, name), members in order]
+
+
+def spread(rows: Sequence[Rollout]) -> tuple[float, float] | None:
+    """Mean and sample standard deviation of the judged scores; None for fewer than two."""
+    scores = [row["score"] for row in rows if row["score"] is not None]
+    return (statistics.fmean(scores), statistics.stdev(scores)) if len(scores) > 1 else None
+
+
+def rewards(row: Rollout) -> str:
+    """The parts of the reward, `reward_*` of what the manager says; of a manager without them, all."""
+    try:
+        said = json.loads(row["reward_parts"] or "{}")
+        parts = {name: value for name, value in said.items() if name.startswith("reward_")} or said
+        return ", ".join(f"{name} {value}" for name, value in parts.items())
+    except (ValueError, AttributeError):  # of a manager that is not ours
+        return row["reward_parts"]
+
+
+def transcript(row: Rollout) -> list[dict[str, Any]]:
+    """The turns, each with `parts`: ("text", passage) or ("code", call), the code where the model wrote it.
+
+    A call whose code does not stand in the turn word by word (JSON escapes it) comes after the text.
+    """
+    turns = []
+    for number, turn in enumerate(row["turns"] or []):
+        parts, rest = [], turn["text"] or ""
+        for call in row["calls"] or []:
+            if call["turn"] == number and turn["role"] == "model":
+                before, _, rest = rest.partition(call["code"] or "\0")
+                parts += [("text", before), ("code", call)]
+        turns.append(turn | {"parts": [part for part in [*parts, ("text", rest)] if part[1]]})
+    return turns
+
+
+def diff(left: Rollout, right: Rollout) -> list[tuple[str, str | None, str | None]]:
+    """("same" | "changed", line of the left or None, of the right); ("far", None, None) for lines left out."""
+    texts = ["".join(turn["text"] or "" for turn in row["turns"] or []) for row in (left, right)]
+    sides = [text.splitlines()[:MAX_LINES] for text in texts]
+    rows: list[tuple[str, str | None, str | None]] = []
+    for group in difflib.SequenceMatcher(a=sides[0], b=sides[1], autojunk=False).get_grouped_opcodes(3):
+        rows += [("far", None, None)] if rows else []
+        for tag, i, i_end, j, j_end in group:
+            pairs = itertools.zip_longest(sides[0][i:i_end], sides[1][j:j_end])
+            rows += [("same" if tag == "equal" else "changed", *pair) for pair in pairs]
+    return rows

@@ -1,0 +1,64 @@
+"""The same problem over time and between runs, and the test of `python -m verl_ext.evaluate` of what changed."""
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any
+
+from verl_ext.evaluation import figures
+from verl_ext.outcome import RolloutEnd
+from verl_ext.records.samples import Sample
+from verl_ext.view.data import Run
+
+DRAWS = 2000  # bootstrap resamples: the end of an interval is known to about 0.03 of its width
+_SAMPLE = (  # the fields of `Sample`
+    "uid || '_' || session || '_0' AS uid, problem AS input, '' AS output, '' AS gts, problem, acc,"
+    " domain AS data_source, coalesce(verdict.normalised, verdict.extracted, '') AS pred, end_reason AS finish_reason,"
+    " coalesce(score, 0) AS score, response_tokens, len(calls) AS tool_calls,"
+    " len(list_filter(calls, lambda c: c.fault = 'model')) AS tool_errors,"
+    " len(list_filter(calls, lambda c: c.status = 'timeout')) AS tool_timeouts,"
+    " len(list_filter(turns, lambda t: t.role = 'model')) AS model_turns, (acc IS NULL)::INT AS unverified,"
+    f" (end_reason = '{RolloutEnd.MAX_TOKENS}')::INT AS truncated,"
+    f" (end_reason = '{RolloutEnd.SANDBOX_FAILURE}')::INT AS sandbox_failure"
+)
+
+
+def sides(run: Run) -> list[str]:
+    """What can be compared: "first" and "last", each problem's first and last draw in training, and the validations."""
+    keys = list(run.files())
+    training = ["first", "last"] if any(key.startswith("step") for key in keys) else []
+    return training + [key for key in keys if key.startswith("val")]
+
+
+def samples(run: Run, side: str) -> list[Sample]:
+    """The judged and the failed samples of a side, as an evaluation has them."""
+    if side in ("first", "last"):
+        keys = [key for key in run.files() if key.startswith("step")]
+        end = "min" if side == "first" else "max"
+        only = f" QUALIFY key = {end}(key) OVER (PARTITION BY problem)"
+    else:
+        keys, only = [side], ""
+    rows = run.ask(f"SELECT {_SAMPLE} FROM records WHERE outcome != 'open'{only}", keys=keys)
+    return [Sample(**row) for row in rows]
+
+
+def compare(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Any]:
+    """`tables` of verl_ext/evaluation/figures.py, and the `problems` that changed most, [name, before, after]."""
+    both = [figures.evaluate(side, draws=DRAWS) for side in (before, after)]
+    difference = figures.compare(before, after, draws=DRAWS)
+    accs: dict[str, tuple[list[float], list[float]]] = {}
+    for side, rows in enumerate((before, after)):
+        for row in rows:
+            accs.setdefault(row.problem, ([], []))[side].extend([] if row.acc is None else [row.acc])
+    moved = [(name, *map(fmean, each)) for name, each in accs.items() if all(each)]
+    moved.sort(key=lambda row: (-abs(row[2] - row[1]), row[0]))
+    return {"tables": figures.comparison_tables(*both, difference), "problems": moved[:100], "common": len(moved)}
+
+
+def draws(runs: Sequence[Run], problem: str) -> list[dict[str, Any]]:
+    """Every group of a problem: run, key, uid, judged, acc, score, calls, tokens; by run, then time."""
+    sql = (
+        "SELECT key[-6:] AS moment, key, uid, count(acc) AS judged, avg(acc) AS acc, avg(score) AS score,"
+        " avg(len(calls)) AS calls, avg(response_tokens) AS tokens, min(outcome) AS outcome"
+        " FROM records WHERE problem = $problem GROUP BY ALL ORDER BY moment, key, uid"
+    )
+    return [{"run": run} | row for run in runs for row in run.ask(sql, {"problem": problem})]

@@ -1,0 +1,38 @@
+// The look for new steps, and the keys of the token lens. A page reads without this file. Charts: verl_ext/plots.
+"use strict";
+if (document.body.dataset.live) {
+  let seen = null;
+  setInterval(async () => {
+    try {
+      const now = await (await fetch(document.body.dataset.live)).text();
+      if (seen !== null && now !== seen) {
+        const fresh = new DOMParser().parseFromString(await (await fetch(location.href)).text(), "text/html");
+        document.querySelector("main").replaceWith(fresh.querySelector("main"));
+        drawCharts();
+      }
+      seen = now;
+    } catch { /* the viewer has ended: what is shown stays */ }
+  }, 2000);
+}
+
+const lens = document.querySelector(".tokens");
+if (lens) {
+  const { columns, rows } = JSON.parse(document.getElementById("token-data").textContent);
+  const spans = lens.querySelectorAll("span"), detail = document.getElementById("token");
+  let at = -1;
+  const select = (i) => {
+    if (i < 0 || i >= spans.length) return;
+    if (at >= 0) spans[at].classList.remove("at");
+    spans[(at = i)].classList.add("at");
+    spans[at].scrollIntoView({ block: "nearest" });
+    detail.textContent = columns.map((name, c) => `${name} ${rows[i][c] ?? "–"}`).join(" · ");
+  };
+  lens.addEventListener("click", (event) => select([...spans].indexOf(event.target)));
+  lens.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity }[event.key];
+    if (!move) return;
+    select(Math.min(spans.length - 1, Math.max(0, at + move)));
+    event.preventDefault();
+  });
+}
+for (const control of document.querySelectorAll("select[data-go]")) control.addEventListener("change", () => control.form.submit());

@@ -1,0 +1,58 @@
+"""Text that a model or its programs wrote, for a page: nothing in it can act, hide or reorder."""
+
+import json
+import math
+import re
+from typing import Any
+
+import pygments
+from markupsafe import Markup
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import JsonLexer, PythonLexer
+
+MAX_SHOWN = 20_000  # characters of one text on a page; the rest is counted, and has a page of its own
+# Bidirectional controls and marks, invisible joiners, and the tags of Unicode's plane 14.
+_HIDDEN = re.compile("[\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f\ud800-\udfff]")
+_CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"} | {
+    code: f"<U+{code:04X}>" for code in range(127, 160)
+}
+
+
+def plain(text: Any) -> str:
+    """Control characters become their pictures (ESC: U+241B), what is invisible or turns the line its number."""
+    shown = "" if text is None else str(text).replace("\r\n", "\n").translate(_CONTROL)
+    return _HIDDEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", shown)
+
+
+def cut(text: Any) -> str:
+    """`plain`, of the first MAX_SHOWN characters, and how many more there are."""
+    text = "" if text is None else str(text)
+    more = f"\n… {len(text) - MAX_SHOWN:,} more characters" if len(text) > MAX_SHOWN else ""
+    return plain(text[:MAX_SHOWN]) + more
+
+
+def is_json_object(code: str) -> bool:
+    """Whether a call is of a tool that is no interpreter: its code is the arguments."""
+    try:
+        return isinstance(json.loads(code), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def highlight(code: Any) -> Markup:
+    """Python in colours (the classes of static/view.css); a call of another tool is JSON."""
+    shown = cut(code)
+    lexer = JsonLexer if is_json_object(shown) else PythonLexer
+    return Markup(pygments.highlight(shown, lexer(stripnl=False), HtmlFormatter(nowrap=True)))
+
+
+def number(value: Any) -> str:
+    """A number to four digits; a dash where there is none."""
+    if value is None:
+        return "–"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def cell(value: Any) -> Any:
+    """A value for the page's script: text without teeth, numbers as they are, what is no number as text."""
+    return plain(value) if isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value)) else value

@@ -1,0 +1,63 @@
+"""A step's time: who did what when, and what the trainer waited for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl_ext.view.data import Run
+
+WHATS = ("generate", "tool", "score", "log_probs", "update", "weight_sync", "wait", "save", "validate")
+Interval = dict[str, Any]  # lane ("trainer", a server, "tool", "score"), what, start_s, end_s, uid, session
+_OF_ROLLOUTS = """
+    SELECT * FROM (SELECT coalesce(server, 'servers') AS lane, 'generate' AS what, started_s AS start_s,
+        started_s + generate_s AS end_s, uid, session
+        FROM (SELECT uid, session, unnest(turns, recursive := true) FROM records)
+    UNION ALL SELECT 'tool', 'tool', started_s, started_s + queue_s + run_s, uid, session
+        FROM (SELECT uid, session, unnest(calls, recursive := true) FROM records)
+    UNION ALL SELECT 'score', 'score', timings.ended_s - timings.score_s, timings.ended_s, uid, session
+        FROM records) WHERE start_s IS NOT NULL"""
+
+
+def intervals(run: Run, key: str) -> list[Interval]:
+    """Of the trainer in a step, and of the rollouts whose fate the step decided."""
+    told = run.ask("SELECT * FROM records", kind="timeline", keys=[key])
+    if told and "lane" in told[0]:  # a file of version 1: those of rollouts are in it
+        return told
+    none = {"lane": "trainer", "uid": None, "session": None}
+    return [none | row for row in told] + run.ask(_OF_ROLLOUTS, keys=[key])
+
+
+def lanes(rows: Sequence[Interval]) -> list[dict[str, Any]]:
+    """Lanes, the trainer first: `name`, `rows` of intervals that do not overlap, `seconds` by what is done.
+
+    An interval has x and width in thousandths of the step.
+    """
+    if not rows:
+        return []
+    start, end = min(row["start_s"] for row in rows), max(row["end_s"] for row in rows)
+    scale = 1000 / ((end - start) or 1)
+    found: dict[str, dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: (row["lane"] != "trainer", row["lane"], row["start_s"])):
+        lane = found.setdefault(row["lane"], {"name": row["lane"], "rows": [], "seconds": {}})
+        seconds = row["end_s"] - row["start_s"]
+        lane["seconds"][row["what"]] = lane["seconds"].get(row["what"], 0.0) + seconds
+        place = next((line for line in lane["rows"] if line[-1]["end_s"] <= row["start_s"]), None)
+        if place is None:
+            lane["rows"].append(place := [])
+        kind = WHATS.index(row["what"]) if row["what"] in WHATS else len(WHATS) - 1
+        shape = {"x": (row["start_s"] - start) * scale, "width": max(0.5, seconds * scale)}
+        place.append(row | shape | {"kind": kind, "s": seconds})
+    return list(found.values())
+
+
+def waits(rows: Sequence[Interval]) -> list[dict[str, Any]]:
+    """What each wait of the trainer was for: `s` its seconds, `last` the interval of another lane that ended last in
+    it, and `alone_s`, how long that one went on when all others had ended."""
+    others = sorted((row for row in rows if row["lane"] != "trainer"), key=lambda row: row["end_s"])
+    found = []
+    for wait in (row for row in rows if row["lane"] == "trainer" and row["what"] == "wait"):
+        inside = [row for row in others if wait["start_s"] < row["end_s"] <= wait["end_s"] + 1e-6]
+        last = inside[-1] if inside else None
+        before = [row["end_s"] for row in inside if any(row[name] != last[name] for name in ("uid", "session"))]
+        alone = last["end_s"] - max(wait["start_s"], before[-1] if before else 0.0) if last else 0.0
+        found.append({"s": wait["end_s"] - wait["start_s"], "last": last, "alone_s": alone})
+    return sorted(found, key=lambda wait: -wait["s"])

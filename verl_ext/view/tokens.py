@@ -1,0 +1,53 @@
+"""The token lens: what the actor's update saw of each token of a response, and colours for any column of it."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from verl_ext.view import text
+
+COLUMNS = ("position", "id", "text", "mask", "turn", "version", "rollout_log_prob", "old_log_prob", "log_prob", "ratio",
+           "advantage", "decision")  # fmt: skip
+COLOURED = tuple(name for name in COLUMNS if name not in ("position", "id", "text"))
+CATEGORIES = ("mask", "turn", "version", "decision")
+NEUTRAL = {"ratio": 1.0, "advantage": 0.0}  # the middle of the scale; of other columns the median
+
+
+def lens(rows: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the page needs of a response's tokens and turns."""
+    return {
+        "tokens": rows,
+        "data": {"columns": COLUMNS, "rows": [[text.cell(value) for value in row.values()] for row in rows]},
+        "tool_turns": {number for number, turn in enumerate(turns) if turn["role"] != "model"},
+        "foreign": foreign(rows, turns),
+        "colours": partial(colours, rows=rows),
+    }
+
+
+def colours(column: str, rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[tuple[str, str]]]:
+    """The class of each token's colour ("" where the column is null), and the legend: (class, what it means).
+
+    Categories have the classes k0 to k7, in order of appearance. Numbers have b0 to b6: seven equal steps around
+    NEUTRAL, as far as the value that is farthest from it.
+    """
+    values = [row[column] for row in rows]
+    known = [value for value in values if value is not None]
+    if column in CATEGORIES:
+        kinds = {value: f"k{place % 8}" for place, value in enumerate(dict.fromkeys(known))}
+        return [kinds.get(value, "") for value in values], [(kind, str(value)) for value, kind in kinds.items()]
+    middle = NEUTRAL.get(column, sorted(known)[len(known) // 2] if known else 0.0)
+    reach = max((abs(value - middle) for value in known), default=0.0) or 1.0
+    steps = [None if value is None else min(6, int((value - middle + reach) / (2 * reach) * 7)) for value in values]
+    edges = [f"{middle - reach + 2 * reach * step / 7:.3g}" for step in range(8)]
+    legend = [(f"b{i}", f"{edges[i]} to {edges[i + 1]}") for i in range(7)] if known else []
+    return ["" if step is None else f"b{step}" for step in steps], legend
+
+
+def foreign(rows: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]) -> list[int]:
+    """Positions of the tokens that train though the model did not write them: mask 1 within a tool's turn.
+
+    By the turn that the token names, and by where the trajectory says that the tool's turns stand.
+    """
+    tool = {number: turn for number, turn in enumerate(turns) if turn["role"] != "model"}
+    places = {place for turn in tool.values() for place in range(turn["start"], turn["start"] + turn["tokens"])}
+    return [row["position"] for row in rows if row["mask"] and (row["position"] in places or row["turn"] in tool)]
