@@ -99,7 +99,7 @@ def make_loop(tokenizer: Any, engine: Engine) -> Any:
     config = compose_run("tiny_dapo")
     retool = config.retool
     retool.max_tool_calls = CALLS
-    retool.trajectory_log.folder = ""
+    retool.recorder.enable = False
     rollout = {"response_length": 1000, "prompt_length": 200, "multi_turn": {"max_parallel_calls": 1}}
     rollout["agent"] = config.actor_rollout_ref.rollout.agent
     loop = RetoolAgentLoop(

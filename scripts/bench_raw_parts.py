@@ -2,7 +2,7 @@
 
     python scripts/bench_raw_parts.py [--run outputs/small] [--step N]
 
-Needs a finished run of `quickstart.sh --model small`: its metrics, trajectories and SFT model (weights do not matter
+Needs a finished run of `quickstart.sh --model small`: its metrics, records and SFT model (weights do not matter
 to the times). Nothing else may run. Prints seconds of the step, of the parts, and their ratio.
 
 Generation: offline vLLM with the engine settings of the run's config, one request per model turn with the recorded
@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_ext.cpu.warm_python import ENVIRONMENT
-from verl_ext.records import jsonl
-from verl_ext.records.run_folder import trajectories_in
+from verl_ext.records import store
 from verl_ext.records.run_record import read_metrics
 from verl_ext.settings import compose_run
 
@@ -50,12 +49,10 @@ def read_response(record: Mapping[str, Any], encode: Callable[[str], list[int]])
     for turn in record["turns"]:
         own = encode(turn["text"])[: turn["tokens"]]
         own += own[-1:] * (turn["tokens"] - len(own))
-        turns.append((len(ids), len(own)))
+        if turn["role"] == "model":
+            turns.append((len(ids), len(own)))
         ids += own
-        for call in turn["calls"]:
-            ids += encode(f"\n<interpreter>\n{call['output'] or ''}\n</interpreter>\n")
-    right = bool(record["reward"]["train_acc"])
-    return Response(str(record["uid"]), right, encode(record["prompt"]), ids, turns)
+    return Response(record["uid"], bool(record["acc"]), encode(record["prompt"]), ids, turns)
 
 
 def trained_groups(responses: Sequence[Response], number: int) -> list[list[Response]]:
@@ -187,14 +184,14 @@ def main() -> None:
 
     model_path, config = str(args.run / "sft" / "merged"), compose_run(*CONFIG)
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    records = (record for path in trajectories_in(rl / "trajectories") for record in jsonl.read(path))
+    records = store.rows(rl, columns=("uid", "step", "validate", "acc", "prompt", "turns"))
     responses = [
         read_response(record, lambda text: tokenizer.encode(text, add_special_tokens=False))
         for record in records
         if record["step"] == step and not record["validate"]
     ]
     if not responses:
-        raise SystemExit(f"{rl}/trajectories has no response of step {step}; take a step of a finished run (--step)")
+        raise SystemExit(f"{rl}/records has no response of step {step}; take a step of a finished run (--step)")
     groups = trained_groups(responses, config.data.train_batch_size)
     trained = sum(len(response.prompt) + len(response.ids) for group in groups for response in group)
     written = sum(tokens for response in responses for _, tokens in response.turns)

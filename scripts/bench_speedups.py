@@ -39,9 +39,10 @@ VARIANTS = {
     "loops in an actor of their own (LeanAgentLoopManager)": Variant(
         (f"{MANAGER}=verl_ext.rollout.workers.LeanAgentLoopManager",)
     ),
-    "verl's own agent-loop manager, which logs no trajectories": Variant(
-        (f"{MANAGER}=null", "retool.trajectory_log.enable=false")
+    "verl's own agent-loop manager, which records nothing": Variant(
+        (f"{MANAGER}=null", "retool.recorder.enable=false")
     ),
+    "no records (`retool.recorder.enable=false`)": Variant(("retool.recorder.enable=false",)),
     "verl's log-probs, token by token (no `_vectorise_log_probs`)": Variant(
         without="register_post_import_hook(_vectorise_log_probs"
     ),
@@ -74,14 +75,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("outputs/bench_speedups"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--only", default="", metavar="TEXT", help="as shipped, and the variants whose name has this")
     args = parser.parse_args()
     if not (args.run / "sft" / "merged").is_dir():
         parser.error(f"{args.run} has no SFT model. Make it: bash scripts/quickstart.sh --stage sft --stage merge")
     folder = new_folder(args.out).resolve()
     python = folder / "python"
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in VARIANTS}
+    chosen = {name: each for name, each in VARIANTS.items() if args.only in name or name == "as shipped"}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in chosen}
     for number in range(args.rounds):
-        for index, (name, variant) in enumerate(VARIANTS.items()):
+        for index, (name, variant) in enumerate(chosen.items()):
             out = folder / f"{number}-{index}"
             repo = copy_without(variant.without, out / "code") if variant.without else REPO
             python.write_text(PYTHON.format(repo=repo, shell=variant.shell, python=sys.executable))
@@ -92,11 +95,12 @@ def main() -> None:
             found[name].append(figures)
             print(f"round {number + 1}: {name}: {figures}", flush=True)
     (folder / "summary.json").write_text(json.dumps(found, indent=2))
-    print(f"\n| {args.rounds} rounds of {args.steps} steps | first step after, s | a later step, s | its update, s |")
-    print("| --- | --- | --- | --- |")
+    heads = ("first step after, s", "a later step, s", "its update, s", "CPU of its records, s")
+    print(f"\n| {args.rounds} rounds of {args.steps} steps | {' | '.join(heads)} |")
+    print("| --- | --- | --- | --- | --- |")
     for name, rounds in found.items():
         cells = []
-        for key in ("first_step_s", "step_s", "update_s"):
+        for key in ("first_step_s", "step_s", "update_s", "records_cpu_s"):
             values = [figures[key] for figures in rounds]
             cells.append(f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
         print(f"| {name} | {' | '.join(cells)} |")

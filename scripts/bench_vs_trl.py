@@ -18,6 +18,7 @@ from verl_ext.quickstart.pipeline import SANDBOX_OPTIONS
 from verl_ext.quickstart.rungs import RUNGS
 from verl_ext.quickstart.supervise import Supervisor
 from verl_ext.records.run_record import read_metrics
+from verl_ext.records.store import cpu_seconds
 from verl_ext.sandbox.launch import running_server
 from verl_ext.settings import compose_run
 
@@ -168,6 +169,7 @@ def run_ours(
         "last_accuracy": accuracy[-1],
         "calls": statistics.mean(calls[WARM_UP:]),
         "tokens": statistics.mean(tokens[WARM_UP:]),
+        "records_cpu_s": statistics.median([*cpu_seconds(out).values()][WARM_UP:] or [0.0]),
     }
 
 

@@ -4,8 +4,9 @@
     .venv/bin/python scripts/compare_objectives.py --every-mode  # every preset in every mode, three steps
 
 Prints a table, and with the first command draws the curves. Each run is a quickstart in its own folder
-(scripts/seeds.py), with the data and the SFT of the one that --from names. A finished run is not run again. One that
-fails is tried once more, from its last checkpoint; then the end of its log is shown, and the next call tries it again.
+(scripts/seeds.py), with the data and the SFT of the one that --from names. One that fails is tried once more, from its
+last checkpoint; then the end of its log is shown, and the next call tries it again. The result of a finished run is a
+line of a file in --results, and the run is not made again: another machine can go on with that folder.
 """
 
 import argparse
@@ -16,19 +17,19 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "scripts"))
 
-from seeds import COLUMNS, accuracy, estimate, quickstart, summary_of  # noqa: E402
+from published import Published  # noqa: E402
+from seeds import COLUMNS, accuracy, estimate, figures_of, quickstart  # noqa: E402
 
 from verl_ext.analysis.stability import half_width  # noqa: E402
+from verl_ext.plots.charts import Chart, Series  # noqa: E402
+from verl_ext.plots.drawing import write_picture  # noqa: E402
 from verl_ext.quickstart.options import JOURNAL  # noqa: E402
 from verl_ext.quickstart.source import NoSource, find_source  # noqa: E402
-from verl_ext.records.run_record import read_metrics  # noqa: E402
-from verl_ext.report.charts import Series, line_chart  # noqa: E402
-from verl_ext.report.picture import write_picture  # noqa: E402
 
 OBJECTIVES = sorted(path.stem for path in (REPO / "configs" / "objective").glob("*.yaml"))
 COMPARED = ("dapo", "olmorl", "icepop", "glm5_async", "cispo", "dr_grpo")
@@ -86,13 +87,20 @@ def run_missing(
     out: Path,
     source: Path,
     digests: Mapping[str, str],
+    results: Published,
     *,
     short: bool,
     start: Start = quickstart,
 ) -> dict[Cell, str]:
-    """Run what is not done, each at the most twice; returns the end of the log of each that failed both times."""
+    """Run what is not published, each at the most twice, and publish it.
+
+    Returns:
+        The end of the log of each run that failed both times.
+    """
     failed = {}
     for cell in cells:
+        if str(cell) in results.rows:
+            continue
         folder = out / str(cell)
         for is_last in (False, True):
             if is_done(folder, digests=digests, short=short):
@@ -103,9 +111,15 @@ def run_missing(
                 print(f"{cell}: {error}", flush=True)
                 if is_last:
                     failed[cell] = end_of_log(folder)
-            else:
-                break
+        if is_done(folder, digests=digests, short=short):
+            results.add(str(cell), result_of(folder, short=short))
     return failed
+
+
+def result_of(folder: Path, *, short: bool) -> dict[str, Any]:
+    """What is published of a finished run: the seconds of its RL, and its accuracies before, in and after training."""
+    result: dict[str, Any] = {"seconds": round(rl_seconds(folder), 1)}
+    return result if short else result | figures_of(folder)
 
 
 def end_of_log(folder: Path) -> str:
@@ -140,16 +154,16 @@ def mode_table(objectives: Sequence[str], modes: Sequence[str], seconds: Mapping
     return _markdown(lines)
 
 
-def gains_of(summaries: Sequence[Mapping]) -> list[float]:
+def gains_of(results: Sequence[Mapping]) -> list[float]:
     """Accuracy after RL less that of SFT, of each seed."""
-    return [estimate(each, "after", SOURCE)["value"] - estimate(each, "before", SOURCE)["value"] for each in summaries]
+    return [estimate(each, "after", SOURCE)["value"] - estimate(each, "before", SOURCE)["value"] for each in results]
 
 
 def gain_table(objectives: Sequence[str], seeds: Sequence[int], found: Mapping[tuple[str, int], Mapping]) -> str:
     """In Markdown: accuracy of each seed after RL, the gain over SFT, and whether it is enough.
 
     Args:
-        found: (objective, seed) -> summary of its run, of those that are done.
+        found: (objective, seed) -> result of its run, of those that are done.
     """
     head = ["objective", *(f"seed {seed}: SFT -> after RL" for seed in seeds), "gain over SFT", "least gain"]
     lines = [[*head, f"at least +{ENOUGH:.2f}"], ["---"] * (len(head) + 1)]
@@ -171,33 +185,23 @@ def _markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines)
 
 
-def draw(
-    objectives: Sequence[str],
-    found: Mapping[tuple[str, int], Mapping],
-    folders: Mapping[tuple[str, int], Path],
-    out: Path,
-) -> None:
+def draw(objectives: Sequence[str], found: Mapping[tuple[str, int], Mapping], out: Path) -> None:
     """Accuracy in training, a mean over seeds; and gains over SFT with 95% intervals, of two seeds or more."""
     curves, gains = [], []
     for number, name in enumerate(objectives, 1):
-        keys = [key for key in found if key[0] == name]
-        if not keys:
+        runs = [result for key, result in found.items() if key[0] == name]
+        if not runs:
             continue
-        runs = [dict(zip(*_accuracy_curve(folders[key]), strict=True)) for key in keys]
-        steps = sorted(set.intersection(*map(set, runs)))
-        curves.append(Series(name, steps, [fmean(run[step] for run in runs) for step in steps]))
-        own = gains_of([found[key] for key in keys])
+        own_curves = [dict(zip(*run["curves"]["train/acc"], strict=True)) for run in runs]
+        steps = sorted(set.intersection(*map(set, own_curves)))
+        curves.append(Series(name, steps, [fmean(curve[step] for curve in own_curves) for step in steps]))
+        own = gains_of(runs)
         mean, width = fmean(own), half_width(own)
         spread = () if width is None else [(mean - width, mean + width)]
         gains.append(Series(name, [number], [mean], points=True, spread=spread))
-    accuracies = line_chart(curves, x_label="RL step", y_label="share of rollouts", title="Accuracy in training")
-    reached = line_chart(gains, x_label="objective", y_label="accuracy", title="Gain over SFT", include=[0, ENOUGH])
-    charts = [("Accuracy in training", accuracies), ("Gain over SFT", reached)]
-    write_picture(charts, out, columns=2)
-
-
-def _accuracy_curve(folder: Path) -> tuple[list[int], list[float]]:
-    return read_metrics(list((folder / "rl").glob("metrics-*.jsonl"))).curve("train/acc")
+    accuracies = Chart("Accuracy in training", curves, "share of rollouts", "RL step")
+    reached = Chart("Gain over SFT", gains, "accuracy", "objective", include=[0, ENOUGH])
+    write_picture([accuracies, reached], out, columns=2)
 
 
 def cells_of(objectives: Sequence[str], modes: Sequence[str], seeds: Sequence[int]) -> Iterator[Cell]:
@@ -212,7 +216,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--mode", choices=MODES, help="this mode (default: sync, with --every-mode all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the comparison (default: 0 1 2)")
     parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
-    parser.add_argument("--out", type=Path, help="default: outputs/objectives, or outputs/objective_modes")
+    parser.add_argument("--out", type=Path, help="of the runs (default: outputs/objectives or objective_modes)")
+    parser.add_argument("--results", type=Path, help="folder of the results and the picture (default: --out)")
     args = parser.parse_args(argv)
     short = args.every_mode
     objectives = args.only or (OBJECTIVES if short else COMPARED)
@@ -220,26 +225,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     seeds = [0] if short else args.seeds
     default = REPO / "outputs" / ("objective_modes" if short else "objectives")
     source, out = args.source.resolve(), (args.out or default).resolve()
-    cells = list(cells_of(objectives, modes, seeds))
+    results_in, cells = args.results or out, list(cells_of(objectives, modes, seeds))
     try:
-        digests = find_source(source).digests
-        failed = run_missing(cells, out, source, digests, short=short)
-        done = [cell for cell in cells if is_done(out / str(cell), digests=digests, short=short)]
+        results = Published(results_in / ("modes.jsonl" if short else "gains.jsonl"))
+        failed = run_missing(cells, out, source, find_source(source).digests, results, short=short)
     except (NoSource, OSError, ValueError) as error:
         sys.exit(f"compare_objectives.py: {error}")
+    done = {cell: results.rows[str(cell)] for cell in cells if str(cell) in results.rows}
     if short:
-        seconds = {(cell.objective, cell.mode): rl_seconds(out / str(cell)) for cell in done}
+        seconds = {(cell.objective, cell.mode): row["seconds"] for cell, row in done.items()}
         text = mode_table(objectives, modes, seconds, {(cell.objective, cell.mode) for cell in failed})
     else:
-        found = {(cell.objective, cell.seed): summary_of(out / str(cell)) for cell in done}
+        found = {(cell.objective, cell.seed): row for cell, row in done.items()}
         text = gain_table(objectives, seeds, found)
         if found:
-            picture = out / "compare_objectives.svg"
-            draw(objectives, found, {key: out / str(Cell(key[0], modes[0], key[1])) for key in found}, picture)
+            picture = results_in / "gains.svg"
+            draw(objectives, found, picture)
             text += f"\n\nPicture: {picture}"
     print(f"\n{text}")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "table.md").write_text(f"{text}\n", encoding="utf-8")
     if failed:
         sys.exit("\n\n".join(["", *(f"{cell} failed twice. {end}" for cell, end in failed.items())]))
 

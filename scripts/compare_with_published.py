@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import yaml
-from markupsafe import Markup
 
+from verl_ext.plots.charts import Chart, Series
+from verl_ext.plots.drawing import write_picture
 from verl_ext.records.run_folder import metric_files
 from verl_ext.records.run_record import Metrics, read_metrics
-from verl_ext.report.charts import Series, line_chart
 from verl_ext.report.page import page_environment
-from verl_ext.report.picture import write_picture
 from verl_ext.report.verdict import held_out_source
 
 REPO = Path(__file__).resolve().parents[1]
@@ -243,13 +242,13 @@ def general_key(key: str) -> str:
     return re.sub(r"@\d+", "@<n>", re.sub(r"^val-(?:core|aux)/(?!num_turns/)[^/]+/", "val-*/<data source>/", key))
 
 
-def chart(part: Part, metric: Compared) -> Markup | None:
+def chart(part: Part, metric: Compared) -> Chart | None:
     """The curves of a metric; None where neither side has it."""
     series = [*part.published_curves(metric.published).values(), *part.own_curves(metric.today).values()]
     if not series:
         return None
     x_label = f"{part.name.upper()}, {ALIGNMENTS[part.align]}"
-    return line_chart(series, x_label=x_label, y_label=metric.unit, title=metric.title)
+    return Chart(metric.title, series, metric.unit, x_label)
 
 
 def write_page(parts: Sequence[Part], out: Path) -> None:
@@ -338,8 +337,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         ]
         write_page(parts, args.out)
         if args.picture:
-            charts = [(metric.title, chart(part, metric)) for part in parts for metric in COMPARED[part.name]]
-            write_picture([(title, svg) for title, svg in charts if svg], args.picture)
+            charts = [chart(part, metric) for part in parts for metric in COMPARED[part.name]]
+            write_picture([each for each in charts if each], args.picture)
     except (OSError, ValueError) as error:
         sys.exit(f"compare_with_published.py: {error}")
     for part in parts:

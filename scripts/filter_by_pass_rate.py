@@ -1,6 +1,6 @@
 """Keep the problems that a model can learn from: an offline difficulty filter on how often it solves each.
 
-    # from samples that are there: a past run's folder (its trajectory log, validations, evaluations or rollout dumps),
+    # from samples that are there: a past run's folder (its records, validations, evaluations or rollout dumps),
     # a folder of dumps, an evaluation, or JSONL files
     python scripts/filter_by_pass_rate.py --data data/dapo_math_17k.parquet --out data/dapo_filtered.parquet \\
         --dumps outputs/run

@@ -1,20 +1,29 @@
 """Does the main job learn, and not by chance? The quickstart for several seeds, and runs to compare with.
 
-    .venv/bin/python scripts/seeds.py [--model tiny] [--seeds 0 1 2] [--out outputs/seeds]
+    .venv/bin/python scripts/seeds.py [--model tiny] [--seeds 0 1 2] [--out outputs/seeds] [--results FILE]
 
 Each run is the quickstart in its own folder. The control repeats the RL of the first seed with rewards that carry no
 information (drawn at the rate that SFT was right, `reward.reward_kwargs.random_reward_p`). The small model also learns
 the task without Python (`data/small/prepare.py --no-tool`), with the first seed. Prints the table of docs/results.md,
-or of docs/small.md. Resumable: the same command goes on where it was broken off.
+or of docs/small.md. The same command goes on where it was broken off. The result of a finished run is a line of FILE,
+and the run is not made again: another machine can go on with FILE.
 """
 
 import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "scripts"))
+
+from published import Published  # noqa: E402
+
+from verl_ext.records.run_record import read_metrics  # noqa: E402
+
 # Title of a column, whose figure: before or after RL, and on which data source. The first is what SFT reached.
 COLUMNS = {
     "tiny": [
@@ -30,6 +39,8 @@ COLUMNS = {
         ("after RL", "after", "svamp_ood"),
     ],
 }
+CONTROL = "control: random rewards"
+CURVES = ("train/acc", "tool/error_rate", "actor/entropy_loss", "response_length/mean")
 
 
 def quickstart(out: Path, *arguments: str) -> None:
@@ -43,54 +54,65 @@ def summary_of(out: Path) -> dict:
     return json.loads((out / "summary.json").read_text())
 
 
-def run(out: Path, *arguments: str) -> dict:
-    """Run the quickstart into `out`; returns its summary."""
-    quickstart(out, *arguments)
-    return summary_of(out)
+def figures_of(out: Path) -> dict[str, Any]:
+    """What is published of a whole run: its evaluations, and CURVES, each as steps and values."""
+    metrics = read_metrics(list((out / "rl").glob("metrics-*.jsonl")))
+    curves = {key: metrics.curve(key) for key in CURVES}
+    rounded = {key: [steps, [float(f"{value:.4g}") for value in values]] for key, (steps, values) in curves.items()}
+    return {"evaluation": summary_of(out)["evaluation"], "curves": rounded}
 
 
-def estimate(summary: dict, when: str, source: str) -> dict[str, float]:
+def estimate(result: Mapping, when: str, source: str) -> dict[str, float]:
     """Mean accuracy on a data source, as the report has it."""
-    return summary["evaluation"][when][source]["metrics"]["acc/mean@k"]
+    return result["evaluation"][when][source]["metrics"]["acc/mean@k"]
 
 
-def accuracy(summary: dict, when: str, source: str) -> str:
+def accuracy(result: Mapping, when: str, source: str) -> str:
     """Mean accuracy with its 95% interval: `.32 [.28, .37]`."""
-    figure = estimate(summary, when, source)
+    figure = estimate(result, when, source)
     value, low, high = (f"{figure[key]:.2f}".removeprefix("0") for key in ("value", "low", "high"))
     return f"{value} [{low}, {high}]"
 
 
-def table(model: str, summaries: dict[str, dict]) -> str:
+def table(model: str, results: Mapping[str, Mapping]) -> str:
     """A row per run, a column per figure of COLUMNS, in Markdown."""
     columns = COLUMNS[model]
     lines = [" | ".join(["| run", *(title for title, _, _ in columns)]) + " |", "|---" * (len(columns) + 1) + "|"]
-    for name, summary in summaries.items():
-        lines.append(" | ".join([f"| {name}", *(accuracy(summary, *column[1:]) for column in columns)]) + " |")
+    for name, result in results.items():
+        lines.append(" | ".join([f"| {name}", *(accuracy(result, *column[1:]) for column in columns)]) + " |")
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=COLUMNS, default="tiny", help="as the quickstart's (default: tiny)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--out", type=Path, help="default: outputs/seeds, with --model small: outputs/seeds_small")
-    args = parser.parse_args()
+    parser.add_argument("--results", type=Path, help="default: results.jsonl in --out")
+    args = parser.parse_args(argv)
     out = args.out or REPO / "outputs" / ("seeds" if args.model == "tiny" else f"seeds_{args.model}")
+    results = Published(args.results or out / "results.jsonl")
     model = ("--model", args.model)
 
-    summaries = {f"seed {seed}": run(out / f"seed_{seed}", *model, "--seed", str(seed)) for seed in args.seeds}
+    def run(name: str, folder: Path, *arguments: str) -> None:
+        if name not in results.rows:
+            quickstart(folder, *arguments)
+            results.add(name, figures_of(folder))
+
+    for seed in args.seeds:
+        run(f"seed {seed}", out / f"seed_{seed}", *model, "--seed", str(seed))
     first = args.seeds[0]
-    _, *figure = COLUMNS[args.model][0]
-    rate = estimate(summaries[f"seed {first}"], *figure)["value"]
-    summaries["control: random rewards"] = run(  # the same data and SFT
-        out / "control",
-        *("--from", str(out / f"seed_{first}"), "--seed", str(first)),
-        *("--rl", f"+reward.reward_kwargs.random_reward_p={rate:.3f}"),
-    )
+    if CONTROL not in results.rows:
+        _, *figure = COLUMNS[args.model][0]
+        rate = estimate(results.rows[f"seed {first}"], *figure)["value"]
+        source = out / f"seed_{first}"  # the same data and SFT, which may have been made on another machine
+        stages = [word for stage in ("data", "sft", "merge") for word in ("--stage", stage)]
+        quickstart(source, *model, "--seed", str(first), *stages)
+        overrides = ("--rl", f"+reward.reward_kwargs.random_reward_p={rate:.3f}")
+        run(CONTROL, out / "control", "--from", str(source), "--seed", str(first), *overrides)
     if args.model == "small":
-        summaries["without Python"] = run(out / "no_tool", *model, "--seed", str(first), "--data=--no-tool")
-    print(f"\n{table(args.model, summaries)}")
+        run("without Python", out / "no_tool", *model, "--seed", str(first), "--data=--no-tool")
+    print(f"\n{table(args.model, results.rows)}")
 
 
 if __name__ == "__main__":

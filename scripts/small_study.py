@@ -1,10 +1,11 @@
 """Why the small model learned: the tables and the picture of docs/small.md, from the runs of `scripts/seeds.py`.
 
     .venv/bin/python scripts/seeds.py --model small            # the runs, hours
-    .venv/bin/python scripts/small_study.py [--runs outputs/seeds_small] [--problems 96] [--picture docs/small.svg]
+    .venv/bin/python scripts/small_study.py [--runs outputs/seeds_small] [--problems 96] [--results FILE]
 
-Evaluates the first seed's model before and after RL again, greedily and with eight samples a problem; the same command
-goes on where it was broken off. Everything else is read from what the runs wrote.
+Counts kinds of errors in what the runs wrote, and evaluates each seed's model before and after RL again, greedily and
+with eight samples a problem. What it finds of a run is a line of FILE, and the run is not studied again: another
+machine can go on with FILE.
 """
 
 import argparse
@@ -13,21 +14,25 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-
-from verl_ext.evaluation.figures import align
-from verl_ext.records.run_record import read_metrics
-from verl_ext.records.samples import Sample, read_dump
-from verl_ext.report.charts import Series, line_chart
-from verl_ext.report.picture import write_picture
+from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "scripts"))
+
+from published import Published  # noqa: E402
+
+from verl_ext.evaluation.figures import align  # noqa: E402
+from verl_ext.plots.charts import Chart, Series  # noqa: E402
+from verl_ext.plots.drawing import write_picture  # noqa: E402
+from verl_ext.records.samples import Sample, read_dump  # noqa: E402
+
 SOURCE = "word_problems"
 CURVES = (  # metric, title, unit
     ("train/acc", "Accuracy in training", "share of rollouts"),
     ("tool/error_rate", "Calls that failed", "share of calls"),
-    ("actor/entropy", "Entropy", "nats per token"),
+    ("actor/entropy_loss", "Entropy", "nats per token"),
     ("response_length/mean", "Response", "tokens"),
 )
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
@@ -75,13 +80,18 @@ def samples_of(run: Path, when: str) -> list[Sample]:
     return [sample for sample in read_dump(dump) if sample.data_source == SOURCE and not sample.failure]
 
 
-def error_table(runs: Sequence[Path]) -> list[list[str]]:
+def shares_of(run: Path, when: str) -> dict[str, float]:
+    """Share of the responses of each kind."""
+    counts = Counter(map(kind_of, samples_of(run, when)))
+    return {kind: counts[kind] / counts.total() for kind in ERRORS}
+
+
+def error_table(studies: Mapping[str, Mapping]) -> list[list[str]]:
     """Share of responses of each kind, before and after RL, of each run."""
-    table = [["of all responses, before -> after RL", *(run.name for run in runs)]]
-    sides = [[Counter(map(kind_of, samples_of(run, when))) for when in ("before", "after")] for run in runs]
+    table = [["of all responses, before -> after RL", *studies]]
     for kind in ERRORS:
-        shares = [" -> ".join(f"{counts[kind] / counts.total():.1%}" for counts in side) for side in sides]
-        table.append([kind, *shares])
+        sides = [[study["errors"][when][kind] for when in ("before", "after")] for study in studies.values()]
+        table.append([kind, *(" -> ".join(f"{share:.1%}" for share in side) for side in sides)])
     return table
 
 
@@ -102,53 +112,52 @@ def examples(run: Path, number: int = 3) -> str:
     return "\n---\n".join(chosen[:number])
 
 
-def evaluated(run: Path, problems: int) -> list[list[str]]:
-    """Greedy accuracy and pass@k of the model before and after RL; evaluates what is not there yet."""
-    table = [["on the first problems of the test", "greedy", "mean of 8", "pass@2", "pass@4", "pass@8"]]
-    for name, model in (("SFT", "sft"), ("after RL", "rl")):
-        row = [name]
-        for kind, n, temperature in (("greedy", 1, 0.0), ("sampled", 8, 1.0)):
-            out = run / "study" / f"{model}_{kind}"
-            subprocess.run(
-                [
-                    *(sys.executable, "-m", "verl_ext.evaluate", "--model", str(run / model / "merged")),
-                    *(
-                        "--config",
-                        "smollm2_dapo",
-                        "--data",
-                        str(run / "data" / "eval.parquet"),
-                        "--limit",
-                        str(problems),
-                    ),
-                    *("--n", str(n), "--temperature", str(temperature), "--out", str(out), "+hardware=cpu_small"),
-                ],
-                cwd=REPO,
-                check=True,
-                stdout=sys.stderr,
-            )
-            result = json.loads((out / "result.json").read_text())
-            row += figures_of(result, n)
-        table.append(row)
-    return table
-
-
-def figures_of(result: dict, n: int) -> list[str]:
-    """Accuracy, and with several samples pass@k, as the result of an evaluation has them."""
-    accuracy = result["evaluation"][SOURCE]["metrics"]["acc/mean@k"]
-    found = [f"{accuracy['value']:.3f} [{accuracy['low']:.3f}, {accuracy['high']:.3f}]"]
-    if n > 1:
-        found += [f"{result['by_k'][SOURCE]['pass@k'][str(k)]['value']:.3f}" for k in (2, 4, 8)]
+def evaluated(run: Path, model: str, problems: int) -> dict[str, Any]:
+    """Greedy accuracy, and accuracy and pass@k of eight samples, of the run's merged model "sft" or "rl"."""
+    found = {}
+    for kind, n, temperature in (("greedy", 1, 0.0), ("sampled", 8, 1.0)):
+        out = run / "study" / f"{model}_{kind}"
+        command = (sys.executable, "-m", "verl_ext.evaluate", "--model", str(run / model / "merged"))
+        data = ("--config", "smollm2_dapo", "--data", str(run / "data" / "eval.parquet"), "--limit", str(problems))
+        sampling = ("--n", str(n), "--temperature", str(temperature), "--out", str(out), "+hardware=cpu_small")
+        subprocess.run([*command, *data, *sampling], cwd=REPO, check=True, stdout=sys.stderr)
+        result = json.loads((out / "result.json").read_text())
+        found[kind] = result["evaluation"][SOURCE]["metrics"]["acc/mean@k"]
+        if n > 1:
+            found["pass@k"] = {k: figure["value"] for k, figure in result["by_k"][SOURCE]["pass@k"].items()}
     return found
 
 
-def curves(runs: Sequence[Path]) -> list[tuple]:
-    """(title, chart) of CURVES, a line per run."""
-    metrics = {run.name: read_metrics(list((run / "rl").glob("metrics-*.jsonl"))) for run in runs}
+def evaluation_table(studies: Mapping[str, Mapping]) -> list[list[str]]:
+    """Greedy accuracy and pass@k before and after RL, of the runs that were evaluated again."""
+
+    def rows() -> Iterator[list[str]]:
+        for run, study in studies.items():
+            for name, found in study.get("evaluated", {}).items():
+                sides = (found["greedy"], found["sampled"])
+                accuracies = [f"{each['value']:.3f} [{each['low']:.3f}, {each['high']:.3f}]" for each in sides]
+                yield [f"{run}, {name}", *accuracies, *(f"{found['pass@k'][str(k)]:.3f}" for k in (2, 4, 8))]
+
+    return [["on the first problems of the test", "greedy", "mean of 8", "pass@2", "pass@4", "pass@8"], *rows()]
+
+
+def study_of(run: Path, problems: int) -> dict[str, Any]:
+    """What is published of a run; the control and the arm without Python are not evaluated again."""
+    study: dict[str, Any] = {"errors": {when: shares_of(run, when) for when in ("before", "after")}}
+    if run.name.startswith("seed_"):
+        models = {"SFT": "sft", "after RL": "rl"}
+        study["evaluated"] = {name: evaluated(run, model, problems) for name, model in models.items()}
+        study["examples"] = examples(run)
+    return study
+
+
+def curves(results: Mapping[str, Mapping]) -> list[Chart]:
+    """Charts of CURVES, a line per run."""
     charts = []
     for key, title, unit in CURVES:
-        lines = [Series(name, *each.curve(key)) for name, each in metrics.items() if each.curve(key)[0]]
+        lines = [Series(run, *each["curves"][key]) for run, each in results.items() if each["curves"][key][0]]
         if lines:
-            charts.append((title, line_chart(lines, x_label="RL step", y_label=unit, title=title)))
+            charts.append(Chart(title, lines, unit, "RL step"))
     return charts
 
 
@@ -156,13 +165,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=REPO / "outputs" / "seeds_small", help="of scripts/seeds.py")
     parser.add_argument("--problems", type=int, default=96, help="evaluated greedily and eight times (default: 96)")
+    parser.add_argument("--results", type=Path, help="default: study.jsonl in --runs")
+    parser.add_argument("--curves", type=Path, help="results of seeds.py (default: results.jsonl in --runs)")
     parser.add_argument("--picture", type=Path, help="SVG file of the curves (default: small.svg in --runs)")
     args = parser.parse_args()
-    runs = sorted(path.parent for path in args.runs.glob("*/summary.json"))
-    if not runs:
+    studies = Published(args.results or args.runs / "study.jsonl")
+    for run in sorted(path.parent for path in args.runs.glob("*/summary.json")):
+        if run.name not in studies.rows:
+            studies.add(run.name, study_of(run, args.problems))
+    if not studies.rows:
         parser.error(f"{args.runs} has no finished run. Make them: .venv/bin/python scripts/seeds.py --model small")
-    write_picture(curves(runs), args.picture or args.runs / "small.svg", columns=2)
-    print(align(error_table(runs)), align(evaluated(runs[0], args.problems)), examples(runs[0]), sep="\n\n")
+    results = Published(args.curves or args.runs / "results.jsonl").rows
+    write_picture(curves(results), args.picture or args.runs / "small.svg", columns=2)
+    print(align(error_table(studies.rows)), align(evaluation_table(studies.rows)), sep="\n\n")
+    for run, study in studies.rows.items():
+        print(f"\n{run}\n{study.get('examples', '')}")
 
 
 if __name__ == "__main__":

@@ -5,18 +5,19 @@
     python scripts/stability_map.py --maps             # the maps alone; runs that are not there are shown as missing
 
 A run is a plain fp32 PyTorch loop (verl_ext/analysis/cell.py) that starts from the quickstart's SFT model and calls the
-objectives' own files. Each run is one file, written when it has ended: a stopped command goes on where it was.
-docs/stability.md says what the maps show.
+objectives' own files. Each run is a line of docs/stability/runs.jsonl, written when it has ended: a stopped command
+goes on where it was, and `--out` makes a map of one's own. docs/stability.md says what the maps show.
 """
 
 import argparse
 import ast
-import json
+import functools
 import os
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -28,8 +29,9 @@ from task import interpreter_output  # noqa: E402
 
 from verl_ext.analysis.cell import Cell, Problem, Task, run_cell  # noqa: E402
 from verl_ext.analysis.preset import RUN  # noqa: E402
-from verl_ext.analysis.stability import read_cells, table, write_maps  # noqa: E402
+from verl_ext.analysis.stability import in_short, read_runs, table, write_maps  # noqa: E402
 from verl_ext.analysis.tiny_model import load_model  # noqa: E402
+from verl_ext.records import durable, jsonl  # noqa: E402
 from verl_ext.settings import compose_run  # noqa: E402
 
 OBJECTIVES = (
@@ -40,6 +42,7 @@ OBJECTIVES = (
 CONDITIONS = ((0, False), (1, False), (4, False), (16, False), (0, True), (4, True))  # staleness, bf16
 SEEDS = (0, 1, 2)
 HELD_OUT = 256  # problems
+RUNS = "runs.jsonl"
 
 _ALLOWED = (ast.Module, ast.Expr, ast.Call, ast.Name, ast.Load, ast.Store, ast.Assign, ast.Constant, ast.BinOp, ast.Add)
 _ALLOWED += (ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Div, ast.UnaryOp, ast.USub)
@@ -78,6 +81,7 @@ def _interpret(code: str) -> str:
     return "NameError: name is not defined"
 
 
+@functools.cache
 def read_task(folder: Path) -> Task:
     """The quickstart's problems, tokenised as its SFT model reads them."""
     import pyarrow.parquet as pq
@@ -96,22 +100,28 @@ def read_task(folder: Path) -> Task:
     return Task(compose_run(RUN), tokenizer, list(problems("rl_train")), list(problems("eval"))[:HELD_OUT], interpret)
 
 
-def run(cell: Cell, quickstart: Path, task: Task, out: Path, steps: int) -> None:
-    """Plays a cell and writes its file, whole or not at all."""
-    began, wall = time.process_time(), time.monotonic()
+def run(cell: Cell, quickstart: Path, steps: int) -> dict:
+    """Plays a cell, on one thread: several side by side share the cores better than one on all."""
+    torch.set_num_threads(1)
+    began = time.process_time()
     config, weights = load_model(quickstart / "sft" / "merged")
-    result = run_cell(cell, config, weights, task, steps=steps)
-    result["cpu_s_per_step"] = (time.process_time() - began) / steps
-    path = out / "cells" / f"{cell.name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(result), encoding="utf-8")
-    os.replace(part, path)
-    print(
-        f"{cell.name}: accuracy {result['before']:.3f} -> {result['after']:.3f}, {time.monotonic() - wall:.0f} s, "
-        f"{result['cpu_s_per_step']:.2f} CPU-s a step",
-        flush=True,
-    )
+    result = in_short(run_cell(cell, config, weights, read_task(quickstart), steps=steps))
+    return result | {"cpu_s_per_step": round((time.process_time() - began) / steps, 2)}
+
+
+def run_missing(missing: Sequence[Cell], out: Path, quickstart: Path, steps: int, processes: int) -> None:
+    """Adds a line for each cell as it ends."""
+    durable.make_folder(out)
+    jsonl.cut_half_line(out / RUNS)
+    play = functools.partial(run, quickstart=quickstart, steps=steps)
+    with get_context("spawn").Pool(processes) as pool:
+        for number, result in enumerate(pool.imap_unordered(play, missing), 1):
+            durable.append_line(out / RUNS, jsonl.dumps(result))
+            print(
+                f"{number}/{len(missing)} {Cell(**result['cell']).name}: accuracy {result['before']:.3f} -> "
+                f"{result['after']:.3f}, {result['cpu_s_per_step']:.2f} CPU-s a step",
+                flush=True,
+            )
 
 
 def chosen(words: Sequence[str]) -> Cell:
@@ -138,18 +148,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cell", nargs=4, metavar=names, help="this run alone")
     parser.add_argument("--maps", action="store_true", help="no run, the maps alone")
     parser.add_argument("--steps", type=int, default=80, help="of a run (default: 80)")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time (default: one a core)")
     parser.add_argument("--quickstart", type=Path, default=Path("outputs/quickstart"), help="has data/ and sft/merged/")
-    parser.add_argument("--out", type=Path, default=Path("outputs/stability"), help="runs, table and maps")
+    parser.add_argument("--out", type=Path, default=REPO / "docs" / "stability", help="of the runs and the maps")
     args = parser.parse_args(argv)
-    torch.set_num_threads(1)  # several of these commands with different --cell share the cores better than one
     try:
         wanted = [chosen(args.cell)] if args.cell else [] if args.maps else cells()
-        missing = [cell for cell in wanted if not (args.out / "cells" / f"{cell.name}.json").is_file()]
+        missing = [cell for cell in wanted if cell not in read_runs(args.out / RUNS)]
         if missing:
-            task = read_task(args.quickstart)
-            for cell in missing:
-                run(cell, args.quickstart, task, args.out, args.steps)
-        found = read_cells(args.out / "cells")
+            run_missing(missing, args.out, args.quickstart, args.steps, args.processes)
+        found = read_runs(args.out / RUNS)
         print(table(OBJECTIVES, CONDITIONS, found))
         for path in write_maps(OBJECTIVES, CONDITIONS, found, args.out):
             print(path)

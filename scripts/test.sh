@@ -34,6 +34,13 @@ bash scripts/setup_env.sh
 PYTHON=.venv/bin/python
 say() { printf '[test] %s\n' "$*"; }
 
+# The viewer's pages are tested in a browser. Where none can be had, those tests skip and say so.
+if ! command -v chromium chromium-browser google-chrome >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "Chromium for the tests of the viewer"
+    timeout 180 bash -c 'apt-get -qq update && apt-get -qq install -y --no-install-recommends chromium' >/dev/null 2>&1 ||
+        say "apt-get could not install it: the tests in a browser are skipped"
+fi
+
 # Temporary files of the tests, pytest's own included, go with this folder. The path is short because Ray puts Unix
 # sockets below it, whose paths end at 107 characters.
 TMPDIR=$(mktemp -d /tmp/retool.XXXXXX)
@@ -83,6 +90,7 @@ SELECTED=0
 SLOW=(-m "slow or gpu" --timeout=1800 --durations=0 --durations-min=5)
 # End-to-end tests that start no training and put no load on the machine that would disturb a unit test.
 NO_TRAINING=(tests/e2e/test_prepare_scale.py tests/e2e/test_sandbox_alone.py)
+ALONE=(tests/e2e/test_quickstart.py) # looks at what is left of a run in /dev/shm, where runs beside it have files too
 
 if [ "$PART" != slow ]; then
     say "ruff and import-linter"
@@ -104,8 +112,10 @@ else
             ;;
     esac
     if [ "$PART" != unit ]; then
-        say "end-to-end tests (a GPU test skips where there is no GPU)"
-        run_pytest "${SLOW[@]}" tests/e2e tests/gpu
+        say "end-to-end tests, two at a time: a run often waits (a GPU test skips where there is no GPU)"
+        run_pytest "${SLOW[@]}" -n 2 "${ALONE[@]/#/--ignore=}" tests/e2e tests/gpu
+        say "end-to-end tests that run alone"
+        run_pytest "${SLOW[@]}" "${ALONE[@]}"
     fi
 fi
 [ "$SELECTED" = 1 ] || exit 5

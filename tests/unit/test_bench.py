@@ -91,13 +91,14 @@ def test_trl_has_the_batch_of_the_tiny_run(load_script):
     assert [sizes[key] for key in ("responses", "mini_batch", "micro_batch")] == [128, 64, 64]
 
 
-RECORD = {  # of a trajectory log: 3 tokens of the model, a tool's output, 2 tokens of the model
+RECORD = {  # 3 tokens of the model, a tool's output, 2 tokens of the model
     "uid": "a",
-    "reward": {"train_acc": 1.0},
+    "acc": 1.0,
     "prompt": "Add.",
     "turns": [
-        {"text": "abc", "tokens": 3, "calls": [{"output": "7"}]},
-        {"text": "de", "tokens": 2, "calls": []},
+        {"role": "model", "text": "abc", "tokens": 3},
+        {"role": "tool", "text": "<7>", "tokens": 3},
+        {"role": "model", "text": "de", "tokens": 2},
     ],
 }
 
@@ -109,16 +110,16 @@ def read(script, **changes):
 def test_a_response_has_the_recorded_tokens_and_the_tools_between(load_script):
     script = load_script("bench_raw_parts")
     found = read(script)
-    assert "".join(map(chr, found.ids)) == "abc\n<interpreter>\n7\n</interpreter>\nde"
+    assert "".join(map(chr, found.ids)) == "abc<7>de"
     assert [found.ids[start : start + length] for start, length in found.turns] == [[97, 98, 99], [100, 101]]
-    other = [{"text": "abc", "tokens": 5, "calls": []}, {"text": "abc", "tokens": 2, "calls": []}]
+    other = [{"role": "model", "text": "abc", "tokens": tokens} for tokens in (5, 2)]
     assert "".join(map(chr, read(script, turns=other).ids)) == "abcccab"
 
 
 def test_groups_with_right_and_wrong_answers_are_trained_first(load_script):
     script = load_script("bench_raw_parts")
     equal = [read(script, uid="equal") for _ in range(2)]
-    mixed = [read(script, uid="mixed", reward={"train_acc": right}) for right in (0.0, 1.0)]
+    mixed = [read(script, uid="mixed", acc=right) for right in (0.0, 1.0)]
     assert script.trained_groups([*equal, *mixed], 1) == [mixed]
     assert script.trained_groups([*equal, *mixed], 8) == [mixed, equal]
 
@@ -132,7 +133,7 @@ def test_a_group_in_one_row_has_loss_and_gradients_of_its_sequences(load_script,
     torch.manual_seed(0)
     config = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, tie_word_embeddings=True, **config))
-    group = [read(script), read(script, turns=[{"text": "wxyz", "tokens": 4, "calls": []}])]
+    group = [read(script), read(script, turns=[{"role": "model", "text": "wxyz", "tokens": 4}])]
 
     loss = script.forward_backward(model, script.as_row(group))
     found = [parameter.grad.clone() for parameter in model.parameters()]

@@ -1,6 +1,5 @@
 """`scripts/compare_objectives.py`: what it runs, what it does not run again, and its tables."""
 
-import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -12,11 +11,15 @@ DIGESTS = {"data/rl_train.parquet": "abc"}
 
 
 @pytest.fixture(scope="module")
-def script():
-    spec = importlib.util.spec_from_file_location("compare_objectives", REPO / "scripts" / "compare_objectives.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(load_script):
+    return load_script("compare_objectives")
+
+
+@pytest.fixture
+def results(script, tmp_path):
+    from published import Published
+
+    return lambda: Published(tmp_path / "docs" / "results.jsonl")  # as each call of the script reads them
 
 
 class Quickstart:
@@ -36,7 +39,9 @@ class Quickstart:
             self.failures[out.name] -= 1
             raise subprocess.CalledProcessError(1, "quickstart")
         if "eval_after" in self.stages:
-            (out / "summary.json").write_text("{}")
+            (out / "summary.json").write_text(json.dumps(summary(0.3, 0.8)))
+            row = {"step": 1, "data": {"train/acc": 0.412345}}
+            (out / "rl" / "metrics-1.jsonl").write_text(f"{json.dumps(row)}\n")
 
 
 def names(fake):
@@ -56,29 +61,39 @@ def test_every_preset_in_every_mode_is_57_runs_of_three_steps_without_an_evaluat
     assert whole == ["--from", "q", "--seed", "2", "--rl", "objective=dapo"]
 
 
-def test_a_finished_run_is_not_run_again_and_a_failed_one_is_tried_once_more(script, tmp_path):
+def test_a_finished_run_is_published_and_not_run_again_and_a_failed_one_is_tried_once_more(script, results, tmp_path):
     cells = list(script.cells_of(["dapo", "sapo", "gmpo"], ["sync"], [0]))
     run = {"source": tmp_path / "q", "digests": DIGESTS, "short": True}
     first = Quickstart({"sapo_sync_0": 2, "gmpo_sync_0": 1})
-    failed = script.run_missing(cells, tmp_path, start=first, **run)
+    failed = script.run_missing(cells, tmp_path, results=results(), start=first, **run)
     assert names(first) == ["dapo_sync_0", *["sapo_sync_0"] * 2, *["gmpo_sync_0"] * 2]
     assert list(failed) == [script.Cell("sapo", "sync", 0)]
     end = failed[script.Cell("sapo", "sync", 0)].splitlines()
     assert end[0].endswith("sapo_sync_0/rl/log.txt:")
     assert end[1:] == [*(f"line {i}" for i in range(19, 30)), "ValueError: sizes"]
-    second = Quickstart()
-    assert script.run_missing(cells, tmp_path, start=second, **run) == {}
+    assert results().rows == {name: {"run": name, "seconds": 20.0} for name in ("dapo_sync_0", "gmpo_sync_0")}
+    second = Quickstart()  # on another machine, which has the results alone
+    assert script.run_missing(cells, tmp_path / "other", results=results(), start=second, **run) == {}
     assert names(second) == ["sapo_sync_0"]  # the next call tries it again, and no other
 
 
-def test_a_comparison_is_done_when_it_is_evaluated(script, tmp_path):
+def test_a_comparison_is_done_when_it_is_evaluated(script, results, tmp_path):
     cell = script.Cell("dapo", "sync", 0)
     run = {"out": tmp_path, "source": tmp_path / "q", "digests": DIGESTS, "short": False}
-    script.run_missing([cell], start=Quickstart(stages=("rl",)), **run)
-    assert not script.is_done(tmp_path / "dapo_sync_0", digests=DIGESTS, short=False)
+    script.run_missing([cell], results=results(), start=Quickstart(stages=("rl",)), **run)
+    assert not results().rows
     again = Quickstart(stages=("rl", "eval_after"))
-    script.run_missing([cell], start=again, **run)
-    assert names(again) == ["dapo_sync_0"] and script.is_done(tmp_path / "dapo_sync_0", digests=DIGESTS, short=False)
+    script.run_missing([cell], results=results(), start=again, **run)
+    (row,) = results().rows.values()
+    assert names(again) == ["dapo_sync_0"] and script.gains_of([row]) == [pytest.approx(0.5)]
+    assert row["curves"]["train/acc"] == [[1], [0.4123]]
+
+
+def test_a_line_that_is_no_result_is_named(results, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "results.jsonl").write_text('{"seconds": 3}\n')
+    with pytest.raises(ValueError, match="line 1: no key 'run'. Expected an object with `run`"):
+        results()
 
 
 def test_runs_of_another_sft_are_not_taken_for_ones_own(script, tmp_path):
@@ -125,12 +140,9 @@ def test_gains_over_sft_by_hand(script):
 
 
 def test_the_picture_has_a_curve_and_a_gain_of_each_objective(script, tmp_path):
-    folders = {("dapo", seed): tmp_path / str(seed) for seed in (0, 1)}
-    for (_, seed), folder in folders.items():
-        (folder / "rl").mkdir(parents=True)
-        rows = [{"step": step, "data": {"train/acc": step / 10 + seed / 10}} for step in (1, 2)]
-        (folder / "rl" / "metrics-1.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    found = {key: summary(0.3, 0.8 + key[1] / 10) for key in folders}
-    script.draw(["dapo", "olmorl"], found, folders, tmp_path / "all.svg")
+    found = {("dapo", seed): summary(0.3, 0.8 + seed / 10) for seed in (0, 1)}
+    for (_, seed), result in found.items():
+        result["curves"] = {"train/acc": [[1, 2], [0.1 + seed / 10, 0.2 + seed / 10]]}
+    script.draw(["dapo", "olmorl"], found, tmp_path / "all.svg")
     picture = (tmp_path / "all.svg").read_text()
     assert "Gain over SFT" in picture and "dapo: 0.15 at 1, 0.25 at 2" in picture and "dapo: 0.55 at 1" in picture

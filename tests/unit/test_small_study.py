@@ -1,6 +1,5 @@
 """`scripts/small_study.py` tells kinds of errors apart by rules."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -17,11 +16,8 @@ BASE |= {"model_turns": 2.0, "response_tokens": 30.0}
 
 
 @pytest.fixture(scope="module")
-def study():
-    spec = importlib.util.spec_from_file_location("small_study", REPO / "scripts" / "small_study.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def study(load_script):
+    return load_script("small_study")
 
 
 def response(code: str, output: str, answer: str) -> dict:
@@ -46,8 +42,20 @@ def test_each_kind_of_error_is_told_by_its_rule(study, tmp_path):
         folder.mkdir(parents=True)
         (folder / "0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [study.kind_of(sample) for sample in read_dump(folder / "0.jsonl")] == [*CASES] == [*study.ERRORS]
-    table = study.error_table([tmp_path / "run"])
-    assert table[0][1] == "run" and {row[1] for row in table[1:]} == {"16.7% -> 16.7%"}
+    found = study.study_of(tmp_path / "run", problems=0)  # no seed: it is not evaluated again
+    table = study.error_table({"control": found})
+    assert table[0][1] == "control" and {row[1] for row in table[1:]} == {"16.7% -> 16.7%"}
+
+
+def test_greedy_accuracy_and_pass_at_k_of_each_run_and_model(study):
+    def found(greedy):
+        mean = {"value": 0.3, "low": 0.2, "high": 0.4}
+        return {"greedy": mean | {"value": greedy}, "sampled": mean, "pass@k": {str(k): k / 10 for k in (1, 2, 4, 8)}}
+
+    studies = {"control": {}, "seed_0": {"evaluated": {"SFT": found(0.35), "after RL": found(0.6)}}}
+    _, *rows = study.evaluation_table(studies)
+    assert rows[0] == ["seed_0, SFT", "0.350 [0.200, 0.400]", "0.300 [0.200, 0.400]", "0.200", "0.400", "0.800"]
+    assert rows[1][:2] == ["seed_0, after RL", "0.600 [0.200, 0.400]"] and len(rows) == 2
 
 
 def test_a_number_printed_with_a_point_is_the_same_number(study, tmp_path):

@@ -32,10 +32,10 @@ from verl_ext.analysis.preset import RUN, Batch, Preset
 from verl_ext.objectives.group_mean import rows_of_groups
 from verl_ext.objectives.grpo_roc import keep, penalty
 from verl_ext.objectives.tir_otb import tir_otb
+from verl_ext.plots.drawing import write_heat_map
 from verl_ext.records.batch_file import RecordedBatch, read_batch
 from verl_ext.records.durable import write_text
 from verl_ext.records.run_folder import training_folder
-from verl_ext.report.heat_map import write_heat_map
 from verl_ext.settings import CONFIGS, compose_run
 
 PLACES = ("start", "end")

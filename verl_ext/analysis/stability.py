@@ -1,6 +1,5 @@
 """What the runs of the stability map say: a table, and a heat map for each of four figures."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -9,7 +8,8 @@ from typing import NamedTuple
 from scipy.special import stdtrit
 
 from verl_ext.analysis.cell import Cell
-from verl_ext.report.heat_map import write_heat_map
+from verl_ext.plots.drawing import write_heat_map
+from verl_ext.records import jsonl
 
 Condition = tuple[int, bool]  # staleness, bf16
 
@@ -34,25 +34,30 @@ class Summary(NamedTuple):
     cosine: float | None
 
 
-def read_cells(folder: Path) -> dict[Cell, dict]:
-    """Each run that is there.
+def read_runs(path: Path) -> dict[Cell, dict]:
+    """Each run of a file, one a line as `in_short` makes it; none where there is no file.
 
     Raises:
-        ValueError: a file is no run, or the runs differ in their number of steps.
+        ValueError: a line is no run, or the runs differ in their number of steps.
     """
-    found = {}
-    for path in sorted(folder.glob("*.json")):
-        try:
-            result = json.loads(path.read_text(encoding="utf-8"))
-            found[Cell(**result["cell"])] = result
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(
-                f"{path} is no run of the map ({error!r}): delete it, and it will be made again."
-            ) from None
+    found: dict[Cell, dict] = {}
+    if path.exists():
+        expected = "a run of the map: delete the line, and the run is made again"
+        found = dict(jsonl.read(path, lambda row: (Cell(**row["cell"]), {"steps": row["steps"]} | row), expected))
     steps = sorted({result["steps"] for result in found.values()})
     if len(steps) > 1:
-        raise ValueError(f"{folder} has runs of {steps} steps: they cannot be compared. Delete those of one kind.")
+        raise ValueError(f"{path} has runs of {steps} steps: they cannot be compared. Delete those of one kind.")
     return found
+
+
+def in_short(result: dict, steps: int = 10) -> dict:
+    """A run of cell.py with the means of each `steps` steps as its rows, in three digits."""
+    rows = []
+    for start in range(0, len(result["rows"]), steps):
+        group = result["rows"][start : start + steps]
+        values = {name: [row[name] for row in group if row.get(name) is not None] for row in group for name in row}
+        rows.append({name: float(f"{fmean(own):.3g}") for name, own in values.items() if own})
+    return result | {"rows": rows}
 
 
 def half_width(values: Sequence[float]) -> float | None:

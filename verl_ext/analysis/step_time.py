@@ -23,8 +23,8 @@ from verl_ext.analysis.calibration import (
 )
 from verl_ext.analysis.schedules import Machine, Step, asynchronous, coarser, partial, sync
 from verl_ext.analysis.workload import Shape, shape_of
-from verl_ext.report.charts import Series, line_chart
-from verl_ext.report.picture import write_picture
+from verl_ext.plots.charts import Chart, Series
+from verl_ext.plots.drawing import write_picture
 
 STALENESS = range(1, 9)
 APART, WITHOUT = "asynchronous", "icepop_onpolicy"  # which has no pass for old log-probs
@@ -115,16 +115,16 @@ def variant_table(found: Sequence[Variant]) -> str:
 def draw_charts(compared: Sequence[Compared], found: Sequence[Variant], out: Path) -> None:
     """The published steps beside simulated ones, and a step's time over staleness."""
     numbers = [each.number for each in compared]
-    steps = line_chart(
+    steps = Chart(
+        "The published run",
         [
             Series("published step", numbers, [each.step_s for each in compared], points=True),
             Series("simulated step", numbers, [each.simulated.step_s for each in compared]),
             Series("published rollouts", numbers, [each.rollout_s for each in compared], points=True),
             Series("simulated rollouts", numbers, [each.simulated.rollout_s for each in compared]),
         ],
-        x_label="step of the published run",
-        y_label="seconds",
-        title="Published and simulated steps",
+        "seconds",
+        "step of the published run",
         include=[0],
     )
     ends = [STALENESS[0], STALENESS[-1]]
@@ -133,13 +133,13 @@ def draw_charts(compared: Sequence[Compared], found: Sequence[Variant], out: Pat
     for name in (APART, f"{APART}, {WITHOUT}"):
         points = [each for each in found if each.name == f"{name}, staleness {each.staleness}"]
         lines.append(Series(name, [each.staleness for each in points], [each.step.step_s for each in points]))
-    modes = line_chart(
+    modes = Chart(
+        "A step in each mode",
         [line for line in lines if line.x],
-        x_label="staleness, versions",
-        y_label="seconds of a step",
-        title="A step in each mode",
+        "seconds of a step",
+        "staleness, versions",
     )
-    write_picture([("The published run", steps), ("A step in each mode", modes)], out, columns=2)
+    write_picture([steps, modes], out, columns=2)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

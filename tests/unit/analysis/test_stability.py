@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from verl_ext.analysis.cell import Cell
-from verl_ext.analysis.stability import read_cells, summarize, table, write_maps
+from verl_ext.analysis.stability import in_short, read_runs, summarize, table, write_maps
 
 CONDITIONS = ((0, False), (4, True))
 
@@ -31,13 +30,14 @@ def test_a_run_that_ends_below_its_start_has_collapsed():
 
 def write(folder, **cell):
     made = result(0.6, cosine=0.5, **cell)
-    (folder / f"{Cell(**made['cell']).name}.json").write_text(json.dumps(made))
+    with open(folder / "runs.jsonl", "a") as file:
+        file.write(json.dumps(made) + "\n")
 
 
 def test_what_is_not_there_is_missing(tmp_path):
     write(tmp_path)
     write(tmp_path, objective="gspo", staleness=4, bf16=True)
-    found = read_cells(tmp_path)
+    found = read_runs(tmp_path / "runs.jsonl")
     printed = table(("dapo", "gspo"), CONDITIONS, found)
     assert "2 of 12 runs are there." in printed and len(printed.splitlines()) == 4
     paths = write_maps(("dapo", "gspo"), CONDITIONS, found, tmp_path)
@@ -51,7 +51,7 @@ def test_what_is_not_there_is_missing(tmp_path):
 
 
 def test_no_run_at_all(tmp_path):
-    assert "0 of 12 runs" in table(("dapo", "gspo"), CONDITIONS, read_cells(tmp_path / "none"))
+    assert "0 of 12 runs" in table(("dapo", "gspo"), CONDITIONS, read_runs(tmp_path / "none"))
     assert write_maps(("dapo",), CONDITIONS, {}, tmp_path)[0].read_text().count(">missing<") == 2
 
 
@@ -59,10 +59,23 @@ def test_runs_of_other_lengths_are_not_mixed(tmp_path):
     write(tmp_path)
     write(tmp_path, seed=1, steps=80)
     with pytest.raises(ValueError, match=r"\[2, 80\] steps"):
-        read_cells(tmp_path)
+        read_runs(tmp_path / "runs.jsonl")
 
 
-def test_a_broken_file_is_named(tmp_path):
-    (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(ValueError, match="x.json is no run"):
-        read_cells(tmp_path)
+def test_a_broken_line_is_named(tmp_path):
+    write(tmp_path)
+    with open(tmp_path / "runs.jsonl", "a") as file:
+        file.write("{}\n")
+    with pytest.raises(ValueError, match=r"runs.jsonl, line 2: no key 'cell'. Expected a run of the map"):
+        read_runs(tmp_path / "runs.jsonl")
+
+
+def test_a_run_in_short_has_the_figures_of_the_whole():
+    whole = result(0.6)
+    whole["rows"] = [row | {"step": i} for i, row in enumerate(whole["rows"] * 10)]
+    whole["rows"][9]["cosine"], whole["rows"][19]["cosine"] = 0.25, 0.75
+    short = in_short(whole)
+    assert [row["step"] for row in short["rows"]] == [4.5, 14.5]
+    assert [row["cosine"] for row in short["rows"]] == [0.25, 0.75]
+    figures, expected = summarize([short]), summarize([whole])
+    assert (figures.masked, figures.cosine) == pytest.approx((expected.masked, expected.cosine))

@@ -1,0 +1,265 @@
+"""What does asynchrony gain where tools are slow, and what does it cost in accuracy? The tiny task in all three modes.
+
+    .venv/bin/python scripts/compare_modes.py                    # sync, colocate_async, separate_async x .5 s, 2 s x 3
+    .venv/bin/python scripts/compare_modes.py --max-runs 1       # the next run that is missing
+    .venv/bin/python scripts/compare_modes.py --show RUN         # what a run took at each step, beside what it drew
+
+Each call of a tool is held back for a log-normal time (slow_sandbox.py). Modes take turns, so that a machine that gets
+slower is slower for all. Prints the table of docs/asynchrony.md. A broken run goes on from its checkpoint. The result
+of a finished one is a line of --results, and the run is not made again. The machine should do nothing else meanwhile.
+"""
+
+import argparse
+import itertools
+import math
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "scripts"))
+
+from compare_objectives import MODES  # noqa: E402
+from published import Published  # noqa: E402
+from slow_sandbox import slow_sandbox  # noqa: E402
+
+from verl_ext.ledger import FILE  # noqa: E402
+from verl_ext.outcome import PromptEnd  # noqa: E402
+from verl_ext.quickstart.supervise import CommandFailed, Supervisor  # noqa: E402
+from verl_ext.records import jsonl, store  # noqa: E402
+from verl_ext.records.run_record import read_metrics  # noqa: E402
+from verl_ext.sandbox.launch import running_server  # noqa: E402
+
+ACCURACY = "val-core/tiny_tools/acc/mean@4"
+OVERRIDES = (
+    "trainer.save_freq=10",
+    "actor_rollout_ref.rollout.val_kwargs.n=4",
+    "retool.sandbox.max_concurrency=1024",  # the sandbox of others is slow, not full
+    "retool.sandbox.queue_timeout_s=600",  # nor is a slow call a lost one
+)
+TARGETS = {0.5: 1.3, 2.0: 2.0}  # mean latency -> how many times sync's trained tokens/s separate_async shall have
+ALLOWED_LOSS = 0.05  # of accuracy, against sync
+WIDTH = 5  # steps in a row of `--show`
+
+
+class Cell(NamedTuple):
+    """One run."""
+
+    mode: str
+    mean_s: float  # of the latency of a call
+    repeat: int
+
+    def __str__(self) -> str:
+        return f"{self.mode}_{self.mean_s:g}s_{self.repeat}"
+
+
+class Group(NamedTuple):
+    """A prompt group, from its trajectories: means over rollouts, but for the latency.
+
+    Attributes:
+        latency_s: of its slowest rollout, generation and tools.
+        model_tokens: a rollout's sampled tokens.
+        calls: a rollout's runs of code.
+        tokens: sampled tokens of all rollouts together.
+    """
+
+    latency_s: float
+    model_tokens: float
+    calls: float
+    acc: float
+    tokens: float
+
+
+def cells_of(means: Sequence[float], modes: Sequence[str], repeats: int) -> Iterator[Cell]:
+    """Modes take turns within a latency, latencies within a repeat."""
+    return (Cell(mode, mean, n) for n, mean, mode in itertools.product(range(repeats), means, modes))
+
+
+def command_of(cell: Cell, steps: int, extra: Sequence[str]) -> list[str]:
+    return [
+        *("bash", str(REPO / "recipe" / "retool" / "run_tiny_dapo.sh"), *MODES[cell.mode], *OVERRIDES),
+        *(f"trainer.total_training_steps={steps}", f"trainer.test_freq={steps}"),
+        *(f"data.seed={cell.repeat}", f"actor_rollout_ref.rollout.seed={cell.repeat}", *extra),
+    ]
+
+
+def run_cell(cell: Cell, source: Path, out: Path, steps: int, extra: Sequence[str], timeout_s: float) -> None:
+    """Start a run, or go on with it.
+
+    Raises:
+        CommandFailed: it failed.
+        TimeoutError: it took too long. It is ended, and the next call goes on from its last checkpoint.
+    """
+    env = {
+        "PYTHON": sys.executable,
+        "DOCTOR": "0",
+        "DATA_DIR": str(source / "data"),
+        "MODEL_PATH": str(source / "sft" / "merged"),
+        "OUTPUT_DIR": str(out),
+    }
+    began = time.monotonic()
+
+    def watch() -> None:
+        if time.monotonic() - began > timeout_s:
+            raise TimeoutError(f"{out} was not done within {timeout_s:g} s. The same command goes on with it.")
+
+    with running_server() as url, slow_sandbox(url, cell.mean_s, cell.repeat) as slow, Supervisor() as supervisor:
+        command = command_of(cell, steps, extra)
+        supervisor.run(command, log=out / "log.txt", env=env | {"SANDBOX_URL": slow}, watch=watch)
+
+
+def steps_of(run: Path) -> Mapping[int, Mapping[str, float]]:
+    return read_metrics(list(run.glob("metrics*.jsonl"))).steps
+
+
+def is_done(run: Path, steps: int) -> bool:
+    return ACCURACY in steps_of(run).get(steps, {})
+
+
+def read_ledger(run: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Step at which each prompt was drawn, and at which each that was trained on was taken; uid -> step."""
+    drawn: dict[str, int] = {}
+    trained: dict[str, int] = {}
+
+    def add(record: Mapping[str, Any]) -> None:
+        drawn.update(dict.fromkeys(record["drawn"], record["step"]))
+        ends = record["ends"].items()
+        trained.update({uid: record["step"] for uid, end in ends if end == PromptEnd.TRAINED.value})
+
+    for _ in jsonl.read(run / FILE, add, "an object with `step`, `drawn` and `ends`"):
+        pass
+    return drawn, trained
+
+
+def read_groups(run: Path) -> dict[str, Group]:
+    """uid -> training group, of all whose rollouts have ended."""
+    rollouts = defaultdict(list)
+    for row in store.rows(run, columns=["uid", "validate", "timings", "model_tokens", "calls", "acc"]):
+        if not row["validate"]:
+            rollouts[row["uid"]].append(row)
+    return {
+        uid: Group(
+            latency_s=max(row["timings"]["generate_s"] + row["timings"]["tool_s"] for row in rows),
+            model_tokens=fmean(row["model_tokens"] for row in rows),
+            calls=fmean(sum(call["status"] != "not_run" for call in row["calls"]) for row in rows),
+            acc=fmean([row["acc"] for row in rows if row["acc"] is not None] or [math.nan]),
+            tokens=sum(row["model_tokens"] for row in rows),
+        )
+        for uid, rows in rollouts.items()
+    }
+
+
+def tokens_per_s(run: Path) -> float:
+    """Sampled tokens of the groups that were trained on, fillers left out, per second of the steps, start-up left out.
+
+    The first two steps of each process are left out as well: they fill caches and the pipeline.
+    """
+    metrics = read_metrics(list(run.glob("metrics*.jsonl")))
+    seconds = {
+        step: data["timing_s/step"]
+        for step, data in metrics.steps.items()
+        if step not in metrics.cold and "timing_s/step" in data
+    }
+    _, trained = read_ledger(run)
+    groups = read_groups(run)
+    return sum(groups[uid].tokens for uid, step in trained.items() if step in seconds) / sum(seconds.values())
+
+
+def taken_table(run: Path) -> str:
+    """In Markdown: of each few steps the groups that were drawn, and those that were trained on, as means."""
+    drawn, trained = read_ledger(run)
+    groups = read_groups(run)
+    head = ["steps", *(f"{name}: drawn, taken" for name in ("latency (s)", "tokens", "calls", "acc")), "age (steps)"]
+    lines = [head, ["---"] * len(head)]
+    for first in range(1, max(trained.values()) + 1, WIDTH):
+        steps = range(first, first + WIDTH)
+        both = [[groups[u] for u, s in which.items() if s in steps and u in groups] for which in (drawn, trained)]
+        fields = ("latency_s", "model_tokens", "calls", "acc")
+        cells = [", ".join(f"{fmean(getattr(g, name) for g in side):.2f}" for side in both) for name in fields]
+        age = fmean(step - drawn[uid] for uid, step in trained.items() if step in steps)
+        lines.append([f"{first}-{steps[-1]}", *cells, f"{age:.2f}"])
+    return _markdown(lines)
+
+
+def mode_table(found: Mapping[Cell, tuple[float, float]], means: Sequence[float]) -> str:
+    """In Markdown: a row per latency and mode.
+
+    Args:
+        found: run -> trained tokens a second, and accuracy at its end.
+    """
+    head = ["latency", "mode", "runs", "trained tokens/s", "against sync", "accuracy", "against sync", "target"]
+    lines = [head, ["---"] * len(head)]
+    for mean, mode in itertools.product(means, MODES):
+        own, sync = ([found[c] for c in found if c.mean_s == mean and c.mode == each] for each in (mode, "sync"))
+        if not own:
+            continue
+        speeds, accs = zip(*own, strict=True)
+        ratio = fmean(speeds) / fmean(speed for speed, _ in sync) if sync else None
+        loss = fmean(accs) - fmean(acc for _, acc in sync) if sync else None
+        target = "-"
+        if mode == "separate_async" and ratio is not None:
+            held = ratio >= TARGETS.get(mean, 1.0), loss >= -ALLOWED_LOSS
+            target = f"x{TARGETS.get(mean, 1.0):g}: {_yes(held[0])}; accuracy: {_yes(held[1])}"
+        compared = ["-", "-"] if ratio is None else [f"x{ratio:.2f}", f"{loss:+.3f}"]
+        lines.append(
+            [f"{mean:g} s", mode, str(len(own)), _spread(speeds, 0), compared[0], _spread(accs, 3), compared[1], target]
+        )
+    return _markdown(lines)
+
+
+def _yes(held: bool) -> str:
+    return "yes" if held else "no"
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    """Mean, and standard deviation over runs."""
+    return f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
+
+
+def _markdown(lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--show", type=Path, metavar="RUN", help="print the table of one RL run, and run nothing")
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="these modes (default: all)")
+    parser.add_argument("--means", type=float, nargs="+", default=list(TARGETS), help="mean latencies in s (.5 2)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--max-runs", type=int, help="end after so many runs")
+    parser.add_argument("--timeout-s", type=float, default=1800, help="end a run that takes longer (default: 1800)")
+    parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
+    parser.add_argument("--out", type=Path, default=REPO / "outputs" / "modes", help="of the runs")
+    parser.add_argument("--results", type=Path, help="default: results.jsonl in --out")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of every run")
+    args = parser.parse_args(argv)
+    if args.show:
+        print(taken_table(args.show))
+        return
+    source, out = args.source.resolve(), args.out.resolve()
+    cells = list(cells_of(args.means, args.mode, args.repeats))
+    try:
+        results = Published(args.results or out / "results.jsonl")
+        missing = [cell for cell in cells if str(cell) not in results.rows]
+        for cell in missing[: args.max_runs]:
+            print(f"== {cell}", flush=True)
+            run = out / str(cell)
+            if not is_done(run, args.steps):
+                run_cell(cell, source, run, args.steps, args.overrides, args.timeout_s)
+            figures = {"tokens_per_s": round(tokens_per_s(run), 1), "accuracy": steps_of(run)[args.steps][ACCURACY]}
+            results.add(str(cell), {"steps": args.steps} | figures)
+    except (CommandFailed, TimeoutError, ValueError) as error:
+        sys.exit(f"compare_modes.py: {error}")
+    rows = {cell: results.rows[str(cell)] for cell in cells if str(cell) in results.rows}
+    if rows:
+        found = {cell: (row["tokens_per_s"], row["accuracy"]) for cell, row in rows.items()}
+        print(f"\n{mode_table(found, args.means)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""`scripts/compare_modes.py`: order of the runs, what they took, the table; and the slow sandbox before them."""
+
+import json
+import math
+import statistics
+import threading
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from verl_ext.records import store
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def script(load_script):
+    return load_script("compare_modes")
+
+
+@pytest.fixture
+def sandbox():
+    """Answers with the program that it got; `seen` has when each call came."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status = 503 if body["code"] == "busy" else 200
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(f"{self.path} {body['code']}".encode())
+
+        def log_message(self, *args):
+            return None
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def post(url, code):
+    request = urllib.request.Request(f"{url}/run_code", json.dumps({"code": code}).encode())
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_delays_are_log_normal_and_depend_on_the_call_alone(script):
+    from slow_sandbox import delay_s
+
+    drawn = [math.log(delay_s(2.0, 0, f"print({i})", 0)) for i in range(4000)]
+    assert statistics.fmean(drawn) == pytest.approx(math.log(2) - 0.5, abs=0.05)
+    assert statistics.stdev(drawn) == pytest.approx(1.0, abs=0.04)
+    assert delay_s(2.0, 0, "a", 0) == delay_s(2.0, 0, "a", 0) == pytest.approx(4 * delay_s(0.5, 0, "a", 0))
+    assert len({delay_s(2.0, *call) for call in ((0, "a", 0), (1, "a", 0), (0, "b", 0), (0, "a", 1))}) == 4
+    assert delay_s(0.0, 0, "a", 0) == 0.0
+
+
+def test_the_proxy_hands_on_calls_and_answers(script, sandbox):
+    with script.slow_sandbox(sandbox, mean_s=0.0, seed=0) as url, ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(lambda i: post(url, f"p{i}"), range(16)))
+        assert answers == [(200, f"/run_code p{i}") for i in range(16)]
+        assert post(url, "busy") == (503, "/run_code busy")
+
+
+def test_the_proxy_says_that_nothing_is_behind_it(script):
+    with script.slow_sandbox("http://127.0.0.1:1", mean_s=0.0, seed=0) as url:
+        status, text = post(url, "p")
+    assert status == 502 and "refused" in text
+
+
+def test_calls_are_held_back_side_by_side(script, sandbox, monkeypatch):
+    import slow_sandbox
+
+    barrier = threading.Barrier(8, timeout=5)
+    monkeypatch.setattr(slow_sandbox.time, "sleep", lambda seconds: barrier.wait())  # passes when all eight are there
+    with script.slow_sandbox(sandbox, mean_s=1.0, seed=0) as url, ThreadPoolExecutor(8) as pool:
+        assert {status for status, _ in pool.map(lambda i: post(url, f"p{i}"), range(8))} == {200}
+
+
+def test_modes_take_turns(script):
+    cells = list(script.cells_of([0.5, 2.0], ["sync", "separate_async"], 2))
+    assert list(map(str, cells)) == [
+        *("sync_0.5s_0", "separate_async_0.5s_0", "sync_2s_0", "separate_async_2s_0"),
+        *("sync_0.5s_1", "separate_async_0.5s_1", "sync_2s_1", "separate_async_2s_1"),
+    ]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Groups a (2 x 10 tokens) and b (2 x 30), drawn in step 1; a trained in step 3, b in 4; c is equal."""
+
+    def row(uid, tokens, seconds, calls=1):
+        ran = [{"status": "ok"}] * calls + [{"status": "not_run"}]
+        times = {"generate_s": 0.5, "tool_s": seconds}
+        return {"uid": uid, "validate": False, "timings": times, "model_tokens": tokens, "acc": 0.5, "calls": ran}
+
+    groups = [row("a", 10, 1.0), row("a", 10, 2.5), row("b", 30, 9.0), row("b", 30, 1.0), row("c", 7, 1.0)]
+    rows = [*groups, row("v", 99, 1.0) | {"validate": True}]
+    store.write(store.path_of(tmp_path, "trajectories", 4), "trajectories", rows)
+    records = [
+        {"step": 1, "drawn": {"a": "p", "b": "q", "c": "r"}, "ends": {"c": "equal"}},
+        {"step": 3, "drawn": {}, "ends": {"a": "trained"}},
+        {"step": 4, "drawn": {}, "ends": {"b": "trained"}},
+    ]
+    (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    steps = [{"step": step, "data": {"timing_s/step": 2.0}} for step in range(1, 5)]
+    steps[-1]["data"]["val-core/tiny_tools/acc/mean@4"] = 0.75
+    (tmp_path / "metrics-1.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in steps))
+    return tmp_path
+
+
+def test_trained_tokens_per_second_are_of_warm_steps(script, run):
+    assert script.tokens_per_s(run) == (20 + 60) / (2 + 2)  # steps 3 and 4; steps 1 and 2 are cold
+
+
+def test_a_run_is_done_with_the_accuracy_of_its_last_step(script, run, tmp_path):
+    assert script.is_done(run, 4) and not script.is_done(run, 5) and not script.is_done(tmp_path / "none", 4)
+
+
+def test_what_was_taken_stands_beside_what_was_drawn(script, run):
+    row = script.taken_table(run).splitlines()[2]
+    assert row == "| 1-5 | 4.67, 6.25 | 15.67, 20.00 | 1.00, 1.00 | 0.50, 0.50 | 2.50 |"  # latencies 3, 9.5, 1.5
+
+
+def test_the_table_compares_with_sync_at_the_same_latency(script):
+    found = {
+        script.Cell("sync", 0.5, 0): (100.0, 0.90),
+        script.Cell("sync", 0.5, 1): (120.0, 0.92),
+        script.Cell("separate_async", 0.5, 0): (165.0, 0.85),
+        script.Cell("separate_async", 2.0, 0): (50.0, 0.9),
+    }
+    assert script.mode_table(found, [0.5, 2.0]).splitlines()[2:] == [
+        "| 0.5 s | sync | 2 | 110 ± 14 | x1.00 | 0.910 ± 0.014 | +0.000 | - |",
+        "| 0.5 s | separate_async | 1 | 165 | x1.50 | 0.850 | -0.060 | x1.3: yes; accuracy: no |",
+        "| 2 s | separate_async | 1 | 50 | - | 0.900 | - | - |",
+    ]
+
+
+def test_a_finished_run_is_published_and_not_run_again(script, run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "sync_2s_0").symlink_to(run)
+    began = []
+    monkeypatch.setattr(script, "run_cell", lambda cell, *_: began.append(str(cell)))
+    options = ["--means", "2", "--steps", "4", "--repeats", "1", "--mode", "sync", "--out", str(tmp_path)]
+    script.main(options)
+    row = {"run": "sync_2s_0", "steps": 4, "tokens_per_s": 20.0, "accuracy": 0.75}
+    assert [json.loads(line) for line in open(tmp_path / "results.jsonl")] == [row] and not began
+    (tmp_path / "sync_2s_0").unlink()  # another machine
+    script.main(options)
+    assert not began and "| 2 s | sync | 1 | 20 | x1.00 | 0.750 | +0.000 | - |" in capsys.readouterr().out
+
+
+def test_a_run_that_takes_too_long_is_ended_and_named(script, monkeypatch, tmp_path):
+    class Supervisor:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            return None
+
+        def run(self, command, *, log, env, watch):
+            assert env["SANDBOX_URL"].startswith("http://127.0.0.1:") and "data.seed=2" in command
+            watch()
+
+    monkeypatch.setattr(script, "Supervisor", Supervisor)
+    monkeypatch.setattr(script, "running_server", lambda: __import__("contextlib").nullcontext("http://127.0.0.1:1"))
+    with pytest.raises(TimeoutError, match="was not done within -1 s. The same command goes on"):
+        script.run_cell(script.Cell("sync", 0.5, 2), tmp_path, tmp_path / "out", 30, [], -1)
