@@ -17,9 +17,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Processes for `-n auto`: two for unit tests, none beside this one for the end-to-end tests, which take all cores.
+    """Processes for `-n auto`: two for unit tests, none beside this one for the end-to-end tests.
 
-    Nor for one file or test, which two processes would not share.
+    One of those may not run beside others; scripts/test.sh runs the rest two at a time. Two processes would not share
+    one file or test.
     """
     fast = config.option.markexpr == FAST
     whole = all(Path(argument).is_dir() for argument in config.args)

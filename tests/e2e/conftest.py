@@ -1,9 +1,13 @@
 """What the end-to-end tests share: the tiny task with few rows, and helpers to run the real commands on it."""
 
+import atexit
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import uuid4
@@ -14,8 +18,14 @@ from tests.processes import kill_tree
 from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
 
 REPO = Path(__file__).resolve().parents[2]
-MARK = "RETOOL_E2E"  # in the environment of every process that these tests start
-os.environ.setdefault(MARK, uuid4().hex)  # pytest may import this file under two names
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")  # "gw0", or "" where all tests run in one process
+MARK = f"RETOOL_E2E{WORKER}"  # in the environment of every process that these tests start
+if WORKER and MARK not in os.environ:  # pytest may import this file under two names
+    # Runs of two workers stand side by side: below this folder Ray notes which cluster was started last.
+    os.environ["TMPDIR"] = os.environ["RAY_TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=f"{WORKER}-")
+    os.chmod(tempfile.tempdir, 0o711)  # the sandbox, run as root, has programs below it run as another user
+    atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
+os.environ.setdefault(MARK, uuid4().hex)
 OWN_SERVER = {EXECUTABLE_VARIABLE: ""}  # for `launch` and `pipeline`, see `python`
 SMALL_DATA = ["--data=--sft=2000", "--data=--rl=256", "--data=--test=16", "--data=--ood=8"]
 
@@ -36,9 +46,14 @@ def python() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def small(python: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A quickstart folder with data, a model after 30 steps of SFT, and its merged weights."""
-    out = tmp_path_factory.mktemp("small")
-    pipeline(out, "--stage=data", "--stage=sft", "--stage=merge", "--sft=trainer.total_training_steps=30")
+    """A quickstart folder with data, a model after 30 steps of SFT, and its merged weights; of all workers."""
+    folder = tmp_path_factory.getbasetemp()
+    out = (folder.parent if WORKER else folder) / "small"
+    with open(out.with_suffix(".lock"), "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.fstat(lock.fileno()).st_size:
+            pipeline(out, "--stage=data", "--stage=sft", "--stage=merge", "--sft=trainer.total_training_steps=30")
+            lock.write("made\n")
     return out
 
 
@@ -51,6 +66,15 @@ def vllm(python: str, small: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     log = tmp_path_factory.mktemp("vllm") / "server.log"
     with serve(python, small / "sft" / "merged", log, *options) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list]:
+    """A folder with a model of random weights, version 0, and its versions 0, 1, 2; see versions.py."""
+    from tests.e2e.versions import build_versions
+
+    folder = tmp_path_factory.mktemp("versions")
+    return folder, build_versions(folder)
 
 
 def pipeline(out: Path, *arguments: str, timeout_s: float = 900, **environment: str) -> str:
@@ -76,11 +100,14 @@ def launch(script: str, log: Path, *overrides: str, **environment: str) -> subpr
 
 
 def run_to_end(process: subprocess.Popen, log: Path, timeout_s: float = 600) -> None:
-    """Wait for a launcher, and fail with the end of its log unless it succeeds."""
+    """Wait for a launcher, and fail with the end of its log unless it succeeds in time."""
     try:
-        assert process.wait(timeout_s) == 0, log.read_text(errors="replace")[-4000:]
+        status = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        status = f"none after {timeout_s:.0f} s"
     finally:
         kill_tree(process.pid)
+    assert status == 0, f"exit status {status}; the log ends with:\n{log.read_text(errors='replace')[-4000:]}"
 
 
 def read_metrics(folder: Path, keep: Callable[[dict], bool] = lambda data: True) -> list[tuple[int, dict]]:

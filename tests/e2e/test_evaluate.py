@@ -17,7 +17,7 @@ import pytest
 from tests.e2e.conftest import REPO
 from tests.processes import kill_tree
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 PROBLEMS = 16
 SAME = ("input", "output", "model_spans", "finish_reason", "tool_calls", "tool_errors", "acc", "pred")
 

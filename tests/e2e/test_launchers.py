@@ -12,7 +12,7 @@ from verl_ext.cpu.warm_python import ENVIRONMENT
 from verl_ext.memory.shape import read_shape
 from verl_ext.sandbox import running_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_sft(small: Path, python: str, tmp_path: Path) -> None:

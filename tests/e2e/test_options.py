@@ -14,9 +14,10 @@ import pytest
 from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
 from tests.e2e.loggers import read_tensorboard, read_wandb
 from tests.e2e.test_resume import optimizer_steps
+from verl_ext.records import store
 from verl_ext.sandbox.launch import running_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 LR = 1e-4
 OVERRIDES = [
@@ -92,8 +93,7 @@ def test_the_groups_have_the_sizes_of_their_phase_and_difficulty_and_baselines_o
     data = pd.read_parquet(run.parent / "data" / "rl_train.parquet")
     rate_of = dict(zip((info["index"] for info in data["extra_info"]), data["pass_rate"], strict=True))
     assert len(rate_of) == len(data)
-    records = [json.loads(line) for path in (run / "trajectories").iterdir() for line in open(path)]
-    problem_of = {record["uid"]: record["index"] for record in records}
+    problem_of = {record["uid"]: record["index"] for record in store.rows(run, columns=("uid", "index"))}
     batches = [json.loads(line) for line in open(run / "batches.jsonl")]
     assert len(batches) == 6
     sizes = Counter()

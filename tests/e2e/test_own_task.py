@@ -1,6 +1,5 @@
 """The commands of docs/own_task.md, as the page has them, but for their folder, the sandbox's address and Python."""
 
-import json
 import os
 import re
 import subprocess
@@ -11,9 +10,10 @@ import pytest
 
 from tests.e2e.conftest import REPO
 from tests.processes import kill_tree
+from verl_ext.records import store
 from verl_ext.sandbox.launch import running_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_the_commands_of_the_page_run_the_example(python: str, tmp_path: Path) -> None:
@@ -34,9 +34,8 @@ def test_the_commands_of_the_page_run_the_example(python: str, tmp_path: Path) -
     said = (tmp_path / "log.txt").read_text(errors="replace")
     assert code == 0, said[-4000:]
     assert "leaves out the tools" not in said, "the template that the page copies shows them"
-    files = (tmp_path / "rl" / "trajectories").iterdir()
-    trajectories = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    trajectories = list(store.rows(tmp_path / "rl"))
     assert len(trajectories) >= 128
     for trajectory in trajectories:
         assert '"name": "price_of"' in trajectory["prompt"] and "code_interpreter" not in trajectory["prompt"]
-        assert trajectory["reward"]["method"] == "bill", "scored by the verifier of the page"
+        assert trajectory["verdict"]["rule"] == "bill", "scored by the verifier of the page"

@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.conftest import MARK, OWN_SERVER, REPO, SMALL_DATA, pipeline, read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 OVERRIDES = [
     "--sft=trainer.total_training_steps=30",

@@ -1,7 +1,6 @@
 """`+repeatable=cpu`: two runs of the real stack with one seed have equal metrics."""
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -9,9 +8,10 @@ from types import ModuleType
 import pytest
 
 from tests.e2e.conftest import OWN_SERVER, REPO, launch, run_to_end
+from verl_ext.records import store
 from verl_ext.sandbox.launch import running_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 OVERRIDES = (
     "+repeatable=cpu",
@@ -58,10 +58,9 @@ def compare() -> ModuleType:
 
 def rollouts(out: Path) -> list[tuple]:
     """What the model and the tools wrote, and what it earned."""
-    records = [json.loads(line) for path in (out / "trajectories").iterdir() for line in open(path)]
     return sorted(
-        (r["uid"], r["session"], r["prompt"], repr([turn["text"] for turn in r["turns"]]), r["reward"]["train_acc"])
-        for r in records
+        (r["uid"], r["session"], r["prompt"], repr([turn["text"] for turn in r["turns"]]), r["score"])
+        for r in store.rows(out)
     )
 
 

@@ -21,7 +21,7 @@ from verl_ext.evaluation.settings import load_config
 from verl_ext.ledger import read_tally
 from verl_ext.sandbox.launch import running_server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SFT = [
     "trainer.total_training_steps=14",

@@ -4,7 +4,6 @@ It is killed after the first step of RL, and the same command goes on from there
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -15,7 +14,7 @@ import pytest
 from tests.e2e.conftest import REPO, read_metrics
 from tests.processes import kill_tree
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 # The pipeline starts run_smollm2_sft.sh and run_smollm2_dapo.sh.
 ROWS = ["--data=--sft=40", "--data=--sft-val=4", "--data=--rl=40", "--data=--test=6", "--data=--svamp=2"]
@@ -23,7 +22,7 @@ STEPS = [
     *("--sft=trainer.total_training_steps=2", "--sft=data.train_batch_size=4", "--sft=trainer.save_freq=2"),
     *("--rl=trainer.total_training_steps=2", "--rl=trainer.save_freq=1", "--rl=data.train_batch_size=2"),
     *("--rl=actor_rollout_ref.actor.ppo_mini_batch_size=2", "--rl=actor_rollout_ref.rollout.n=4"),
-    *("--rl=algorithm.filter_groups.max_num_gen_batches=1", "--rl=data.max_response_length=96"),
+    *("--rl=algorithm.filter_groups.max_num_gen_batches=6", "--rl=data.max_response_length=96"),
     # After 2 steps of SFT every answer is wrong: equal rewards, no gradient. Random ones make the updates real.
     "--rl=+reward.reward_kwargs.random_reward_p=0.5",
     # The trainer's own old log-probs, so that they can be compared with vLLM's.
@@ -32,18 +31,16 @@ STEPS = [
 
 
 def start(out: Path, log: Path) -> subprocess.Popen:
-    # Other work on the machine would wait for threads that spin.
-    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
     command = [sys.executable, "-m", "verl_ext.quickstart", "--model", "small", "--out", str(out), *ROWS, *STEPS]
     with open(log, "w") as output:
-        return subprocess.Popen(command, cwd=REPO, env=environment, stdout=output, stderr=output)
+        return subprocess.Popen(command, cwd=REPO, stdout=output, stderr=output)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Its folder, and what the second start printed."""
     out, log = tmp_path_factory.mktemp("small"), tmp_path_factory.mktemp("logs") / "output.txt"
-    first, deadline = start(out, log), time.time() + 900
+    first, deadline = start(out, log), time.time() + 1500
     try:
         while not read_metrics(out / "rl"):  # a step's are written after its checkpoint
             assert first.poll() is None and time.time() < deadline, log.read_text()
@@ -52,7 +49,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         kill_tree(first.pid)
     second = start(out, log)
     try:
-        assert second.wait(900) == 0, log.read_text()
+        assert second.wait(1500) == 0, log.read_text()
     finally:
         kill_tree(second.pid)
     return out, log.read_text()
@@ -82,6 +79,6 @@ def test_vllm_and_the_actor_agree_after_an_update(run: tuple[Path, str]):
     assert [step for step, _ in metrics] == [1, 2]
     for _, data in metrics:
         correlation = data["training/rollout_actor_probs_pearson_corr"]
-        print(f"fp32: correlation {correlation:.6f}, mean difference {data['training/rollout_probs_diff_mean']:.2e}")
+        print(f"correlation {correlation:.6f}, mean difference {data['training/rollout_probs_diff_mean']:.2e}")
         assert correlation > 0.999
         assert data["actor/grad_norm"] > 0

@@ -27,7 +27,7 @@ def log_probs_of(logits, labels, *, keep_logits: bool = False):
     Args:
         logits: bf16[T, V].
         labels: int64[T].
-        keep_logits: the gradient is beside them, as where the entropy is wanted.
+        keep_logits: the gradient is beside them.
     """
     import torch
 

@@ -83,12 +83,12 @@ def check_buckets(context: Context) -> Iterator[Row]:
     large = _random_bits(context)
     weights = {"first": large[: len(large) // 30], "large": large, "odd": large[:7], "last": large[-len(large) // 40 :]}
     expected = {name: digest(weight) for name, weight in weights.items()}
-    spawn = multiprocessing.get_context("spawn")
-    outbox = spawn.Queue()
+    start_by = multiprocessing.get_context("spawn" if context.is_cuda else "fork")  # which spares verl's imports
+    outbox = start_by.Queue()
     with tempfile.TemporaryDirectory() as folder:  # the path of a socket ends at 107 characters
         handle = f"ipc://{folder}/weights.sock"
         device = "cuda:0" if context.is_cuda else "cpu"
-        process = spawn.Process(target=receive_buckets, args=(handle, device, outbox))
+        process = start_by.Process(target=receive_buckets, args=(handle, device, outbox))
         process.start()
         sender = BucketedWeightSender(handle, bucket_size_mb=512, use_shm=not is_support_ipc())
         start = time.monotonic()

@@ -2,9 +2,10 @@
 
 import asyncio
 import importlib.util
+import logging
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,6 +16,13 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 
 os.environ["VERL_USE_EXTERNAL_MODULES"] = "verl_ext"  # as the launchers do; read when verl is imported
+
+
+@pytest.fixture(autouse=True)
+def all_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM's import of model_hosting_container_standards sets the root logger, and pytest's handler there, to ERROR."""
+    logging.getLogger().setLevel(logging.WARNING)
+    caplog.handler.setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")
@@ -28,6 +36,16 @@ def load_script() -> Callable[[str], ModuleType]:
         return module
 
     return load
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
@@ -185,7 +203,7 @@ def roll_out() -> Callable[..., Any]:
             "max_malformed_calls": 3,
             "max_tool_response_tokens": 48,
             "traceback": "last_line",
-            "trajectory_log": {"enable": False},
+            "recorder": {"enable": False},
         } | settings
         config = OmegaConf.create(
             {

@@ -282,6 +282,13 @@ def test_every_run_shards_by_fsdp2_as_those_do_that_were_run(run: str):
         assert {config.actor_rollout_ref[part].strategy for part in ("actor", "ref")} == {"fsdp2"}
 
 
+@pytest.mark.parametrize("run", RUNS)
+def test_every_run_has_adamws_fused_kernel(run: str):
+    config = composed_once(run)
+    optim = config.optim if run in SFT_RUNS else config.actor_rollout_ref.actor.optim
+    assert optim.override_optimizer_config.fused is True, "foreach takes 4 bytes per parameter more"
+
+
 @pytest.mark.parametrize("run", SFT_RUNS)
 def test_sft_batches_divide_and_sequences_fit(run: str):
     config = composed_once(run)
@@ -315,12 +322,12 @@ def test_every_class_that_a_config_names_exists(run: str):
 
 
 @pytest.mark.parametrize("run", RL_RUNS)
-def test_the_workers_of_a_run_write_its_trajectories(run: str):
-    from verl_ext.records.trajectories import check_trajectory_log
+def test_the_workers_of_a_run_tell_its_recorder(run: str):
+    from verl_ext.trainer.run_records import check_recorder
 
     config = composed_once(run)
-    assert config.retool.trajectory_log.enable
-    check_trajectory_log(config)
+    assert config.retool.recorder.enable and "trajectory_log" not in config.retool
+    check_recorder(config)
 
 
 def test_separate_rollouts_on_a_cpu_have_what_verl_wants():

@@ -137,6 +137,20 @@ def test_a_command_that_is_broken_off_leaves_the_rows_of_the_stages_before(two_s
     assert [row["ok"] for row in one["rows"]] == [False] and [row["ok"] for row in two["rows"]] == [True, None]
 
 
+def sleeps(context):
+    yield Row("first", "1", "1", True)
+    time.sleep(60)
+
+
+def test_all_stages_together_end_after_the_minutes_of_the_command(two_stages, tmp_path):
+    assert command.parse([], ["one"]).minutes == 30
+    two_stages[0] = Stage("one", "first", (), sleeps)
+    assert command.main(["--device=cpu", f"--out={tmp_path}", "--minutes=0.03"]) == 1
+    one, two = json.loads((tmp_path / "acceptance.json").read_text())
+    assert "not done after 1 s" in one["error"] and [row["what"] for row in one["rows"]] == ["first"]
+    assert two["not_run"] == "0.03 minutes were over; run it alone"
+
+
 def test_results_that_cannot_be_read_are_said_before_a_stage_runs_and_are_left(two_stages, tmp_path, capsys):
     (tmp_path / "acceptance.json").write_text("[{")
     with pytest.raises(SystemExit, match="acceptance.json: JSONDecodeError.*Move the file away"):

@@ -85,8 +85,12 @@ def test_launcher_names_the_missing_input(run: str, variable: str, key: str, tmp
 def test_the_small_run_takes_a_gpu_or_a_cpu_and_a_model_of_the_hub(run: str, tmp_path: Path):
     """By one command: without a GPU the launcher adds what a CPU needs, before the user's own overrides."""
     shows = tmp_path / "python"
-    shows.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "${HF_HUB_OFFLINE-}" "${OMP_NUM_THREADS-}" "$@"\n')
+    names = ("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "ONEDNN_DEFAULT_FPMATH_MODE")
+    shown_first = " ".join(f'"${{{name}-}}"' for name in names)
+    shows.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" {shown_first} "$@"\n')
     shows.chmod(0o755)
+    flags = Path("/proc/cpuinfo").read_text().split()
+    rounds = "BF16" if {"amx_bf16", "avx512_bf16"} & {*flags} else ""
     env = {"PYTHON": str(shows), "OUTPUT_DIR": str(tmp_path / "out"), "DATA_DIR": str(tmp_path)}
 
     def shown(**more: str) -> list[str]:
@@ -94,13 +98,16 @@ def test_the_small_run_takes_a_gpu_or_a_cpu_and_a_model_of_the_hub(run: str, tmp
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
-    offline, threads, *argv = shown(RETOOL_HARDWARE="cpu", MODEL_PATH="owner/name")
+    offline, threads, spin, mode, *argv = shown(RETOOL_HARDWARE="cpu", MODEL_PATH="owner/name")
     group = "+hardware=cpu_small" + ("_sft" if run.endswith("sft") else "")
     assert (offline, threads) == ("0", str(len(os.sched_getaffinity(0)))) and group in argv
+    assert (spin, mode) == ("300000", rounds)
+    strict = shown(RETOOL_HARDWARE="cpu", MODEL_PATH="owner/name", ONEDNN_DEFAULT_FPMATH_MODE="STRICT")
+    assert strict[3] == "STRICT"  # the user's stays
     assert any(argument.endswith("model.path='owner/name'") for argument in argv)
     composed(run, [group])  # there is such a group
-    offline, threads, *argv = shown(RETOOL_HARDWARE="gpu", MODEL_PATH=str(tmp_path))
-    assert (offline, threads) == ("", "") and not [argument for argument in argv if "hardware" in argument]
+    on_gpu = shown(RETOOL_HARDWARE="gpu", MODEL_PATH=str(tmp_path))
+    assert on_gpu[:4] == [""] * 4 and not [argument for argument in on_gpu if "hardware" in argument]
     missing = launch(run, cwd=tmp_path, **(env | {"MODEL_PATH": "/nowhere"}))
     assert missing.returncode == 1 and "MODEL_PATH=/nowhere does not exist." in missing.stderr
 
@@ -198,6 +205,8 @@ with open(sys.argv[1], "w") as file:
 """
 
 
+# No test starts these; the other launchers make steps in tests/e2e.
+ON_A_CPU = ("qwen2-7b_dapo", "qwen2-7b_sft", "qwen3-4b_dapo")
 Printed = dict[str, subprocess.CompletedProcess]  # by run
 
 
@@ -217,8 +226,11 @@ def refused(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[
     folder = tmp_path_factory.mktemp("refused")
     for run, result in printed.items():
         (folder / f"{run}.yaml").write_text(result.stdout)
+    for run in ON_A_CPU:
+        composed_run = composed(run, ["+hardware=cpu_tiny" + "_sft" * run.endswith("_sft")])
+        OmegaConf.save(composed_run, folder / f"{run}+cpu_tiny.yaml", resolve=True)
     done = subprocess.run(
-        [sys.executable, "-c", ACCEPT, str(folder / "answer.json"), *(str(folder / f"{run}.yaml") for run in RUNS)],
+        [sys.executable, "-c", ACCEPT, str(folder / "answer.json"), *map(str, sorted(folder.glob("*.yaml")))],
         cwd=ROOT,
         env={**os.environ, "VERL_USE_EXTERNAL_MODULES": "verl_ext"},
         capture_output=True,
@@ -239,3 +251,10 @@ def test_verl_accepts_what_the_launcher_prints(run: str, printed: Printed, refus
     published = {key: value for key, value in PUBLISHED.get(run, {}).items() if key != "trainer.save_freq"}
     assert {key: OmegaConf.select(config, key) for key in published} == published
     assert run not in refused, refused[run]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("run", ON_A_CPU)
+def test_verl_accepts_on_a_cpu_what_no_test_starts_there(run: str, refused: dict[str, str]):
+    assert f"{run}+cpu_tiny" not in refused, refused[f"{run}+cpu_tiny"]

@@ -138,6 +138,36 @@ def test_other_paths_and_runs_without_an_agent_loop_stay():
         assert OmegaConf.to_container(before) == config
 
 
+@pytest.mark.parametrize(
+    ("old", "key", "expected"),
+    [
+        ("enable=false", "enable", False),
+        ("max_mb=512", "max_gb", 2.0),  # MB of a file x 4 files x the one worker of this run
+        ("max_files=8", "max_gb", 2.0),
+        ("folder=elsewhere", "enable", True),
+    ],
+)
+def test_the_trajectory_log_of_before_is_the_recorder_with_a_warning(old, key, expected):
+    from verl_ext.settings import compose_run
+
+    told = "trainer.default_local_dir/records" if "folder" in old else f"retool.recorder.{key}"
+    with pytest.warns(FutureWarning, match=f"retool.trajectory_log.{old.partition('=')[0]} is now .*{told}"):
+        config = compose_run("tiny_dapo", [f"retool.trajectory_log.{old}"])
+    assert config.retool.recorder[key] == expected and "trajectory_log" not in config.retool
+
+
+def test_a_saved_config_of_before_is_mapped_and_one_of_now_is_not_warned_of(tmp_path):
+    old = {"retool": {"trajectory_log": {"enable": True, "folder": "x", "max_mb": 64, "max_files": 4}, "recorder": {}}}
+    config = OmegaConf.create(old)
+    with pytest.warns(FutureWarning):
+        moved.rename_keys(config)
+    assert OmegaConf.to_container(config) == {"retool": {"recorder": {"enable": True, "max_gb": 0.25}}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        moved.rename_keys(OmegaConf.create({"retool": {"trajectory_log": {"enable": None}}, "data": {}}))
+        moved.rename_keys(OmegaConf.create({"data": {}}))
+
+
 def test_composing_a_run_renames_it():
     from verl_ext.evaluation.settings import load_config
     from verl_ext.settings import compose_run

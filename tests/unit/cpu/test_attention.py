@@ -136,3 +136,40 @@ def test_a_packed_batch_gives_qwen2_the_logits_of_each_sequence_alone(cpu_platfo
         packed = flash(input_ids=torch.cat(sequences)[None], position_ids=positions[None], use_cache=False).logits[0]
         alone = [eager(input_ids=sequence[None], use_cache=False).logits[0] for sequence in sequences]
     torch.testing.assert_close(packed, torch.cat(alone), rtol=0, atol=1e-5)
+
+
+def test_where_products_are_rounded_those_of_attention_are_not_in_both_directions(monkeypatch):
+    import torch
+    import torch.nn.functional as F
+
+    from verl_ext.cpu.attention import flash_attn_func, flash_attn_varlen_func
+
+    seen, attention = [], F.scaled_dot_product_attention
+
+    def watched(*args, **kwargs):
+        seen.append(torch.get_float32_matmul_precision())
+        out = attention(*args, **kwargs)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: seen.append(torch.get_float32_matmul_precision()))
+        return out
+
+    def with_gradients(attend, inputs, *options):
+        out = attend(*inputs, *options, causal=True)
+        return out, *torch.autograd.grad(out.square().sum(), inputs)
+
+    inputs = [each.detach().float().requires_grad_() for each in random_qkv(2, 7, 4, 8)]
+    packed = [each.detach().flatten(0, 1).requires_grad_() for each in inputs]
+    cases = (flash_attn_func, inputs), (flash_attn_varlen_func, packed, *2 * [cumulative([7, 7])], 7, 7)
+    expected = [with_gradients(*case) for case in cases]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        ours = [with_gradients(*case) for case in cases]
+        with torch.no_grad():
+            flash_attn_func(*inputs, causal=True)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == 7 * ["highest"]  # three segments forward and backward, and one without gradients
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0)

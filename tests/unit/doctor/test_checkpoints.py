@@ -123,30 +123,30 @@ def test_disk(make_run, monkeypatch, told):
     def free(gib):
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, int(gib * GIB)))
 
-    # 12 x 32.76e9 bytes = 366.16 GiB; 400 steps / 30 -> 14 checkpoints; logs 256 MB x 4 x 8 = 7.63 GiB
+    # 12 x 32.76e9 bytes = 366.16 GiB; 400 steps / 30 -> 14 checkpoints; records 8 GiB
     free(300)
     assert "a checkpoint takes 366.2 GiB" in told(check_disk(make_run()), Level.FAIL)[0]
     free(2000)
     kept = told(check_disk(make_run()), Level.OK)[0]
-    assert "the last 3 and the best are kept, 5 are there while one is written, 1,838.5 GiB with" in kept
+    assert "the last 3 and the best are kept, 5 are there while one is written, 1,838.8 GiB with" in kept
     everything = make_run("qwen2-32b_dapo", "retool.checkpoints.keep_last=null")
     text = told(check_disk(everything), Level.WARN)[0]
     assert "all 14 are kept (every 30 steps)" in text and "the disk is full after 5, at step 150" in text
     free(6000)
-    assert "5,133.9 GiB with the trajectory logs" in told(check_disk(everything), Level.OK)[0]
+    assert "5,134.3 GiB with the records" in told(check_disk(everything), Level.OK)[0]
 
 
 @pytest.mark.parametrize(
     ("free_gib", "best", "level", "message"),
     [
-        # 366.16 GiB each and logs of 7.63: the last, the next and the best take 1,106.1 GiB, without the best 740.0
+        # 366.16 GiB each and records of 8: the last, the next and the best take 1,106.5 GiB, without the best 740.3
         (1110, True, Level.WARN, "-> Set retool.checkpoints.keep_last=1, or save more rarely."),
-        (1000, True, Level.WARN, "even keep_last=1 needs 1,106.1 GiB, 3 checkpoint(s) at once -> Free as much, set "),
+        (1000, True, Level.WARN, "even keep_last=1 needs 1,106.5 GiB, 3 checkpoint(s) at once -> Free as much, set "),
         (1000, True, Level.WARN, "best_metric=null, which takes one less, or set trainer.default_local_dir"),
         (1110, False, Level.WARN, "-> Set retool.checkpoints.keep_last=2, or save more rarely."),
-        (735, False, Level.WARN, "even keep_last=1 needs 740.0 GiB, 2 checkpoint(s) at once -> Free as much, set tr"),
-        (400, True, Level.FAIL, "even keep_last=1 needs 1,106.1 GiB"),
-        (400, False, Level.FAIL, "even keep_last=1 needs 740.0 GiB"),
+        (735, False, Level.WARN, "even keep_last=1 needs 740.3 GiB, 2 checkpoint(s) at once -> Free as much, set tr"),
+        (400, True, Level.FAIL, "even keep_last=1 needs 1,106.5 GiB"),
+        (400, False, Level.FAIL, "even keep_last=1 needs 740.3 GiB"),
     ],
 )
 def test_a_disk_too_small_for_fewer_checkpoints(free_gib, best, level, message, make_run, monkeypatch, told):

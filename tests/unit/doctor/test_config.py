@@ -7,6 +7,7 @@ from verl_ext.doctor.config import check_config, check_reward
 from verl_ext.doctor.finding import Level
 from verl_ext.doctor.sandbox import check_timeouts
 from verl_ext.doctor.schema import required_keys
+from verl_ext.memory.shape import ModelShape
 from verl_ext.settings import CONFIGS, VERL, FailedSamples
 
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
@@ -178,7 +179,7 @@ def test_separate_async_sends_no_adapters(make_run, told, only_ok):
     lora = ["actor_rollout_ref.model.lora_rank=32", "trainer.v1.separate_async.parameter_sync_step=8"]
     text = told(check_batch(make_run("qwen2-32b_dapo", *SEPARATE, *lora)), Level.FAIL)[0]
     assert "sends the servers no adapters, so every rollout would be the untrained model's" in text
-    assert "Set trainer.v1.trainer_mode=colocate_async; or, untried, actor_rollout_ref.model.lora.merge=true." in text
+    assert "trainer_mode=colocate_async; or, run on a CPU alone, actor_rollout_ref.model.lora.merge=true." in text
     only_ok(check_batch(make_run("qwen2-32b_dapo", *SEPARATE, *lora, "actor_rollout_ref.model.lora.merge=true")))
     for mode in ("colocate_async", "sync"):
         only_ok(check_batch(make_run("qwen2-32b_dapo", *lora, f"trainer.v1.trainer_mode={mode}")))
@@ -190,6 +191,41 @@ def test_verl_sends_adapters_by_the_actors_gpus_alone():
     assert "            per_tensor_param, _ = self.actor.engine.get_per_tensor_param()\n" in sent
     assert "per_tensor_param, peft_config=peft_config, base_sync_done=True" in sent
     assert 'checkpoint_engine_config.backend = "naive"' in (VERL / "trainer/ppo/v1/trainer_base.py").read_text()
+
+
+@pytest.mark.timeout(120)
+def test_verl_sends_weights_with_the_adapters_merged_to_every_server(one_rank):
+    """With lora.merge=true, which the doctor allows. All modes send weights by this function."""
+    from types import SimpleNamespace
+
+    import peft
+    import torch
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+    shape = ModelShape("qwen2", 2, 16, 32, 2, 1, 8, 64, False)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**shape.config()))
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    options = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    layer = "model.layers.1.mlp.up_proj"
+    a, b = (
+        model.get_parameter(f"base_model.model.{layer}.lora_{name}.default.weight").detach().clone() for name in "AB"
+    )
+    for each in [*model.base_model.model.model.layers, model]:
+        fully_shard(each)
+    settings = {"model_config": SimpleNamespace(lora={"merge": True}), "_uses_fsdp2_cpu_offload_policy": True}
+    engine = SimpleNamespace(module=model, _is_offload_param=False, **settings)
+    engine._merged_lora_per_tensor_param = lambda: FSDPEngine._merged_lora_per_tensor_param(engine)
+    weights, adapters = FSDPEngine.get_per_tensor_param(engine)
+    sent = dict(weights)
+    assert adapters is None and sent.keys() == before.keys()
+    expected = before[f"{layer}.weight"] + 8 / 4 * b @ a
+    torch.testing.assert_close(sent[f"{layer}.weight"].float(), expected, rtol=0.01, atol=0.01)
+    assert not torch.allclose(expected, before[f"{layer}.weight"], atol=0.05)
+    left = model.state_dict()[f"base_model.model.{layer}.base_layer.weight"].full_tensor()
+    assert torch.equal(left, before[f"{layer}.weight"]), "training goes on with the weights alone"
 
 
 def test_ulysses_exchanges_the_heads_of_flash_attention_alone(make_run, told):

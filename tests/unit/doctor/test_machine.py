@@ -103,6 +103,7 @@ SEPARATE += ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_
 CPUS = [  # by hand: 3 a GPU, TransferQueue's storage units, 1 for its controller
     (("qwen2-32b_dapo", "trainer.nnodes=1"), 8 * 3 + 8 + 1),
     (("qwen2-7b_dapo", f"{STORAGE_UNITS}=2"), 8 * 3 + 2 + 1),
+    (("qwen3-0.6b_dapo",), 1 * 3 + 2 + 1),  # verl's 8 storage units would make it 12
     (("qwen2-7b_dapo", *SEPARATE), 4 * 3 + 4 * 2 + 8 + 1),  # 2 for each GPU of a separate server
 ]
 

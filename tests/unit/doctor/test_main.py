@@ -41,12 +41,15 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setattr(versions, "compare_installed", lambda pins: [])
 
 
+@pytest.mark.timeout(300)  # 19 s alone, and four times as long beside other work
 def test_the_whole_examination_of_a_good_run(inputs, alone, capsys):
     with running_server(options=("--preload", "sympy")) as url:
         options = ["--config-name", "tiny_dapo", "--load-seconds", "0.5", f"retool.sandbox.urls=[{url}]", *inputs]
         status = main([*options, "--json"])
     report = json.loads(capsys.readouterr().out)
-    assert status == 0 and report["counts"] == {"OK": report["counts"]["OK"], "WARN": 0, "FAIL": 0}, report
+    told = [finding for finding in report["findings"] if finding["level"] != "OK"]
+    assert [finding for finding in told if "too busy" not in finding["message"]] == []  # tests beside this one load it
+    assert status == 0 and report["counts"] == {"OK": len(report["findings"]) - len(told), "WARN": len(told), "FAIL": 0}
     topics = {
         "versions",
         "config",

@@ -36,6 +36,8 @@ def test_our_own_runs_have_such_as_a_run_can_mean(name, hardware, make_run, only
         (f"{ROLLOUT}.gpu_memory_utilization=.96", Level.WARN, "is 0.96, expected in [0.05, 0.95]"),
         (f"{ROLLOUT}.gpu_memory_utilization=90", Level.FAIL, "is 90, expected"),
         (f"{ROLLOUT}.gpu_memory_utilization=0", Level.FAIL, "is 0, expected"),
+        ("retool.fleet.weight_update=drain", Level.FAIL, "-> Set trainer.v1.trainer_mode=separate_async, or retool."),
+        ("retool.fleet.health.enable=true", Level.FAIL, "or retool.fleet.health.enable=false"),
         (f"{ROLLOUT}.n=1", Level.FAIL, "a group of one has advantage 0"),
         (f"{ROLLOUT}.n=0", Level.FAIL, "is 0, expected a whole number of at least 1"),
         (f"{ROLLOUT}.n=8.5", Level.FAIL, "is 8.5, expected a whole number"),
@@ -89,3 +91,19 @@ def test_a_reference_model_for_nothing(make_run, told):
     ):
         run = make_run("qwen2-32b_dapo", f"{switch}=true", f"{coefficient}=0")
         assert "a reference model would run for nothing" in told(check_values(run), Level.WARN)[0]
+
+
+def test_a_ring_that_has_nothing_to_route(make_run, told, only_ok):
+    ring = ["retool.fleet.routing=ring", f"{ROLLOUT}.router_config_path=null"]
+    only_ok(check_values(make_run("qwen2-32b_dapo", *ring)))
+    (text,) = told(check_values(make_run("qwen2-32b_dapo", *ring, f"{ROLLOUT}.full_determinism=true")), Level.FAIL)
+    assert "no two runs would be equal" in text
+
+
+def test_log_probs_of_a_mixed_cache_are_not_computed_again(make_run, only_ok):
+    keep = ["retool.fleet.weight_update=keep", "trainer.v1.trainer_mode=separate_async"]
+    keep += ["actor_rollout_ref.hybrid_engine=false", "algorithm.rollout_correction.bypass_mode=false"]
+    (finding,) = [each for each in check_values(make_run("tiny_dapo", *keep)) if each.level == Level.FAIL]
+    assert "bypass_mode=false and rollout_is=null" in finding.message and "objective=glm5_async" in finding.advice
+    for takes_them in ("bypass_mode=true", "rollout_is=token"):
+        only_ok(check_values(make_run("tiny_dapo", *keep, f"algorithm.rollout_correction.{takes_them}")))

@@ -7,6 +7,7 @@ import pytest
 from tests.unit.evaluation.test_pass_rates import prompt, rendered, sample_row
 from verl_ext.evaluation.pass_rates import tally
 from verl_ext.evaluation.past_samples import NoSamples, check_match, read_past_samples
+from verl_ext.records import store
 from verl_ext.records.run_folder import NoRun
 
 PROBLEMS = "abc"  # of the data file: "Find a.", ...
@@ -54,7 +55,24 @@ def rates(path: Path) -> list[tuple[int, int]]:
     return [(each.judged, each.correct) for each in tallies]
 
 
-def test_a_runs_trajectory_log_counts_before_its_other_dumps_and_without_failed_samples(tmp_path):
+def recorded(text: str, acc: float | None, session: int = 0, end_reason: str = "answer"):
+    prompt = f"<|im_start|>user\nFind {text}.<|im_end|>\n<|im_start|>assistant\n"
+    return {"uid": text, "session": session, "prompt": prompt, "end_reason": end_reason, "acc": acc}
+
+
+def test_a_runs_records_count_before_all_else_and_without_failed_samples(tmp_path):
+    rows = [recorded("a", 1.0), recorded("a", 0.0, 1), recorded("b", 1.0), recorded("a", None, 2, "sandbox_failure")]
+    raised = {"uid": "a", "session": 3, "end_reason": "raised"}
+    store.write(store.path_of(tmp_path, "trajectories", 1), "trajectories", [*rows, raised])
+    validated = store.path_of(tmp_path, "trajectories", 1, validate=True)
+    store.write(validated, "trajectories", [recorded("c", 1.0), recorded("b", None, 1, "verifier_unknown")])
+    write(tmp_path / "trajectories" / "host-1.jsonl", [logged("a", 1)])
+    assert rates(tmp_path) == [(2, 1), (1, 1), (1, 1)] and rates(validated) == [(0, 0), (0, 0), (1, 1)]
+    failed = [sample.failure for sample in read_past_samples(tmp_path).samples if sample.failure]
+    assert sorted(failed) == ["sandbox_failure", "unverified"]
+
+
+def test_the_log_of_runs_before_counts_before_its_other_dumps_and_without_failed_samples(tmp_path):
     rows = [logged("a", 1, 0), logged("a", 0, 1), logged("b", 1), logged("c", 1, validate=True)]
     rows += [logged("a", 0, 2, sandbox_failure=1.0, finish_reason="sandbox_failure")]
     rows += [logged("a", 0, 3, unverified=1.0), logged("b", 0, 1, finish_reason="aborted")]
@@ -105,7 +123,7 @@ def test_what_is_no_source_is_named(tmp_path):
     with pytest.raises(NoRun, match="it holds nothing"):
         read_past_samples(tmp_path)
     write(tmp_path / "metrics-1.jsonl", [{"step": 1, "data": {"train/acc": 1}}])
-    with pytest.raises(NoSamples, match="Looked for trajectories/.*trainer.validation_data_dir"):
+    with pytest.raises(NoSamples, match="Looked for records/trajectories/.*trainer.validation_data_dir"):
         read_past_samples(tmp_path)
     broken = write(tmp_path / "trajectories" / "host-1.jsonl", [logged("a", 1), logged("b", 1) | {"reward": None}])
     with pytest.raises(ValueError, match=f"{broken}, line 2: .*Expected a record of the trajectory log"):

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from verl_ext.records import store
 from verl_ext.reward import Score
 from verl_ext.reward.grade import find_files, judge_by_math_verify, main, read_row
 
@@ -217,6 +218,22 @@ def test_run_and_the_quickstart_above_it_give_the_runs_responses(tmp_path):
     touch(run, "validation/10.jsonl", "validation/2.jsonl")
     expected = [run / "validation/2.jsonl", run / "validation/10.jsonl"]
     assert find_files([run.parent]) == find_files([run]) == find_files([run / "validation"]) == expected
+
+
+def test_the_records_of_a_run_are_graded_without_what_the_tools_said(tmp_path):
+    run, output = tmp_path / "run", tmp_path / "graded.jsonl"
+    turns = [
+        {"role": "model", "text": "<code>1</code>"},
+        {"role": "tool", "text": r"\boxed{7}"},
+        {"role": "model", "text": r"\boxed{42}<|im_end|>"},
+    ]
+    row = {"uid": "u", "session": 1, "step": 3, "turns": turns, "ground_truth": "42", "acc": 0.0}
+    store.write(store.path_of(run, "trajectories", 3), "trajectories", [row | {"verdict": {"text": "wrong"}}])
+    assert grade(run, output) == 0
+    (graded,) = read(output)
+    assert (graded["verdict"], graded["pred"], graded["uid"], graded["session"]) == ("correct", "42", "u", 1)
+    assert graded["recorded"]["acc"] == 0.0 and graded["recorded"]["verdict"] == "wrong"
+    assert grade(store.path_of(run, "trajectories", 3), tmp_path / "file.jsonl") == 0
 
 
 def test_run_without_responses_is_refused(tmp_path):

@@ -64,7 +64,7 @@ def test_every_sample_carries_the_same_keys_of_the_same_types(make_manager, monk
         score(manager, r"\boxed{x}", ground_truth=r"\sqrt{y}")[1],
         score(manager, "<code>", extra_fields={"finish_reason": "sandbox_failure"})[1],
     ]
-    texts = {"pred", "verdict", "method", "data_source", "id", "finish_reason"}
+    texts = {"pred", "normalised", "verdict", "method", "data_source", "id", "finish_reason"}
     for info in infos:
         assert info.keys() == infos[0].keys()
         assert {key for key, value in info.items() if type(value) is str} == texts

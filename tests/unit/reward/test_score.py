@@ -255,6 +255,20 @@ def test_integer_task_never_starts_a_process(answer, monkeypatch):
     score_answer(rf"\boxed{{{answer}}}", "1247")
 
 
+@pytest.mark.parametrize(
+    ("answer", "ground_truth", "normalised"),
+    [
+        ("0012", "12", "12"),
+        (r"\dfrac12", "0.5", r"\frac{1}{2}"),
+        (r"\text{ paris}.", "Paris", r"\text{ paris}"),
+        (r"3 \text{ cents}", r"\$3", ""),  # told apart by their units, as they are written
+        ("9" * 3000, "12", ""),  # too long to look at
+    ],
+)
+def test_a_score_has_the_answer_as_it_was_compared(answer, ground_truth, normalised):
+    assert score_answer(rf"\boxed{{{answer}}}", ground_truth).normalised == normalised
+
+
 def test_empty_ground_truth_is_our_error():
     with pytest.raises(ValueError, match="ground truth is empty"):
         score_answer(r"\boxed{42}", " ")

@@ -1,6 +1,7 @@
 """How a run with our options starts, and what a step submits and logs; test_run_*.py have the single options."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,16 +32,60 @@ def test_another_version_of_verl_is_refused(monkeypatch):
         trainer.extend_trainers(None)
 
 
-def test_a_trajectory_log_that_nothing_would_write_is_refused_when_the_run_starts(make):
+def test_a_recorder_that_nobody_would_tell_is_refused_when_the_run_starts(make):
     none = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=null"
-    with pytest.raises(ValueError, match="agent_loop_manager_class is null.*set retool.trajectory_log.enable=false"):
+    with pytest.raises(ValueError, match="agent_loop_manager_class is null.*set retool.recorder.enable=false"):
         make(none)
-    make(none, "retool.trajectory_log.enable=false")
+    make(none, "retool.recorder.enable=false")
 
 
 def test_a_wrong_setting_of_retool_stops_the_run_at_its_start(make):
     with pytest.raises(ValueError, match=r"retool.sandbox.timeout_s is 0, expected a number in \(0, 86400\]"):
         make("retool.sandbox.timeout_s=0")
+
+
+def test_a_weight_update_that_the_run_cannot_have_stops_it_at_its_start(make):
+    with pytest.raises(ValueError, match="weight_update is keep with trainer.v1.trainer_mode=sync: expected separate"):
+        make("retool.fleet.weight_update=keep")
+
+
+def test_a_router_of_the_run_is_there_before_its_servers(make):
+    lean = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager"
+    trainer, _ = make("retool.fleet.routing=ring", lean)
+    assert trainer.config.actor_rollout_ref.rollout.router_config_path.endswith("verl_ext/fleet/ring.yaml")
+    with pytest.raises(ValueError, match="full_determinism=true"):
+        make("retool.fleet.routing=ring", lean, "actor_rollout_ref.rollout.full_determinism=true")
+
+
+@pytest.mark.parametrize(("mode", "hybrid"), [("separate_async", "true"), ("colocate_async", "false")])
+def test_servers_on_the_actors_gpus_do_not_come_and_go(make, monkeypatch, mode, hybrid):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    monkeypatch.setattr(PPOTrainer, "init", lambda self: None)
+    trainer, _ = make(f"actor_rollout_ref.hybrid_engine={hybrid}", "retool.recorder.enable=false", mode=mode)
+    trainer.init()
+    assert trainer._members is None
+
+
+def test_servers_of_their_own_come_and_go_while_the_run_goes_on_and_never_while_weights_change(make, monkeypatch):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    from verl_ext.fleet import commands
+
+    monkeypatch.setattr(PPOTrainer, "init", lambda self: None)
+    trainer, _ = make("actor_rollout_ref.hybrid_engine=false", "retool.recorder.enable=false", mode="separate_async")
+    held, asked, run = [], [], Path(trainer.config.trainer.default_local_dir)
+    update = SimpleNamespace(replicas=[], update_weights=lambda _: held.append(trainer._members._lock.locked()) or {})
+    trainer.standalone_server_manager, trainer.standalone_checkpoint_manager = SimpleNamespace(), update
+    trainer.init()
+    trainer.prev_step_profile = False
+    trainer.on_step_end()
+    assert held == [True] and not trainer._members._lock.locked()
+
+    monkeypatch.setattr(trainer._members, "rows", lambda: [])
+    monkeypatch.setattr(PPOTrainer, "fit", lambda self, _: asked.append(commands.ask(run, ["list"])))
+    trainer.fit(None)
+    assert asked == [[]]
 
 
 def test_the_config_that_verl_hands_on_to_the_agent_loops_has_the_new_path_of_their_yaml(make):

@@ -34,6 +34,15 @@ def test_groups_with_equal_rewards_are_replaced(make):
     assert [tag["seq_len"] for tag in batch.tags] == [7] * 4
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_among_ended_groups_the_first_submitted_come_first(make, mode):
+    """Ten and more: names are no order."""
+    _, buffer = make([MIXED] * 12, batch_size=12, mode=mode)
+    if mode == "sync":
+        buffer.num_to_submit = lambda batch_size: 12
+    assert sampled(buffer.sample(1, "train", 11)[0]) == list(range(11))
+
+
 def test_the_metric_of_the_configuration_decides_what_is_equal(make):
     control = [info(1, train_acc=0.0), info(1, train_acc=1.0)]  # equal in truth, drawn at random in the control run
     assert sampled(make([control], batch_size=1)[1].sample(1, "train", 1)[0]) == [0]

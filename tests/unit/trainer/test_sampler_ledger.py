@@ -52,7 +52,8 @@ class Run:
                 queue.tags[uid]["status"] = "pending"  # issued again
         self.ledger = PromptLedger(self.folder)
         clear_leftovers()
-        self.buffer.seen_before = self.ledger.resume(self.step, prompts_in_queue())
+        self.waited = self.ledger.resume(self.step, prompts_in_queue())
+        self.buffer.seen_before = set(self.waited)
         self.buffer.on_group_end = lambda uid, _: self.told.append(uid)
 
     def one_step(self):

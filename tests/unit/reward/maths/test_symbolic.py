@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import pytest
 
+from verl_ext.reward.maths import symbolic
 from verl_ext.reward.maths.symbolic import CONTROL, MEMORY_BYTES, SymbolicPool, TooCostly, _Lane
 
 
@@ -254,4 +255,10 @@ def test_broken_installation_is_our_error(monkeypatch, tmp_path):
     (tmp_path / "sympy.py").write_text("raise ImportError('sympy is broken')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(RuntimeError, match="did not start: sympy is broken"):
+        SymbolicPool().is_equal("x", "x")
+
+
+def test_a_start_that_takes_too_long_is_not_called_a_broken_installation(monkeypatch):
+    monkeypatch.setattr(symbolic, "START_WALL_S", 0.001)
+    with pytest.raises(RuntimeError, match=r"did not start: it was not ready in 0\.001 s"):
         SymbolicPool().is_equal("x", "x")

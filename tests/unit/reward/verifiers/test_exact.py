@@ -26,6 +26,12 @@ def test_string_is_compared_as_it_stands(response, ground_truth, expected):
     assert verdict(ExactVerifier({}), response, ground_truth) == expected
 
 
+def test_a_score_has_the_answer_as_it_was_compared():
+    score = asyncio.run(ExactVerifier({}).verify(r"\boxed{\text{New  York}}", "x", {}))
+    assert (score.pred, score.normalised) == (r"\text{New  York}", "new york")
+    assert asyncio.run(ChoiceVerifier({}).verify(r"\boxed{\textbf{(C)} 12}", "D", {})).normalised == "C"
+
+
 def test_case_counts_if_told_so():
     assert verdict(ExactVerifier({}, ignore_case=False), r"\boxed{paris}", "Paris") == "wrong"
 
