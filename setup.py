@@ -60,6 +60,10 @@ TRAINING = [
     "Jinja2>=3.1,<4",
     "MarkupSafe>=3,<4",
     "PyYAML>=6,<7",
+    # The viewer: SQL over the records' Parquet files, pages, programs in colours. vLLM brings the last two.
+    "duckdb>=2.0,<3",
+    "starlette>=1.10,<2",
+    "Pygments>=2.21,<3",
     # Optional at run time (`trainer.logger`), but verl declares it.
     "wandb>=0.31,<0.32",
     # Reads the pins of a lock.
@@ -117,7 +121,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_namespace_packages(include=["verl_ext", "verl_ext.*"]),
-    package_data={"": ["*.yaml", "*.jinja", "*.html"]},
+    package_data={"": ["*.yaml", "*.jinja", "*.html", "*.js", "*.css", "*.txt"]},
     install_requires=CORE,
     extras_require=EXTRAS | {hardware: TRAINING + EXTRAS[hardware] for hardware in ("cpu", "gpu")},
 )

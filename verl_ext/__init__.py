@@ -3,8 +3,8 @@
 `VERL_USE_EXTERNAL_MODULES=verl_ext` makes verl import this package at the end of `import verl`, in every process. It
 must stay cheap: all it does is to switch on the CPU platform where torch was built without an accelerator
 (verl_ext/cpu), to let YAMLs add numbers, to make checkpoints whole or absent (verl_ext/checkpoints), to register our
-objectives, to extend verl's trainers by the options of `retool.*` (verl_ext/trainer), and to note which weights wrote
-which token (verl_ext/rollout).
+objectives, to extend verl's trainers by the options of `retool.*` (verl_ext/trainer), to note which weights wrote
+which token (verl_ext/rollout), and to let requests name ranks of servers and tell of failures (verl_ext/fleet).
 Agent loop, reward manager, sampler and SFT data set are loaded by verl from the paths that the YAMLs in configs/ name.
 Where verl is not installed, the sandbox is alone and this package does nothing.
 """
@@ -35,12 +35,16 @@ if find_spec("verl"):
     wrapt.register_post_import_hook("verl_ext.trainer.objective:register", "verl.trainer.ppo.core_algos")
     wrapt.register_post_import_hook("verl_ext.trainer.advantages:register", "verl.trainer.ppo.core_algos")
     wrapt.register_post_import_hook("verl_ext.trainer.objective:sum_counts", "verl.workers.utils.losses")
+    wrapt.register_post_import_hook("verl_ext.trainer.token_notes:note_losses", "verl.workers.utils.losses")
     wrapt.register_post_import_hook("verl_ext.trainer.limits:obey_nccl_timeout", "verl.workers.engine_workers")
     wrapt.register_post_import_hook("verl_ext.trainer.limits:let_calls_in", "verl.workers.rollout.replica")
     wrapt.register_post_import_hook("verl_ext.rollout.weight_versions:note_attempts", "verl.workers.rollout.llm_server")
+    vllm = "verl.workers.rollout.vllm_rollout"
+    wrapt.register_post_import_hook("verl_ext.rollout.weight_sockets:name_senders", f"{vllm}.vllm_rollout")
+    wrapt.register_post_import_hook("verl_ext.rollout.weight_sockets:name_receivers", f"{vllm}.vllm_async_server")
+    wrapt.register_post_import_hook("verl_ext.fleet.balancer:tell_failures", "verl.workers.rollout.llm_server")
     wrapt.register_post_import_hook(
-        "verl_ext.rollout.weight_versions:read_version_at_admission",
-        "verl.workers.rollout.vllm_rollout.vllm_async_server",
+        "verl_ext.fleet.ranks:obey_rank", "verl.workers.rollout.vllm_rollout.vllm_async_server"
     )
     wrapt.register_post_import_hook(
         "verl_ext.trainer.shared_prompt:add_backend", "verl.models.transformers.monkey_patch"

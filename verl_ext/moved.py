@@ -20,7 +20,9 @@ _KEPT_THEIR_NAME = {  # (old folder, new folder) below verl_ext -> modules
     ("", "evaluation"): "estimators",
     ("", "quickstart"): "disk pipeline supervise",
     ("", "records"): "durable run_folder run_record",
-    ("", "report"): "charts verdict",
+    ("", "plots"): "charts",
+    ("", "report"): "verdict",
+    ("report", "plots"): "charts",
     ("", "trainer"): "exclusions",
     ("agent_loop", "environments"): "tool_errors toolbox",
     ("agent_loop", "protocols"): "call_json",
@@ -62,6 +64,7 @@ MODULES = {  # old name -> new name, below verl_ext
 }
 PACKAGES = ("agent_loop", "data")  # imported on the way to an old name: the name behind them is the one to warn of
 COMMANDS = {"pipeline": "quickstart.__main__"}  # of `python -m`
+_OLD_LOG = "retool.trajectory_log"
 OLD_LOOPS, LOOPS = "verl_ext/agent_loop/agent_loops.yaml", "verl_ext/rollout/agent_loops.yaml"  # a file, named in YAMLs
 
 
@@ -85,6 +88,35 @@ def rename_files(config: object) -> None:
         _warn(f"{key}={OLD_LOOPS}", LOOPS)
         with open_dict(config):
             OmegaConf.update(config, key, path.removesuffix(OLD_LOOPS) + LOOPS)
+
+
+def rename_keys(config: object) -> None:
+    """Put what a user's YAML sets of `retool.trajectory_log`, which was a log of JSON lines, under `retool.recorder`.
+
+    Args:
+        config: `DictConfig` of a run; one without the section is left as it is.
+    """
+    from omegaconf import OmegaConf, open_dict
+
+    old = {key: value for key, value in (OmegaConf.select(config, _OLD_LOG) or {}).items() if value is not None}
+    with open_dict(config):
+        if "trajectory_log" in (config.get("retool") or {}):
+            del config.retool.trajectory_log
+        if not old:
+            return
+        told = []
+        if "enable" in old:
+            OmegaConf.update(config, "retool.recorder.enable", old["enable"])
+            told.append("retool.recorder.enable")
+        if "max_mb" in old or "max_files" in old:
+            workers = OmegaConf.select(config, "actor_rollout_ref.rollout.agent.num_workers") or 1
+            OmegaConf.update(
+                config, "retool.recorder.max_gb", old.get("max_mb", 256) * old.get("max_files", 4) * workers / 1024
+            )
+            told.append("retool.recorder.max_gb, which is of all workers together")
+    if "folder" in old:
+        told.append("no longer set: the records are in trainer.default_local_dir/records")
+    _warn(", ".join(f"{_OLD_LOG}.{key}" for key in old), "; ".join(told))
 
 
 def install() -> None:

@@ -70,15 +70,12 @@ class SandboxSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrajectoryLogSettings(Option):
-    """One JSON line a response; verl_ext/records/trajectories.py.
+class RecorderSettings(Option):
+    """What a run keeps of its rollouts; verl_ext/records/recorder.py."""
 
-    No file goes without a limit, which would fill the disk: `max_mb=0` is refused.
-    """
-
-    folder: str
-    max_mb: float = key(within="(0, inf)", about="a number of MB of a file")
-    max_files: int = key(within="[2, inf)", about="a number of files of an agent-loop worker")
+    token_share: float = key(within="[0, 1]", about="a share of the groups that are trained on")
+    keep_steps: int = key(within="[1, inf)", about="a number of steps")
+    max_gb: float = key(within="(0, inf)", about="a number of GiB of all records of the run")
 
 
 @dataclass(frozen=True)
@@ -184,6 +181,44 @@ class EarlyStop(Option):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealthSettings(Option):
+    """When a server counts as dead, and what becomes of its requests; verl_ext/fleet/health.py.
+
+    Attributes:
+        every_s: seconds from a heartbeat of a server to its next.
+        suspect_s: one that is silent for longer gets no new requests until it answers.
+        dead_s: one that is silent for longer is dead. So it is at once where its process is gone.
+        update_s: in place of `dead_s` while weights change.
+        start_s: in place of `dead_s` so long after its start.
+        attempts: requests of a turn that may be lost with their servers, until the rollout counts as failed.
+        wait_s: how long a request waits for a server where there is none.
+        max_replacements: servers that are started in place of dead ones in a run, the starts that fail included.
+    """
+
+    every_s: float = key(within="(0, inf)", about="a number of seconds")
+    suspect_s: float = key(within="(0, inf)", about="a number of seconds")
+    dead_s: float = key(within="(0, inf)", about="a number of seconds")
+    update_s: float = key(within="(0, inf)", about="a number of seconds")
+    start_s: float = key(within="[0, inf)", about="a number of seconds")
+    attempts: int = key(within="[1, inf)", about="a number of requests")
+    wait_s: float = key(within="[0, inf)", about="a number of seconds")
+    max_replacements: int = key(within="[0, inf)", about="a number of servers")
+
+    def __post_init__(self) -> None:
+        if not 2 * self.every_s <= self.suspect_s < self.dead_s <= self.update_s:
+            raise ValueError(f"retool.fleet.health: expected 2 x every_s <= suspect_s < dead_s <= update_s, got {self}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetSettings:
+    """The servers that rollouts come from; verl_ext/fleet."""
+
+    weight_update: str = key("abort", among=("abort", "drain", "keep"))
+    routing: str = key("verl", among=("verl", "ring"))
+    health: HealthSettings | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class RecordBatches(Option):
     """Batches that are saved for the correction lab; verl_ext/trainer/batch_recorder.py."""
 
@@ -203,7 +238,8 @@ class Retool:
     max_tool_response_tokens: int = key(within="[1, inf)", about="a number of tokens of one output")
     traceback: str = key(among=("full", "last_line"))
     sandbox: SandboxSettings
-    trajectory_log: TrajectoryLogSettings
+    recorder: RecorderSettings
+    fleet: FleetSettings = FleetSettings()
     repeatable: bool = False
     adaptive_n: AdaptiveN | None = None
     validation: FailedSamples = FailedSamples()
@@ -394,12 +430,13 @@ def compose_run(
     """
     from hydra import compose, initialize_config_dir
 
-    from verl_ext.moved import rename_files
+    from verl_ext.moved import rename_files, rename_keys
 
     overrides = [f"+{each}" if each.startswith("objective=") else each for each in overrides]
     with initialize_config_dir(str(folder), version_base=None):
         config = compose(name, overrides=[search_path(*beside), *overrides])
     rename_files(config)
+    rename_keys(config)
     return config
 
 

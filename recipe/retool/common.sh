@@ -96,6 +96,17 @@ is_path() {
   [[ $1 == outputs/* || $1 == [/.]* ]]
 }
 
+# What a process that has all cores of a CPU to itself is set to. Its threads spin for a moment before they sleep: if they slept at
+# once (OMP_WAIT_POLICY=PASSIVE alone), an update would take longer; if they never slept (ACTIVE), other programs would stand still.
+# A CPU with instructions for bf16 multiplies several times as fast if numbers are rounded to bf16 within products of matrices;
+# numbers and sums stay fp32. ONEDNN_DEFAULT_FPMATH_MODE=STRICT switches it off; verl_ext/cpu/patches.py has torch follow.
+all_cores() {
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-300000}
+  if grep -qwE 'amx_bf16|avx512_bf16' /proc/cpuinfo; then
+    export ONEDNN_DEFAULT_FPMATH_MODE=${ONEDNN_DEFAULT_FPMATH_MODE:-BF16}
+  fi
+}
+
 # quickstart_sft CONFIG FOLDER TOOLS RANKS: SFT of the quickstart's model in outputs/FOLDER; TOOLS has prepare.py and build_model.py.
 quickstart_sft() {
   local ranks=${NPROC_PER_NODE:-$4} torchrun

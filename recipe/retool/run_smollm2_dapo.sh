@@ -15,7 +15,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 if ! has_gpu; then
   OVERRIDES=(+hardware=cpu_small "${OVERRIDES[@]}")
-  # vLLM and the actor take turns: each has all cores, and one that waits gives way (verl_ext/cpu/warm_python.py).
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-2}
+  all_cores # vLLM and the actor take turns
+  export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-2}
 fi
 quickstart_dapo smollm2_dapo small data/small

@@ -15,6 +15,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 if ! has_gpu; then
   OVERRIDES=(+hardware=cpu_small_sft "${OVERRIDES[@]}")
-  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)} OMP_WAIT_POLICY=${OMP_WAIT_POLICY:-ACTIVE} # one process has all cores
+  all_cores
 fi
 quickstart_sft smollm2_sft small data/small 1

@@ -5,6 +5,10 @@ attention only (models/transformers/monkey_patch.py:544): with `sdpa`, each rank
 of a sequence. Only the two kernels are replaced, by PyTorch's SDPA; configs and checkpoints say nothing of it.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,19 +35,12 @@ def flash_attn_func(
     Raises:
         ValueError: a sliding window or soft-capping is asked for.
     """
-    if tuple(window_size) != (-1, -1) or softcap:
-        raise ValueError(
-            f"The CPU stand-in for flash-attention has no sliding window and no soft-capping (got {window_size=}, "
-            f"{softcap=}). Set `+model.override_config.attn_implementation=eager` for this model."
-        )
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    queries, keys = q.shape[2], k.shape[2]
-    mask = None
-    if causal and queries != keys:
-        mask, causal = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries), False
-    gqa = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=softmax_scale, enable_gqa=gqa)
-    return out.transpose(1, 2)
+    _refuse(window_size, softcap)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _attend(q, k, v, dropout_p, softmax_scale, causal)
+
+    return _in_full_precision(attend, q, k, v)
 
 
 def flash_attn_varlen_func(
@@ -72,7 +69,70 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: a sliding window or soft-capping is asked for.
     """
+    _refuse(window_size, softcap)
     queries, keys = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
-    segments = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
-    options = dropout_p, softmax_scale, causal, window_size, softcap
-    return torch.cat([flash_attn_func(*(x[None] for x in each), *options)[0] for each in segments])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        segments = zip(q.split(queries), k.split(keys), v.split(keys), strict=True)
+        each = (_attend(*(x[None] for x in segment), dropout_p, softmax_scale, causal)[0] for segment in segments)
+        return torch.cat(list(each))
+
+    return _in_full_precision(attend, q, k, v)
+
+
+def _refuse(window_size: tuple[int, int], softcap: float) -> None:
+    if tuple(window_size) != (-1, -1) or softcap:
+        raise ValueError(
+            f"The CPU stand-in for flash-attention has no sliding window and no soft-capping (got {window_size=}, "
+            f"{softcap=}). Set `+model.override_config.attn_implementation=eager` for this model."
+        )
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | None, causal: bool) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    queries, keys = q.shape[2], k.shape[2]
+    mask = None
+    if causal and queries != keys:
+        mask, causal = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries), False
+    gqa = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, mask, dropout_p, causal, scale=scale, enable_gqa=gqa)
+    return out.transpose(1, 2)
+
+
+def _in_full_precision(attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """`attend(*inputs)`, whose products are not rounded to bf16 where others are (patches.py:`_round_products`).
+
+    SDPA makes many small products, for each of which oneDNN's preparation takes longer than the product.
+    """
+    if torch.get_float32_matmul_precision() == "highest":
+        return attend(*inputs)
+    if torch.is_grad_enabled():
+        return _InFullPrecision.apply(attend, *inputs)
+    with _full_precision():
+        return attend(*inputs)
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class _InFullPrecision(torch.autograd.Function):
+    """The backward pass, too."""
+
+    @staticmethod
+    def forward(ctx: Any, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        with _full_precision(), torch.enable_grad():
+            ctx.inputs = [each.detach().requires_grad_() for each in inputs]
+            ctx.out = attend(*ctx.inputs)
+        return ctx.out.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with _full_precision():
+            return None, *torch.autograd.grad(ctx.out, ctx.inputs, gradient)

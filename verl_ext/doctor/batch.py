@@ -74,7 +74,8 @@ def _check_separate(run: Run, mini: int, per_server: int) -> Iterator[Finding]:
     if run.sends_adapters:  # workers/engine_workers.py:764; the modes that share the actor's GPUs send the adapters
         yield fail(f"""model.lora_rank={run.lora_rank} with separate_async: verl 0.9.1 sends the servers no adapters, so
             every rollout would be the untrained model's
-            -> Set trainer.v1.trainer_mode=colocate_async; or, untried, actor_rollout_ref.model.lora.merge=true.""")
+            -> Set trainer.v1.trainer_mode=colocate_async; or, run on a CPU alone,
+            actor_rollout_ref.model.lora.merge=true.""")
 
 
 def _check_sft(run: Run) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from verl_ext.checkpoints import manifest
 from verl_ext.datasets.peek import count_rows
 from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.memory import plan_of
-from verl_ext.doctor.run import ROLLOUT, Run
+from verl_ext.doctor.run import Run
 from verl_ext.memory.estimate import estimate
 from verl_ext.memory.words import size
 
@@ -70,14 +70,14 @@ def check_disk(run: Run) -> Iterator[Finding]:
     if number is None:
         yield ok(text)
         return
-    there, logs, log = len(list(folder.glob("global_step_*"))), 0, run.get("retool.trajectory_log", {})
-    if log.get("enable"):
-        logs = log["max_mb"] * 1e6 * log["max_files"] * run.get(f"{ROLLOUT}.agent.num_workers", 1)
+    there, logs, recorder = len(list(folder.glob("global_step_*"))), 0, run.get("retool.recorder", {})
+    if recorder.get("enable"):
+        logs = recorder["max_gb"] * 2**30
     need = max(0, number - there) * one + logs
     which = f"all {number} are kept (every {every} steps)"
     if kept is not None:
         which = f"the last {kept}{' and the best' * best} are kept, {number} are there while one is written"
-    text += f"; {which}, {size(need)} with the trajectory logs"
+    text += f"; {which}, {size(need)} with the records"
     if need <= free:
         yield ok(text)
         return

@@ -41,7 +41,7 @@ def plan_of(run: Run) -> Plan:
         is_fsdp2=run.get(f"{ACTOR}.strategy" if run.is_rl else "engine.strategy") == "fsdp2",
         fused=bool((run.get(f"{run.optim}.override_optimizer_config") or {}).get("fused")),
         adapters=run.shape.adapter_parameters(run.lora_rank, targets or "all-linear", excluded),
-        keeps_logits=run.is_rl and bool(run.get(f"{ACTOR}.calculate_entropy") or run.get(f"{ACTOR}.entropy_coeff")),
+        entropy=run.is_rl and bool(run.get(f"{ACTOR}.calculate_entropy") or run.get(f"{ACTOR}.entropy_coeff")),
         offloads_weights=bool(of_engine("param_offload")),
         offloads_optimizer=bool(of_engine("optimizer_offload")),
         reference_bytes=bytes_of_reference if has_reference else 0,

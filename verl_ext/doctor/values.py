@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from verl_ext.doctor.finding import Finding, all_well, fail, warn
 from verl_ext.doctor.names import estimators_of_groups
 from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
+from verl_ext.fleet import balancer, health, weight_update
 from verl_ext.memory.words import count
 from verl_ext.settings import is_in
 
@@ -95,6 +96,9 @@ def _check_algorithm(run: Run) -> Iterator[Finding]:
     if low is not None and high is not None and high < low < 1:  # at 1 there is no lower bound, as in CISPO
         yield warn(f"""{ACTOR}.clip_ratio_low is {low:g}, expected at most clip_ratio_high={high:g}: DAPO's clip-higher
             is the other way round -> Exchange them: 0.2 and 0.28.""")
+    yield from map(fail, weight_update.refusals(run.get))
+    yield from map(fail, health.refusals(run.get))
+    yield from map(fail, balancer.refusals(run.get))
     estimator = run.get("algorithm.adv_estimator")
     compares = estimator in estimators_of_groups() or run.get("algorithm.filter_groups.enable")
     if compares and run.n == 1:

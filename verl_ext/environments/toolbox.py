@@ -31,7 +31,10 @@ _EXCEPTION = re.compile(r"\A[A-Za-z_][\w.]*")
 
 @dataclass(frozen=True)
 class CallResult:
-    """What a tool said. `failure` names the infrastructure failure that kept the tool from saying anything."""
+    """What a tool said. `failure` names the infrastructure failure that kept the tool from saying anything.
+
+    `stdout`, `stderr` and `exit_code` are of a program; None of other tools.
+    """
 
     output: str
     error: str | None = None  # kind of error; None where the call ended well
@@ -40,6 +43,9 @@ class CallResult:
     run_s: float = 0.0
     attempts: int = 1
     reward: float | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+    exit_code: int | None = None
 
 
 class Toolbox:
@@ -96,6 +102,9 @@ class Toolbox:
             queue_s=result.queue_s,
             run_s=result.run_s,
             attempts=result.attempts,
+            stdout=result.stdout,
+            stderr=stderr,
+            exit_code=result.return_code,
         )
 
     async def _run_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> CallResult:

@@ -148,7 +148,7 @@ def take_samples(args: argparse.Namespace) -> Path:
     with lock_folder(args.out), nullcontext(urls) if urls else running_server(workers=workers) as urls:
         sandbox.urls = urls.split(",")
         config.trainer.default_local_dir = str(args.out)
-        config.retool.trajectory_log.enable = False  # samples.jsonl has it all
+        config.retool.recorder.enable = False  # samples.jsonl has it all
         config.actor_rollout_ref.model.path = str(args.model or args.tokenizer or "")
         about = {"config": config_name, "overrides": overrides, "sandbox": urls, "environment": environment()}
         asyncio.run(_take_samples(args, config, about, rows))

@@ -1,4 +1,4 @@
-"""Samples of a past run as a source of pass rates: its trajectory log, its validation dumps, verl's rollout dumps.
+"""Samples of a past run as a source of pass rates: its records, its validation dumps, verl's rollout dumps.
 
 Each sample has the prompt's text and whether the response was right. One with an infrastructure failure is marked, and
 counts neither way.
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from verl_ext.evaluation.result import NoSamples
 from verl_ext.outcome import UNVERIFIED, evaluation_failure
-from verl_ext.records import jsonl
-from verl_ext.records.run_folder import SAMPLES, find_run, rollouts_of, sample_files, training_folder, trajectories_in
+from verl_ext.records import jsonl, store
+from verl_ext.records.run_folder import SAMPLES, find_run, old_log_of, rollouts_of, sample_files, training_folder
 from verl_ext.records.samples import read_dump
 
 SURELY_WRONG = -0.6 + 1e-6  # a wrong answer's highest reward, with the whole bonus for tool calls (reward/shaping.py)
@@ -33,10 +33,11 @@ class Source(NamedTuple):
 
 
 def read_past_samples(path: Path) -> Source:
-    """The samples of a JSONL file, of a folder of dumps, of a run's folder, or of the quickstart's (its RL run).
+    """The samples of a file of samples or records, of a folder of dumps, of a run, or of a quickstart (its RL run).
 
-    Of a run the trajectory log is taken, which has every response that was generated; else its validation dumps, else
-    its evaluations, else verl's rollout dumps, which have only the groups that were trained on.
+    Of a run the records are taken, or the log of JSON lines that runs wrote before: they have every response that was
+    generated. Else its validation dumps, else its evaluations, else verl's rollout dumps, which have only the groups
+    that were trained on.
 
     Raises:
         NoSamples: there are none.
@@ -57,23 +58,26 @@ def _files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise NoSamples(f"No samples at {path}: there is no such file or folder.")
-    if any(_kind_of(file) == "trajectories" for file in trajectories_in(path)):
-        return trajectories_in(path)
+    if any(_kind_of(file) == "log" for file in old_log_of(path)):
+        return old_log_of(path)
     run = training_folder(path, "rl", "sft") if find_run(path).kind == "quickstart" else path
-    if found := trajectories_in(run / "trajectories") or sample_files(run) or rollouts_of(run):
+    recorded = [file.path for file in store.files_of(run)]
+    if found := recorded or old_log_of(run / "trajectories") or sample_files(run) or rollouts_of(run):
         return found
     raise NoSamples(
-        f"No samples in {run}. Looked for trajectories/*.jsonl (retool.trajectory_log.enable), <step>.jsonl of "
+        f"No samples in {run}. Looked for records/trajectories/*.parquet (retool.recorder.enable), <step>.jsonl of "
         "trainer.validation_data_dir or trainer.rollout_data_dir, and evaluation/global_step_<n>/samples.jsonl."
     )
 
 
 def _kind_of(file: Path) -> str | None:
     """One of _KINDS, by the keys of the first row; None: the file is empty."""
+    if file.suffix == ".parquet":
+        return "records"
     if not (row := next(jsonl.read(file), None)):
         return None
     if "turns" in row and "reward" in row:
-        return "trajectories"
+        return "log"
     if "acc" not in row and {"input", "score"} <= row.keys():
         return "rollouts"
     return "evaluation" if file.name == SAMPLES else "validation"
@@ -81,6 +85,13 @@ def _kind_of(file: Path) -> str | None:
 
 def _judged(file: Path) -> list[PastSample]:
     return [PastSample(sample.input, sample.acc, sample.failure) for sample in read_dump(file)]
+
+
+def _recorded(file: Path) -> Iterable[PastSample]:
+    for row in store.read(file, ("prompt", "end_reason", "acc")).to_pylist():
+        if row["prompt"] is not None:  # of a rollout that raised there is none
+            failure = evaluation_failure({"finish_reason": row["end_reason"], UNVERIFIED: row["acc"] is None})
+            yield PastSample(row["prompt"], None if failure else row["acc"], failure)
 
 
 def _logged(file: Path) -> Iterable[PastSample]:
@@ -110,7 +121,8 @@ def _dumped(file: Path) -> Iterable[PastSample]:
 
 
 _KINDS: dict[str, tuple[str, Callable[[Path], Iterable[PastSample]]]] = {  # kind -> what it is, and its reader
-    "trajectories": ("the trajectory log", _logged),
+    "records": ("the records", _recorded),
+    "log": ("the trajectory log", _logged),
     "validation": ("validation dumps", _judged),
     "evaluation": ("an evaluation", _judged),
     "rollouts": ("verl's rollout dumps: only groups that were trained on", _dumped),

@@ -39,7 +39,8 @@ class Plan:
     is_fsdp2: bool = True
     fused: bool = True  # AdamW's kernel; foreach, torch's choice on CUDA, copies all second moments
     adapters: int = 0  # parameters of LoRA's adapters, which alone are trained; 0: all is trained
-    keeps_logits: bool = False  # their gradient is beside them; verl puts it in their place where no entropy is wanted
+    keeps_logits: bool = False  # their gradient is beside them, in whose place verl puts it where no entropy is wanted
+    entropy: bool = False  # of the update: the logits are kept, and it has a gradient of them, too (torch.compile)
     offloads_weights: bool = False  # to the host, while the actor does not train
     offloads_optimizer: bool = False
     reference_bytes: int = 0  # of a weight of the reference model of a KL term; 0 without one
@@ -87,9 +88,12 @@ def estimate(plan: Plan) -> Memory:
         and the largest of
         a layer computed anew      2 T (9 H + 2 Q + 2 K + 6 I) + 4 l + 2 H I + 4 E
         the logits                 2 T (V + 6 H) + 2 l + 4 E     their gradient is in their place
-                                   4 T V                   or beside them, where the entropy is wanted
+                                   4 T V                   or beside them; 6 T V where the entropy is wanted, which
+                                                           torch.compile makes of logits and three numbers a token
+                                                           (engine/fsdp/transformer_impl.py:184, 1405)
                                    8 T V                   without flash-attn: a copy without padding, and log-probs
-                                                           of all tokens in fp32 (utils/torch_functional.py:173)
+                                                           of all tokens in fp32 (utils/torch_functional.py:173);
+                                                           18 T V with the entropy, which is not compiled there
         the end, less activations  8 E                     the embedding, its gradient, and that once more in fp32
         the optimizer's step       b P / W, less activations     foreach; with fused: nothing
     4 l are two layers' weights, one sent ahead. 4 E is the head's gradient on its way in fp32, or a layer's, 4 l, where
@@ -104,7 +108,8 @@ def estimate(plan: Plan) -> Memory:
     verl_ext/memory/simulate.py counts the same step operation by operation; both agree within 3% (its test), as do the
     formula and an H100 (test_estimate.py); batches with padding were measured on a CPU alone. The reference model of a
     KL term is on the host: FSDP offloads what is forward only (engine/fsdp/transformer_impl.py:432, 459), and its
-    forward pass takes less of the GPU than training.
+    forward pass takes less of the GPU than training. Not in it: the entropy with use_torch_compile=false; and that of
+    the old log-probs without flash-attn, 10 T V but no gradients: with LoRA it may be 2 T V more than the step.
     """
     shape, ranks, total, trained, held = plan.shape, plan.ranks, plan.shape.parameters, plan.trained, plan.held
     sharded = plan.weight_bytes * (held + 3 * trained) / ranks
@@ -169,7 +174,11 @@ def _peaks(plan: Plan, waiting: float) -> dict[str, float]:
     inputs = per_token * shape.hidden
     masks = 1 + compute * (1 if plan.checkpointing else shape.layers)  # booleans of all layers, numbers of each
     mask = masks * plan.tokens**2 / plan.padded if plan.padded > 1 else 0  # one sequence has no padding
-    of_loss = 4 if plan.padded else 2 * plan.keeps_logits  # tensors of the logits' size
+    of_loss = 2 * plan.keeps_logits  # tensors of the logits' size
+    if plan.padded:
+        of_loss = 9 if plan.entropy else 4
+    elif plan.entropy:
+        of_loss = 3
     activations = shape.layers * inputs
     if not plan.checkpointing:
         activations, work = shape.layers * saved, work - saved

@@ -3,11 +3,11 @@
 FSDP2 shards the model in a world whose other ranks do not exist, and torch's memory tracker counts what each operation
 allocates and frees. Two shallow models are run; every layer more adds the same, so the model's depth follows from a
 straight line. The wrapping (`apply_fsdp2`) and the exchange of heads in Ulysses are verl's own code. In place of what
-only a GPU has stand functions that allocate the same: flash-attention's kernels and its cross entropy.
+only a GPU has stand functions that allocate the same: flash-attention's kernels and its cross entropy, and verl's
+entropy as torch.compile makes it.
 
-Not in it: FSDP1, LoRA, padding, the critic, fused kernels for the logits, the entropy (but for the logits, which it
-keeps), a temperature other than 1, what a kernel or NCCL takes for itself, CUDA's contexts, and what torch reserves
-beyond that.
+Not in it: FSDP1, LoRA, padding, the critic, fused kernels for the logits, the entropy without torch.compile, a
+temperature other than 1, what a kernel or NCCL takes for itself, CUDA's contexts, and what torch reserves beyond that.
 """
 
 import contextlib
@@ -173,8 +173,9 @@ def forward_backward(
     model.set_requires_gradient_sync(is_last or not plan.defers_gradients)
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.squeeze(0)
     on_logits(logits)
-    loss = _CrossEntropy.apply(logits, not plan.keeps_logits).sum()
-    del logits
+    entropy = _Entropy.apply(logits).sum() if plan.entropy else 0  # first, as in verl
+    loss = _CrossEntropy.apply(logits, not (plan.keeps_logits or plan.entropy)).sum() + entropy
+    del logits, entropy
     loss.backward()
 
 
@@ -238,3 +239,20 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor, None]:
         logits, _ = ctx.saved_tensors
         return (logits if ctx.in_place else torch.zeros_like(logits)), None
+
+
+class _Entropy(torch.autograd.Function):
+    """Allocates what verl's `entropy_from_logits` does when torch compiles it: three numbers a token, and the gradient.
+
+    tests/unit/memory/test_simulate.py looks at what is saved.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        rows = [logits.new_zeros(len(logits), dtype=torch.float32) for _ in range(3)]
+        ctx.save_for_backward(logits, *rows)
+        return torch.zeros_like(rows[0])
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(ctx.saved_tensors[0])

@@ -1,7 +1,7 @@
 """Grade files of responses: `python -m verl_ext.reward.score --input rows.jsonl --output graded.jsonl`.
 
 The input may be a run, too, or the quickstart's folder above it: its validation dumps, else the evaluations of its
-checkpoints or of the quickstart, else its rollout dumps.
+checkpoints or of the quickstart, else its records, else its rollout dumps. A file of records (`.parquet`) can be named.
 
 A row is JSON with `response` (or `messages`, of which the assistant's count) and `ground_truth`; rollout and validation
 dumps of verl (`output`, `gts`) and the files of `unverified_dir` are such rows, too. Each row comes back with `acc`,
@@ -28,7 +28,7 @@ from typing import Any
 from tqdm import tqdm
 
 from verl_ext.outcome import UNVERIFIED_VERDICT
-from verl_ext.records import jsonl, run_folder
+from verl_ext.records import jsonl, run_folder, store
 from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths.normalisation import normalise
 from verl_ext.reward.score import Score
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--input", type=Path, nargs="+", required=True, help="JSONL files, folders of them, or runs")
+    parser.add_argument("--input", type=Path, nargs="+", required=True, help="files, folders of JSONL, or runs")
     parser.add_argument("--output", type=Path, required=True, help="JSONL file; continued if it is there")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes (default: one per CPU)")
     parser.add_argument("--config", type=Path, help="YAML of a run: takes its verifiers and sandbox servers")
@@ -103,7 +103,8 @@ def _files_of_run(path: Path) -> list[Path] | None:
     run = run_folder.training_folder(path, "rl", "sft")
     own = [path / "eval" / side / run_folder.SAMPLES for side in ("before", "after")] if kind == "quickstart" else []
     candidates = run_folder.validations_of(run) or run_folder.evaluations_of(run)
-    return candidates or [file for file in own if file.is_file()] or run_folder.rollouts_of(run)
+    recorded = [file.path for file in store.files_of(run)]
+    return candidates or [file for file in own if file.is_file()] or recorded or run_folder.rollouts_of(run)
 
 
 def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers: int, compare: bool) -> None:
@@ -115,7 +116,7 @@ def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers
         ValueError: `output` holds rows of something else.
         RuntimeError: a verifier failed, not the row. What was graded before stays.
     """
-    total = sum(sum(1 for _ in open(file, "rb")) for file in files)
+    total = sum(1 for _ in read_rows(files))
     done, errors = _continue_at(files, output)
     rows = islice(read_rows(files), done, None)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -174,6 +175,9 @@ def read_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
     A line that is no JSON object gives a row with its text as `line` and the reason as `error`.
     """
     for file in files:
+        if file.suffix == ".parquet":
+            yield from _read_records(file)
+            continue
         with open(file, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 place = f"{file}:{number}"
@@ -184,6 +188,17 @@ def read_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
                 except (ValueError, RecursionError) as error:
                     reason = f"{place} is not JSON: {error}"
                 yield place, {"line": text, "error": reason} if reason else row
+
+
+def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rollouts of a file of records; one that raised has no response, and is an error."""
+    columns = ("uid", "session", "step", "domain", "turns", "ground_truth", "acc", "score", "verdict")
+    for number, row in enumerate(store.read(file, columns).to_pylist(), 1):
+        turns, verdict = row.pop("turns"), row.pop("verdict") or {}
+        row |= {"data_source": row.pop("domain") or "", "verdict": verdict.get("text")}
+        if turns is not None:
+            row["response"] = "\n".join(turn["text"] for turn in turns if turn["role"] == "model")
+        yield f"{file}:{number}", row
 
 
 def _continue_at(files: list[Path], output: Path) -> tuple[int, set[int]]:

@@ -168,7 +168,7 @@ class RetoolRewardManager(RewardManagerBase):
             when unverified), `train_acc` (what the reward was made of), the parts of the reward `reward_base`,
             `reward_overlong`, `reward_length` and `reward_tool_bonus`, `unverified`, `sandbox_failure`,
             `response_tokens` and the loop's counts as floats; `pred`, `verdict`, `method`, `data_source`, `id` (of
-            `extra_info`), `finish_reason` as strings, "" for nothing.
+            `extra_info`), `finish_reason`, `normalised` as strings, "" for nothing.
         Raises:
             ValueError: the row is broken; the message names it.
             RuntimeError: the verifier has an error of its own.
@@ -214,6 +214,7 @@ class RetoolRewardManager(RewardManagerBase):
                 "pred": score.pred,
                 "verdict": score.verdict,
                 "method": score.method,
+                "normalised": score.normalised,
                 "data_source": str(sample.get("data_source", "")),
                 "id": str((sample.get("extra_info") or {}).get("id", "")),
                 "finish_reason": finish_reason,

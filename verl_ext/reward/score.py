@@ -5,7 +5,7 @@ computer algebra, in a process that can be killed. Rewards and verl are not know
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from verl_ext.outcome import UNVERIFIED_VERDICT
@@ -31,6 +31,7 @@ _CLASHES = [
     (re.compile(r"\\\$|[€£¥₹]|\bdollars?\b"), re.compile(r"¢|\bcents?\b")),
     (re.compile(r"°|\\circ|\bdegrees?\b"), re.compile(r"\brad(?:ians?)?\b")),
 ]
+_NOT_NORMALISED = ("guard: length", "unit")  # rules that look at an answer as it is written
 _MATHS_WORDS = {"sin", "cos", "tan", "cot", "sec", "csc", "log", "exp"}
 
 
@@ -45,17 +46,20 @@ class Score:
         verdict: "unknown" is neither right nor wrong: the gold by itself takes more CPU time or memory than a
             comparison may, or the infrastructure failed. What an answer's own text causes is "wrong".
         method: the rule that decided, for logs: "integer", "string", "number", "words", "count", "guard: tower", ...
+        normalised: the answer in the spelling that was compared, for logs; "" where the rule has none.
     """
 
     acc: float | None
     pred: str
     verdict: Literal["correct", "partial", "wrong", "no_answer", "unknown"]
     method: str
+    normalised: str = field(default="", compare=False)
 
     @classmethod
-    def graded(cls, acc: float, pred: str, method: str) -> "Score":
+    def graded(cls, acc: float, pred: str, method: str, normalised: str = "") -> "Score":
         """With the verdict that belongs to `acc`."""
-        return cls(acc, pred, "correct" if acc == 1.0 else "partial" if acc > 0.0 else "wrong", method)
+        verdict = "correct" if acc == 1.0 else "partial" if acc > 0.0 else "wrong"
+        return cls(acc, pred, verdict, method, normalised)
 
     @property
     def is_unverified(self) -> bool:
@@ -80,9 +84,13 @@ def score_answer(response_text: str, ground_truth: str) -> Score:
         return Score(0.0, "", "no_answer", "no_box" if pred is None else "empty")
     pred = pred.strip()
     comparison = compare(pred, ground_truth.strip())
+    if comparison.method == "integer":
+        normalised = str(int(pred))
+    else:
+        normalised = "" if comparison.method in _NOT_NORMALISED else normalise(pred)  # which `compare` has cached
     if comparison.equal is None:
-        return Score(None, pred, UNVERIFIED_VERDICT, comparison.method)
-    return Score.graded(float(comparison.equal), pred, comparison.method)
+        return Score(None, pred, UNVERIFIED_VERDICT, comparison.method, normalised)
+    return Score.graded(float(comparison.equal), pred, comparison.method, normalised)
 
 
 def compare(pred: str, gold: str) -> Comparison:

@@ -110,3 +110,18 @@ class ExclusionWatch:
 def describe(causes: Counter) -> str:
     """ "sandbox_failure 12, raised 3": the most frequent first."""
     return ", ".join(f"{cause} {number}" for cause, number in causes.most_common() if number)
+
+
+def stop_if_most_failed(failed: int, seen: Ended, limit: float, step: int) -> None:
+    """Args:
+        failed: groups, of those in `seen`.
+        limit: the most that may fail before a batch is full.
+    Raises:
+        RuntimeError: more failed, as when the sandbox is down.
+    """
+    if failed > limit:
+        remedy = REMEDIES[seen.excluded.most_common(1)[0][0]]
+        raise RuntimeError(
+            f"{failed} of {seen.groups} prompt groups of step {step} failed for reasons outside the model "
+            f"({describe(seen.excluded)}). {remedy}, then resume the run."
+        )

@@ -7,7 +7,9 @@ once for the batch (`rollout_is`). What is NaN or infinite is replaced before an
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any
@@ -30,8 +32,10 @@ from verl_ext.objectives.olmorl import olmorl
 from verl_ext.objectives.ppo import ppo
 from verl_ext.objectives.sapo import sapo
 from verl_ext.objectives.terms import Terms, Tokens, log_ratio
+from verl_ext.records.token_rows import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, KEPT, MASKED, NOT_FINITE
 from verl_ext.versions import VERL, require_versions
 
+_noted: ContextVar[list[tuple[str, Tensor]] | None] = ContextVar("noted", default=None)
 COUNT = "actor/count/"  # metrics that are added up over micro-batches and ranks; shares are made of them
 LOSS_MODES = [  # names of actor.policy_loss.loss_mode, beside verl's; the doctor reads them here
     "retool_ppo",
@@ -136,6 +140,8 @@ def policy_loss(
     if loss.weights:
         tokens = tokens._replace(weights=torch.where(usable, rollout_is_weights, 0))
     terms = loss.objective(tokens, **{name: getattr(config, key) for name, key in loss.settings.items()})
+    if (noted := _noted.get()) is not None:
+        noted.append((loss.objective.__name__, decisions(terms, sampled, usable)))
     info = config.global_batch_info
     value = mean_loss(
         torch.where(usable, terms.objective, 0),
@@ -156,6 +162,30 @@ def policy_loss(
         "ppo_kl": -log_ratio(tokens),  # 0 of what is not usable
     }
     return value, {COUNT + name: float(each.detach().sum()) for name, each in counts.items()}
+
+
+def decisions(terms: Terms, sampled: Tensor, usable: Tensor) -> Tensor:
+    """int8[B, T]: what became of each token, a code of records/token_rows.py.
+
+    Args:
+        sampled: bool[B, T], tokens that train; `usable`: those of them whose numbers are finite.
+    """
+    codes = torch.where(sampled, KEPT, MASKED)
+    codes = torch.where(terms.clipped_low & usable, CLIPPED_LOW, codes)
+    codes = torch.where(terms.clipped_high & usable, CLIPPED_HIGH, codes)
+    codes = torch.where(terms.dropped & sampled, DROPPED, codes)
+    return torch.where(sampled & ~usable, NOT_FINITE, codes).to(torch.int8)
+
+
+@contextmanager
+def noted_decisions() -> Iterator[list[tuple[str, Tensor]]]:
+    """(objective, `decisions`) of each call of `policy_loss` in the block."""
+    noted: list[tuple[str, Tensor]] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
 
 
 def sum_counts(losses: ModuleType) -> None:

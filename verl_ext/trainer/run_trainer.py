@@ -7,6 +7,7 @@ every method here does what verl's own does. Line numbers are of verl 0.9.1, tra
 import logging
 import math
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,24 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.utils import tensordict_utils as tu
 from verl.utils.dataset.rl_dataset import collate_fn
+from verl.workers.rollout.llm_server import LLMServerClient
 
+from verl_ext.fleet import balancer, weight_update
+from verl_ext.fleet.client import FleetClient
+from verl_ext.fleet.members import Members
+from verl_ext.fleet.recovery import Fleet, FleetCheckpointManager
 from verl_ext.ledger import PromptLedger
-from verl_ext.moved import rename_files
-from verl_ext.outcome import REMEDIES
+from verl_ext.moved import rename_files, rename_keys
+from verl_ext.outcome import REMEDIES, PromptEnd
 from verl_ext.records.journal import StepJournal
-from verl_ext.records.trajectories import check_trajectory_log
 from verl_ext.settings import (
     AdaptiveN,
     EarlyStop,
     FailedSamples,
+    HealthSettings,
     LightValidation,
     RecordBatches,
+    RecorderSettings,
     Retool,
     ValidationSchedule,
     check,
@@ -44,6 +51,7 @@ from verl_ext.trainer.failed_samples import ALL_RAISED, find_failed, judged_figu
 from verl_ext.trainer.objective import check_objective, make_shares
 from verl_ext.trainer.queue import clear_leftovers, prompts_in_queue
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
+from verl_ext.trainer.run_records import RunRecords, check_recorder
 from verl_ext.trainer.validation import ValidationPlan, as_light, light_batches
 
 logger = logging.getLogger(__name__)
@@ -54,26 +62,32 @@ class RunTrainer(PPOTrainer):
     """Base, beside a trainer of verl, of the classes that `extend_trainers` makes.
 
     Raises:
-        ValueError: a setting of `retool` is unknown, missing or out of range; or an option, or the trajectory log, is
-            on that the rest of the config leaves without effect.
+        ValueError: a setting of `retool` is unknown, missing or out of range; or an option, or the recorder, is on that
+            the rest of the config leaves without effect.
     """
 
     def __init__(self, config: DictConfig):
-        check_trajectory_log(config)
         rename_files(config)  # verl hands the same object on to the agent loops' manager
+        rename_keys(config)
+        check_recorder(config)
         check(config.get("retool") or {}, Retool)
         check_objective(config)
+        weight_update.install(config)
+        balancer.install(config)
         super().__init__(config)
         self._is_repeatable = bool(OmegaConf.select(config, "retool.repeatable"))
         if self._is_repeatable:
             make_repeatable(self)
         folder = Path(config.trainer.default_local_dir)
+        self._records: RunRecords | None = None
         self._sampling: AdaptiveSampling | None = None
         self._plan: ValidationPlan | None = None
         self._watch: EarlyStopWatch | None = None
         self._exclusions: ExclusionWatch | None = None
         self._ledger: PromptLedger | None = None
         self._recorder: BatchRecorder | None = None
+        self._fleet: Fleet | None = None  # where servers are watched
+        self._members: Members | None = None  # where servers come and go
         self._failed_samples = FailedSamples.from_config(config)
         self._is_light = False  # whether the validation that runs is a light one
         self._is_void = False  # whether the newest validation is void
@@ -110,6 +124,34 @@ class RunTrainer(PPOTrainer):
         if early_stop:
             self._watch = EarlyStopWatch(early_stop, StepJournal(folder / "early_stop.jsonl"))
 
+    def init(self) -> None:
+        """The recorder is there before the workers that look for it."""
+        if settings := read_settings(self.config, "recorder", RecorderSettings):
+            self._records = RunRecords(settings, self.config)
+        super().init()
+        if self.trainer_mode == "separate_async" and not self._enable_hybrid_replicas:
+            self._members = Members(self.standalone_server_manager, self.standalone_checkpoint_manager)
+
+    def _setup(self) -> None:
+        """verl's (line 226), then the watching of servers, which are there now and have no weights yet."""
+        super()._setup()
+        if limits := read_settings(self.config, "fleet.health", HealthSettings):
+            manager, verls = self.standalone_server_manager, self.standalone_checkpoint_manager
+            weights = FleetCheckpointManager(verls.config, verls.actor_wg, verls.replicas)
+            self.standalone_checkpoint_manager = weights
+            self._fleet = Fleet.of_run(Path(self.config.trainer.default_local_dir), limits, weights, manager)
+            self._fleet.watch()
+
+    def get_llm_client(self) -> LLMServerClient:
+        if limits := read_settings(self.config, "fleet.health", HealthSettings):
+            return self.standalone_server_manager.get_client(client_cls=FleetClient, limits=limits)
+        return super().get_llm_client()
+
+    def _rollout_server_managers(self) -> list[Any]:
+        if self._fleet:
+            self.standalone_server_manager.rollout_replicas = self.standalone_checkpoint_manager.replicas
+        return super()._rollout_server_managers()
+
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:
         """As verl's, which is called when the checkpoint is loaded; a run that was stopped early stays stopped."""
         self._last_saved = self.global_steps
@@ -117,7 +159,11 @@ class RunTrainer(PPOTrainer):
             option.resume(self.global_steps)
         if self._ledger:
             clear_leftovers()
-            self.replay_buffer.seen_before = self._ledger.resume(self.global_steps, prompts_in_queue())
+            waited = self._ledger.resume(self.global_steps, prompts_in_queue())
+            self.replay_buffer.seen_before = set(waited)
+            if self._records:
+                decided = {uid: end for uid, end in waited.items() if end is not PromptEnd.OPEN}
+                self._records.resume(self.global_steps, decided)
         if self._watch and (reason := self._watch.reason()):
             logger.warning(
                 "early stop: this run ended at step %d, because %s. To train on: retool.early_stop.enable=false, or "
@@ -125,8 +171,18 @@ class RunTrainer(PPOTrainer):
                 *(self.global_steps, reason),
             )
             self._shutdown_dump_executor()
+            if self._fleet:
+                self._fleet.close()
             return
-        super().fit(agent_loop_manager)
+        folder = Path(self.config.trainer.default_local_dir)
+        try:
+            with self._members.obeying(folder) if self._members else nullcontext():
+                super().fit(agent_loop_manager)
+        finally:
+            if self._fleet:
+                self._fleet.close()
+            if self._records:
+                self._records.close()
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         batch = super().step(metrics, timing_raw)
@@ -134,11 +190,37 @@ class RunTrainer(PPOTrainer):
             metrics.update(self._exclusions.end_step(self.global_steps, self.replay_buffer.take_ended()))
         if self._sampling:
             metrics.update(self._sampling.end_step(self.global_steps))
+        ends, waiting = self.replay_buffer.take_prompt_ends() if self._ledger else ({}, ())
         if self._ledger:
-            self._ledger.end_step(self.global_steps, *self.replay_buffer.take_prompt_ends(), len(prompts_in_queue()))
+            self._ledger.end_step(self.global_steps, ends, waiting, len(prompts_in_queue()))
+        if self._records:
+            self._records.end_step(self.global_steps, ends, waiting)
         if self._is_repeatable:
             move_measured(metrics)
         return batch
+
+    def _span(self, what: str) -> AbstractContextManager:
+        """An interval of the step's timeline."""
+        return self._records.span(what) if self._records else nullcontext()
+
+    def on_sample_begin(self) -> None:
+        super().on_sample_begin()
+        self._waiting = self._span("wait")
+        self._waiting.__enter__()
+        if self._fleet:
+            self._fleet.actor_waits(is_exact=self.local_trigger_step == 0)
+
+    def on_sample_end(self) -> None:
+        if self._fleet:
+            self._fleet.actor_works()
+        self._waiting.__exit__(None, None, None)
+        super().on_sample_end()
+
+    def _compute_metrics(self, *args: Any, **kwargs: Any) -> None:
+        """The last thing of a step, behind its checkpoint and its validation."""
+        super()._compute_metrics(*args, **kwargs)
+        if self._records:
+            self._records.end_round(self.global_steps)
 
     def _add_batch_to_generate(self) -> None:
         """A step of the mode `sync` begins with as many prompts less as groups wait for it."""
@@ -152,10 +234,11 @@ class RunTrainer(PPOTrainer):
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """verl's v1 trainers never ask for `sum_pi_squared`, which an optimal token baseline needs (line 1653)."""
-        if not self.config.actor_rollout_ref.actor.calculate_sum_pi_squared:
-            return super()._compute_old_log_prob(batch, metrics)
-        batch.extra_info["calculate_sum_pi_squared"] = True
-        batch = super()._compute_old_log_prob(batch, metrics)
+        with self._span("log_probs"):
+            if not self.config.actor_rollout_ref.actor.calculate_sum_pi_squared:
+                return super()._compute_old_log_prob(batch, metrics)
+            batch.extra_info["calculate_sum_pi_squared"] = True
+            batch = super()._compute_old_log_prob(batch, metrics)
         batch.extra_info["calculate_sum_pi_squared"] = False  # the update does not need it
         keep_sum_pi_squared(batch)
         return batch
@@ -206,7 +289,15 @@ class RunTrainer(PPOTrainer):
         return dp_size * self._updates_per_step() if self._sampling else super()._get_required_batch_multiple(dp_size)
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """Between the two looks of the recorder, where the batch is recorded."""
+        """After what the records take of the batch: the update changes none of it."""
+        if not self._records:
+            return self._update_for_lab(batch, metrics)
+        self._records.take(self.global_steps, batch, getattr(self.replay_buffer, "fillers", ()), self.tokenizer)
+        with self._span("update"):
+            return self._update_for_lab(batch, metrics)
+
+    def _update_for_lab(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        """Between the two looks of the batch recorder, where the batch is recorded."""
         if not self._recorder or not self._recorder.is_due(self.global_steps, self.local_trigger_step):
             return self._update(batch, metrics)
         before = self._recorder.log_probs(self.actor_rollout_wg, batch)
@@ -235,7 +326,8 @@ class RunTrainer(PPOTrainer):
 
     def on_step_end(self) -> None:
         """The last hook before line 494 asks whether `global_steps % trainer.test_freq == 0`."""
-        super().on_step_end()
+        with self._span("weight_sync"), self._members.weights_change() if self._members else nullcontext():
+            super().on_step_end()
         if self._plan:
             never = self.global_steps + 1
             self.config.trainer.test_freq = 1 if self._plan.is_due(self.global_steps) else never
@@ -243,11 +335,20 @@ class RunTrainer(PPOTrainer):
     def _validate(self) -> dict[str, float]:
         light = self._plan is not None and self._plan.is_light(self.global_steps, self.total_training_steps)
         self._is_void = False
+        self._validated: set[str] = set()
+        if self._fleet:
+            self._fleet.actor_waits(is_exact=True)
         try:
-            metrics = self._validate_lightly(self._plan.light) if light else super()._validate()
+            with self._span("validate"):
+                metrics = self._validate_lightly(self._plan.light) if light else super()._validate()
         except NothingStored as error:
             logger.warning("step %d: validation: %s This validation is void.", self.global_steps, error)
             metrics, self._is_void = as_light(ALL_RAISED) if light else dict(ALL_RAISED), True
+        finally:
+            if self._fleet:
+                self._fleet.actor_works()
+        if self._records:
+            self._records.end_validation(self.global_steps, self._validated)
         if self._watch and not self._is_void:
             metrics.update(self._watch.observe(self.global_steps, metrics, light=light))
             if reason := self._watch.reason():
@@ -274,6 +375,7 @@ class RunTrainer(PPOTrainer):
         """Without the samples that failed outside the model; `failed_samples.py` says how. A void validation has no
         figure by which a checkpoint could be the best (`Rolling.record`) or the run could stop.
         """
+        self._validated = {uid for _, uid in expected_acc_counts or ()}
         failed = find_failed(data_sources, sample_uids, reward_extra_infos_dict, expected_acc_counts)
         share, limit = failed.share(failed.worst), self._failed_samples.max_failed_share
         self._is_void = share > limit
@@ -304,8 +406,11 @@ class RunTrainer(PPOTrainer):
     # Early stop ------------------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self) -> None:
-        super()._save_checkpoint()
+        with self._span("save"):
+            super()._save_checkpoint()
         self._last_saved = self.global_steps
+        if self._records:
+            self._records.save(self.global_steps)
 
     def on_train_end(self) -> None:
         """verl comes here when a run ends before its last step; it has counted `global_steps` one up already."""

@@ -33,7 +33,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
 from verl_ext.outcome import EXCLUSIONS, INFRASTRUCTURE_FAILURES, REMEDIES, PromptEnd, RolloutEnd
 from verl_ext.rollout.tool_use import tool_metrics
-from verl_ext.trainer.exclusions import Ended, NothingStored, describe
+from verl_ext.trainer.exclusions import Ended, NothingStored, describe, stop_if_most_failed
 from verl_ext.trainer.group_rules import EndedGroup, end_group, exclusion
 from verl_ext.trainer.queue import copy_rollouts, remove
 
@@ -185,7 +185,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             self._classify(partition_id, global_steps)
             self._clear_groups(partition_id, self._uids(PromptEnd.FAILED, PromptEnd.STALE))
             useful, failed = self._uids(*_USEFUL), self._ends[PromptEnd.FAILED]
-            self._stop_if_most_failed(failed, limit, global_steps)
+            stop_if_most_failed(failed, self._seen, limit, global_steps)
             in_flight = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
             # Submit what fills the batch with a margin of one standard deviation: another wave costs a whole rollout.
             expected = len(useful) + self.keep_rate * in_flight
@@ -236,7 +236,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             return super()._terminal_eviction_reasons(global_steps, partition_id)
         self._classify(partition_id, global_steps)
         failed, spare = self._uids(PromptEnd.FAILED), self._uids(*_REPLACEABLE)
-        self._stop_if_most_failed(self._ends[PromptEnd.FAILED], self._limit, global_steps)
+        stop_if_most_failed(self._ends[PromptEnd.FAILED], self._seen, self._limit, global_steps)
         if self._num_replaceable() > self._limit:
             if not self._is_spent:
                 logger.warning(
@@ -249,15 +249,6 @@ class DapoReplayBuffer(ReplayBufferAsync):
         stale = self._stale_terminal_keys(global_steps, partition_id)
         self._end(stale & self._uids(*_USEFUL), PromptEnd.STALE)
         return stale | self._uids(PromptEnd.STALE), spare, failed, Counter()
-
-    def _stop_if_most_failed(self, failed: int, limit: float, global_steps: int) -> None:
-        if failed > limit:
-            excluded = self._seen.excluded
-            remedy = REMEDIES[excluded.most_common(1)[0][0]]
-            raise RuntimeError(
-                f"{failed} of {self._seen.groups} prompt groups of step {global_steps} failed for reasons "
-                f"outside the model ({describe(excluded)}). {remedy}, then resume the run."
-            )
 
     def _uids(self, *ends: PromptEnd) -> set[str]:
         return {uid for uid, group in self._groups.items() if group.end in ends}
@@ -327,14 +318,15 @@ class DapoReplayBuffer(ReplayBufferAsync):
     def _select_prompt_uids(
         self, partition_id: str, sampleable_keys: Iterable[str], batch_size: int
     ) -> tuple[list[str], dict[str, dict], dict[str, int]]:
-        """As verl's, the oldest first, but a filler only where no useful group is ready; and a set's order decides
-        nothing.
+        """As verl's, the oldest first, those of a step in the order of their submission, which is the queue's; but a
+        filler only where no useful group is ready.
         """
         if partition_id == "val":
             return super()._select_prompt_uids(partition_id, sampleable_keys, batch_size)
         snapshot, steps = dict(self.partitions[partition_id]), dict(self.prompt_global_steps[partition_id])
-        order = {uid: (_ORDER.index(self._groups[uid].end), steps.get(uid, 0), uid) for uid in sampleable_keys}
-        return sorted(order, key=order.get)[:batch_size], snapshot, steps
+        admitted = [uid for uid in steps if uid in sampleable_keys]
+        admitted.sort(key=lambda uid: (_ORDER.index(self._groups[uid].end), steps[uid]))
+        return admitted[:batch_size], snapshot, steps
 
     def _clear_groups(self, partition_id: str, uids: set[str]) -> None:
         super()._clear_groups(partition_id, uids)

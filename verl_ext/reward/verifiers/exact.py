@@ -24,8 +24,8 @@ class ExactVerifier:
         pred = extract_answer(response_text)
         if pred is None or not pred.strip():
             return Score(0.0, "", "no_answer", "no_box" if pred is None else "empty")
-        right = self._fold(pred) == self._fold(str(ground_truth))
-        return Score.graded(float(right), pred.strip(), "exact")
+        folded = self._fold(pred)
+        return Score.graded(float(folded == self._fold(str(ground_truth))), pred.strip(), "exact", folded)
 
     def _fold(self, text: str) -> str:
         text = " ".join(_TEXT.sub(r"\1", text).split())
@@ -53,8 +53,8 @@ class ChoiceVerifier:
             if not stated:
                 return Score(0.0, "", "no_answer", "no_choice")
             pred = stated[-1].upper()
-        right = _letter(pred) == gold
-        return Score.graded(float(right), pred.strip(), "choice")
+        letter = _letter(pred)
+        return Score.graded(float(letter == gold), pred.strip(), "choice", letter or "")
 
 
 def _letter(text: str) -> str | None:
