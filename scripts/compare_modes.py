@@ -5,7 +5,7 @@
     .venv/bin/python scripts/compare_modes.py --show RUN         # what a run took at each step, beside what it drew
 
 Each call of a tool is held back for a log-normal time (slow_sandbox.py). Modes take turns, so that a machine that gets
-slower is slower for all. Prints the table of docs/asynchrony.md. A broken run goes on from its checkpoint. The result
+slower is slower for all. Prints a table. A broken run goes on from its checkpoint. The result
 of a finished one is a line of --results, and the run is not made again. The machine should do nothing else meanwhile.
 """
 

@@ -1,4 +1,4 @@
-"""Why the small model learned: the tables and the picture of docs/small.md, from the runs of `scripts/seeds.py`.
+"""What changed in the small model: tables and a picture, from the runs of `scripts/seeds.py`.
 
     .venv/bin/python scripts/seeds.py --model small            # the runs, hours
     .venv/bin/python scripts/small_study.py [--runs outputs/seeds_small] [--problems 96] [--results FILE]

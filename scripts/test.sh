@@ -6,7 +6,7 @@ usage() {
     cat <<'EOF'
 Usage: bash scripts/test.sh [unit|slow|all] [pytest arguments]
   unit   ruff and import-linter, then the fast tests (about five minutes)
-  slow   only the tests that run the real commands end to end
+  slow   the slow unit tests, and those that run the real commands end to end
   all    both, the fast tests, then the slow ones (default)
 Example: bash scripts/test.sh unit -k lock -x
 EOF
