@@ -58,7 +58,7 @@ TRAJECTORIES = pa.schema(
         "session": pa.int32(),  # number of the rollout in its group
         "step": pa.int32(),  # in which the prompt was handed to the agent loops; of a validation, its step
         "validate": pa.bool_(),
-        "index": pa.int64(),  # row of the data set
+        "index": pa.int64(),  # row of the data set; null where the data set has no number there
         "problem": pa.string(),  # `extra_info.id`, else a hash of prompt and ground truth: the same over time and runs
         "domain": pa.string(),  # `data_source`
         "prompt": pa.string(),  # as the model saw it, with the template's special tokens
