@@ -77,10 +77,10 @@ def purpose(code: str) -> str:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of judged responses: `right/PURPOSE` and `wrong/PURPOSE`, shares of their calls that have
-    code, as a malformed one has none; `first call`, the mean share of a response that stands before its first call's
-    output; `repaired`, the share of the responses with an error of their code in which a later call ran well. Left out
-    is what there is nothing to take a share of."""
+    """Of judged responses: `right/PURPOSE` and `wrong/PURPOSE`, shares of their calls that have code, as a malformed
+    one has none; `first call`, the mean share of a response that stands before its first call's output; `repaired`,
+    the share of the responses with an error of their code in which a later call ran well. Left out is what there is
+    nothing to take a share of."""
     found: dict[str, float] = {}
     for name, right in (("right", True), ("wrong", False)):
         side = [row for row in rows if (row["acc"] == 1) == right]
