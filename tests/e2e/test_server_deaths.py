@@ -5,6 +5,7 @@ checkpoint engine; no trainer. All requests end with all their tokens, whose log
 import asyncio
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import torch
 from tests.e2e.versions import SAME, Actor, cluster, difference
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-TOKENS = 300
+TOKENS = 600  # seconds of generation, in which a signal comes
 REQUESTS = 8
 LIMITS = {"every_s": 0.5, "suspect_s": 3, "dead_s": 12, "update_s": 30, "start_s": 30, "wait_s": 300}
 LIMITS |= {"attempts": 3, "max_replacements": 1}
@@ -25,7 +26,7 @@ PROMPTS = [[(7 * i + number) % 400 + 10 for i in range(20)] for number in range(
 
 
 @pytest.fixture(scope="module")
-def fleet(python: str, models: tuple[Path, list[torch.nn.Module]]) -> SimpleNamespace:
+def fleet(models: tuple[Path, list[torch.nn.Module]]) -> SimpleNamespace:
     """Two servers with version 0, watched: `weights`, `fleet`, `router`, `client`, and the run's `folder`."""
     import verl  # noqa: F401
     from verl.utils.config import omega_conf_to_dataclass
@@ -53,7 +54,9 @@ def fleet(python: str, models: tuple[Path, list[torch.nn.Module]]) -> SimpleName
             *limits,
         ],
     )
-    with cluster(python, config, num_gpus=2):  # a replacement has only those of the server that died
+    # Real Pythons: a signal is to meet an engine, not the executable that stands for it. A replacement has only the GPUs
+    # of the server that died.
+    with cluster(sys.executable, config, num_gpus=2):
         manager = LLMServerManager.create(config=config)
         engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
         weights = FleetCheckpointManager(engine, Actor(folder), manager.get_replicas())

@@ -77,6 +77,11 @@ def test_forks_draw_different_ray_ids(python: str) -> None:
     assert run(python, "-c", code).stdout != run(python, "-c", code).stdout
 
 
+def test_each_fork_has_a_process_group_of_its_own(python: str) -> None:
+    """Ray ends the group of a worker that died: with a shared one, all workers of the run."""
+    assert run(python, "-c", "import os; print(os.getpgid(0) == os.getpid())").stdout == "True\n"
+
+
 def test_signals_reach_the_fork(python: str) -> None:
     code = "import time\ntry:\n  print('ready', flush=True); time.sleep(60)\nexcept KeyboardInterrupt: print('stopped')"
     process = subprocess.Popen([python, "-c", code], stdout=subprocess.PIPE, text=True)

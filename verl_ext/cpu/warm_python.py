@@ -202,6 +202,7 @@ def _start(client: socket.socket, selector: selectors.BaseSelector) -> int | Non
 
 def _become(request: str, files: list[int]) -> None:
     """In the fork: be the Python that is asked for, with `files` as its open files. Does not return."""
+    os.setpgid(0, 0)  # as Ray gives each worker: it ends the process group of one that died
     arguments, environment, folder, niceness, numbers = json.loads(request)
     floor = max([*numbers, *files, 2]) + 1
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD, floor) for file in files]  # out of the way of each other
