@@ -14,15 +14,22 @@ responses' rows in chunks. Left out: the reward, tool calls, weights sent to vLL
 import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from verl_ext.cpu.warm_python import ENVIRONMENT
-from verl_ext.records import store
-from verl_ext.records.run_record import read_metrics
-from verl_ext.settings import compose_run
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "scripts"))
+
+from whole_cpu import whole_cpu  # noqa: E402
+
+from verl_ext.cpu.patches import round_products  # noqa: E402
+from verl_ext.cpu.warm_python import ENVIRONMENT  # noqa: E402
+from verl_ext.records import store  # noqa: E402
+from verl_ext.records.run_record import read_metrics  # noqa: E402
+from verl_ext.settings import compose_run  # noqa: E402
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -118,6 +125,7 @@ def time_update(model_path: str, groups: Sequence[Sequence[Response]]) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
+    round_products()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
     rows = [as_row(group) for group in groups]
@@ -169,8 +177,7 @@ def main() -> None:
     parser.add_argument("--rl", type=Path, help="folder of the RL run (default: rl in that folder)")
     parser.add_argument("--step", type=int, help="default: the one whose time is the median of all")
     args = parser.parse_args()
-    for key, value in {**ENVIRONMENT, "OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_CPU_KVCACHE_SPACE": "2"}.items():
-        os.environ.setdefault(key, value)  # as recipe/retool/run_smollm2_dapo.sh has them
+    os.environ.update(ENVIRONMENT | whole_cpu())  # as recipe/retool/run_smollm2_dapo.sh has them
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from transformers import AutoTokenizer
 

@@ -150,6 +150,7 @@ def run_ours(
             "OUTPUT_DIR": str(out),
             "SANDBOX_URL": sandbox,
             "DOCTOR": "0",
+            "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT",  # all in fp32, as TRL
         },
     )
     (file,) = out.glob("metrics-*.jsonl")

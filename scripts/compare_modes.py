@@ -5,8 +5,9 @@
     .venv/bin/python scripts/compare_modes.py --show RUN         # what a run took at each step, beside what it drew
 
 Each call of a tool is held back for a log-normal time (slow_sandbox.py). Modes take turns, so that a machine that gets
-slower is slower for all. Prints the table of docs/asynchrony.md. A broken run goes on from its checkpoint. The result
-of a finished one is a line of --results, and the run is not made again. The machine should do nothing else meanwhile.
+slower is slower for all. Prints a table. A broken run goes on from its checkpoint. The result
+of a finished one is a line of --results, and the run is not made again. The machine should do nothing else meanwhile,
+and is the same for all runs of a file.
 """
 
 import argparse
@@ -27,11 +28,14 @@ from compare_objectives import MODES  # noqa: E402
 from published import Published  # noqa: E402
 from slow_sandbox import slow_sandbox  # noqa: E402
 
+from verl_ext.checkpoints import folder as checkpoints  # noqa: E402
+from verl_ext.checkpoints.manifest import NotWhole  # noqa: E402
 from verl_ext.ledger import FILE  # noqa: E402
 from verl_ext.outcome import PromptEnd  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor  # noqa: E402
 from verl_ext.records import jsonl, store  # noqa: E402
-from verl_ext.records.run_record import read_metrics  # noqa: E402
+from verl_ext.records.run_folder import step_of  # noqa: E402
+from verl_ext.records.run_record import environment, read_metrics  # noqa: E402
 from verl_ext.sandbox.launch import running_server  # noqa: E402
 
 ACCURACY = "val-core/tiny_tools/acc/mean@4"
@@ -43,6 +47,7 @@ OVERRIDES = (
 )
 TARGETS = {0.5: 1.3, 2.0: 2.0}  # mean latency -> how many times sync's trained tokens/s separate_async shall have
 ALLOWED_LOSS = 0.05  # of accuracy, against sync
+VALIDATE = ("trainer.val_only=True", "trainer.val_before_train=True")
 WIDTH = 5  # steps in a row of `--show`
 
 
@@ -88,10 +93,11 @@ def command_of(cell: Cell, steps: int, extra: Sequence[str]) -> list[str]:
 
 
 def run_cell(cell: Cell, source: Path, out: Path, steps: int, extra: Sequence[str], timeout_s: float) -> None:
-    """Start a run, or go on with it.
+    """Start a run, or go on with it: with the validation alone where its last step is trained.
 
     Raises:
         CommandFailed: it failed.
+        NotWhole: none of its checkpoints is.
         TimeoutError: it took too long. It is ended, and the next call goes on from its last checkpoint.
     """
     env = {
@@ -109,7 +115,15 @@ def run_cell(cell: Cell, source: Path, out: Path, steps: int, extra: Sequence[st
 
     with running_server() as url, slow_sandbox(url, cell.mean_s, cell.repeat) as slow, Supervisor() as supervisor:
         command = command_of(cell, steps, extra)
+        if step_of(checkpoints.resume_point(out)) == steps:
+            command += VALIDATE
         supervisor.run(command, log=out / "log.txt", env=env | {"SANDBOX_URL": slow}, watch=watch)
+
+
+def machine() -> dict[str, Any]:
+    """What the speeds of a table have in common."""
+    platform = environment()["platform"]
+    return {name: platform[name] for name in ("cpu", "cores")}
 
 
 def steps_of(run: Path) -> Mapping[int, Mapping[str, float]]:
@@ -136,10 +150,10 @@ def read_ledger(run: Path) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def read_groups(run: Path) -> dict[str, Group]:
-    """uid -> training group, of all whose rollouts have ended."""
+    """uid -> training group, of its rollouts that are recorded and did not raise."""
     rollouts = defaultdict(list)
     for row in store.rows(run, columns=["uid", "validate", "timings", "model_tokens", "calls", "acc"]):
-        if not row["validate"]:
+        if not row["validate"] and row["model_tokens"] is not None:
             rollouts[row["uid"]].append(row)
     return {
         uid: Group(
@@ -157,6 +171,9 @@ def tokens_per_s(run: Path) -> float:
     """Sampled tokens of the groups that were trained on, fillers left out, per second of the steps, start-up left out.
 
     The first two steps of each process are left out as well: they fill caches and the pipeline.
+
+    Raises:
+        ValueError: the records lack groups that were trained on.
     """
     metrics = read_metrics(list(run.glob("metrics*.jsonl")))
     seconds = {
@@ -165,8 +182,13 @@ def tokens_per_s(run: Path) -> float:
         if step not in metrics.cold and "timing_s/step" in data
     }
     _, trained = read_ledger(run)
-    groups = read_groups(run)
-    return sum(groups[uid].tokens for uid, step in trained.items() if step in seconds) / sum(seconds.values())
+    groups, timed = read_groups(run), [uid for uid, step in trained.items() if step in seconds]
+    if lost := [uid for uid in timed if uid not in groups]:
+        raise ValueError(
+            f"{run}: the records lack {len(lost)} of {len(timed)} groups that were trained on, {lost[0]} of step "
+            f"{trained[lost[0]]} first: tokens cannot be counted. Delete the folder, and the run is made again."
+        )
+    return sum(groups[uid].tokens for uid in timed) / sum(seconds.values())
 
 
 def taken_table(run: Path) -> str:
@@ -243,17 +265,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     source, out = args.source.resolve(), args.out.resolve()
     cells = list(cells_of(args.means, args.mode, args.repeats))
+    settings = {"steps": args.steps, "overrides": args.overrides} | machine()
     try:
         results = Published(args.results or out / "results.jsonl")
-        missing = [cell for cell in cells if str(cell) not in results.rows]
+        missing = [cell for cell in cells if not results.has(str(cell), settings)]
         for cell in missing[: args.max_runs]:
             print(f"== {cell}", flush=True)
             run = out / str(cell)
             if not is_done(run, args.steps):
                 run_cell(cell, source, run, args.steps, args.overrides, args.timeout_s)
+            if not is_done(run, args.steps):
+                raise ValueError(f"{run} ended without {ACCURACY} of step {args.steps}; its log.txt may say why.")
             figures = {"tokens_per_s": round(tokens_per_s(run), 1), "accuracy": steps_of(run)[args.steps][ACCURACY]}
-            results.add(str(cell), {"steps": args.steps} | figures)
-    except (CommandFailed, TimeoutError, ValueError) as error:
+            results.add(str(cell), figures, settings)
+    except (CommandFailed, NotWhole, TimeoutError, ValueError) as error:
         sys.exit(f"compare_modes.py: {error}")
     rows = {cell: results.rows[str(cell)] for cell in cells if str(cell) in results.rows}
     if rows:

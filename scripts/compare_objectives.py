@@ -23,7 +23,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "scripts"))
 
 from published import Published  # noqa: E402
-from seeds import COLUMNS, accuracy, estimate, figures_of, quickstart  # noqa: E402
+from seeds import COLUMNS, accuracy, estimate, figures_of, obey_signals, quickstart  # noqa: E402
 
 from verl_ext.analysis.stability import half_width  # noqa: E402
 from verl_ext.plots.charts import Chart, Series  # noqa: E402
@@ -96,10 +96,12 @@ def run_missing(
 
     Returns:
         The end of the log of each run that failed both times.
+    Raises:
+        ValueError: a run that is published, or there, began from another SFT.
     """
-    failed = {}
+    failed, settings = {}, {"from": dict(digests)}
     for cell in cells:
-        if str(cell) in results.rows:
+        if results.has(str(cell), settings):
             continue
         folder = out / str(cell)
         for is_last in (False, True):
@@ -112,7 +114,7 @@ def run_missing(
                 if is_last:
                     failed[cell] = end_of_log(folder)
         if is_done(folder, digests=digests, short=short):
-            results.add(str(cell), result_of(folder, short=short))
+            results.add(str(cell), result_of(folder, short=short), settings)
     return failed
 
 
@@ -248,4 +250,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    obey_signals()
     main()

@@ -66,7 +66,7 @@ HEADERS = {
     "gpu": """\
 # Every package of the GPU stack, pinned. Written by `python scripts/lock.py gpu`; scripts/setup_env.sh installs it.
 # verl 0.9.1's own matrix (torch, vllm, transformers, flash-attn) plus what pip resolved around it, CUDA 13 packages
-# included. Resolved from package metadata on Linux x86_64 for Python 3.11 and 3.12; not yet run on a GPU.
+# included. Resolved from package metadata on Linux x86_64 for Python 3.11 and 3.12. docs/gpu.md says what ran on a GPU.
 # flash-attn has no wheel on PyPI and is not resolvable there (its setup.py imports torch): it is pinned by name and
 # compiles at install time, which needs nvcc of CUDA 13. Its own requirements (torch, einops) are below.
 """,

@@ -68,6 +68,7 @@ TESTS = {  # source -> its unit tests, the fastest first
         "trainer/test_exclusions.py",
     ],
     "verl_ext/outcome.py": ["test_outcome.py", "trainer/test_failed_samples.py", *SAMPLER],
+    "verl_ext/trainer/step_counts.py": SAMPLER,
     "verl_ext/trainer/exclusions.py": [
         "trainer/test_exclusions.py",
         *SAMPLER,

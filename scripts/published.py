@@ -1,7 +1,7 @@
 """Results of long runs, kept one by one: a line each in a JSON-lines file.
 
 A script runs what is not there. So a comparison that takes many hours can be made in parts, and on several machines,
-which need to have nothing in common but this file.
+which need to have nothing in common but this file. Each result says with which settings it was made.
 """
 
 from collections.abc import Mapping
@@ -26,9 +26,24 @@ class Published:
         lines = jsonl.read(path, lambda row: (str(row["run"]), row), expected) if path.exists() else ()
         self.rows: dict[str, dict[str, Any]] = dict(lines)
 
-    def add(self, run: str, result: Mapping[str, Any]) -> None:
-        """Write a result to the disk."""
+    def has(self, run: str, settings: Mapping[str, Any]) -> bool:
+        """Whether there is a result of a run.
+
+        Raises:
+            ValueError: there is one, made with other settings.
+        """
+        if run not in self.rows:
+            return False
+        if (there := self.rows[run].get("settings")) != settings:
+            raise ValueError(
+                f"{self._path}: {run} was made with other settings.\n  there: {there}\n  now:   {dict(settings)}\n"
+                "Name another file with --results, or delete the line, and the run is made again."
+            )
+        return True
+
+    def add(self, run: str, result: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Write a result to the disk. What `settings` holds is plain JSON."""
         durable.make_folder(self._path.parent)
         jsonl.cut_half_line(self._path)
-        self.rows[run] = {"run": run, **result}
+        self.rows[run] = {"run": run, "settings": dict(settings), **result}
         durable.append_line(self._path, jsonl.dumps(self.rows[run]))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The main job in one command: set up .venv, then teach a language model to use a code interpreter, on a CPU.
-# Needs Python 3.11 or 3.12, gcc and git. The stages are in verl_ext/quickstart/pipeline.py.
+# Needs Python 3.11 or 3.12, gcc, git and libnuma. The stages are in verl_ext/quickstart/pipeline.py.
 set -euo pipefail
 
 usage() { # here, and not only in pipeline.py: it must also work where nothing is installed yet

@@ -4,13 +4,14 @@
 
 Each run is the quickstart in its own folder. The control repeats the RL of the first seed with rewards that carry no
 information (drawn at the rate that SFT was right, `reward.reward_kwargs.random_reward_p`). The small model also learns
-the task without Python (`data/small/prepare.py --no-tool`), with the first seed. Prints the table of docs/results.md,
-or of docs/small.md. The same command goes on where it was broken off. The result of a finished run is a line of FILE,
-and the run is not made again: another machine can go on with FILE.
+the task without Python (`data/small/prepare.py --no-tool`), with the first seed. Prints a table: with --model tiny,
+that of docs/results.md. The same command goes on where it was broken off. The result of a finished run is a line of
+FILE, and the run is not made again: another machine can go on with FILE.
 """
 
 import argparse
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -44,9 +45,30 @@ CURVES = ("train/acc", "tool/error_rate", "actor/entropy_loss", "response_length
 
 
 def quickstart(out: Path, *arguments: str) -> None:
-    """Run the quickstart into `out`, or what of it is not there yet. Raises CalledProcessError where it fails."""
+    """Run the quickstart into `out`, or what of it is not there yet. An interrupt ends it first, in order.
+
+    Raises:
+        CalledProcessError: it failed.
+    """
     print(f"== {out}", flush=True)
-    subprocess.run([sys.executable, "-m", "verl_ext.quickstart", "--out", str(out), *arguments], cwd=REPO, check=True)
+    command = [sys.executable, "-m", "verl_ext.quickstart", "--out", str(out), *arguments]
+    # A session of its own: Ctrl-C reaches this process only.
+    process = subprocess.Popen(command, cwd=REPO, start_new_session=True)
+    try:
+        status = process.wait()
+    except KeyboardInterrupt:
+        process.terminate()  # for the quickstart an interrupt, too
+        process.wait()
+        raise
+    if status:
+        raise subprocess.CalledProcessError(status, command)
+
+
+def obey_signals() -> None:
+    """SIGTERM and a closed terminal interrupt this process like Ctrl-C."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
 
 
 def summary_of(out: Path) -> dict:
@@ -87,33 +109,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=COLUMNS, default="tiny", help="as the quickstart's (default: tiny)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--out", type=Path, help="default: outputs/seeds, with --model small: outputs/seeds_small")
+    where = "default: outputs/seeds, with --model small: outputs/seeds_small. All checkpoints stay there; a run whose "
+    where += "result is published needs no rl/global_step_* more"
+    parser.add_argument("--out", type=Path, help=where)
     parser.add_argument("--results", type=Path, help="default: results.jsonl in --out")
     args = parser.parse_args(argv)
     out = args.out or REPO / "outputs" / ("seeds" if args.model == "tiny" else f"seeds_{args.model}")
     results = Published(args.results or out / "results.jsonl")
     model = ("--model", args.model)
 
-    def run(name: str, folder: Path, *arguments: str) -> None:
-        if name not in results.rows:
-            quickstart(folder, *arguments)
-            results.add(name, figures_of(folder))
+    def settings(seed: int) -> dict[str, Any]:
+        return {"model": args.model, "seed": seed}
+
+    def run(name: str, folder: Path, seed: int, *arguments: str) -> None:
+        if not results.has(name, settings(seed)):
+            quickstart(folder, *arguments, "--seed", str(seed))
+            results.add(name, figures_of(folder), settings(seed))
 
     for seed in args.seeds:
-        run(f"seed {seed}", out / f"seed_{seed}", *model, "--seed", str(seed))
+        run(f"seed {seed}", out / f"seed_{seed}", seed, *model)
     first = args.seeds[0]
-    if CONTROL not in results.rows:
+    if not results.has(CONTROL, settings(first)):
         _, *figure = COLUMNS[args.model][0]
         rate = estimate(results.rows[f"seed {first}"], *figure)["value"]
         source = out / f"seed_{first}"  # the same data and SFT, which may have been made on another machine
         stages = [word for stage in ("data", "sft", "merge") for word in ("--stage", stage)]
         quickstart(source, *model, "--seed", str(first), *stages)
         overrides = ("--rl", f"+reward.reward_kwargs.random_reward_p={rate:.3f}")
-        run(CONTROL, out / "control", "--from", str(source), "--seed", str(first), *overrides)
+        run(CONTROL, out / "control", first, "--from", str(source), *overrides)
     if args.model == "small":
-        run("without Python", out / "no_tool", *model, "--seed", str(first), "--data=--no-tool")
+        run("without Python", out / "no_tool", first, *model, "--data=--no-tool")
     print(f"\n{table(args.model, results.rows)}")
 
 
 if __name__ == "__main__":
+    obey_signals()
     main()

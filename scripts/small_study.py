@@ -1,4 +1,4 @@
-"""Why the small model learned: the tables and the picture of docs/small.md, from the runs of `scripts/seeds.py`.
+"""What changed in the small model: tables and a picture, from the runs of `scripts/seeds.py`.
 
     .venv/bin/python scripts/seeds.py --model small            # the runs, hours
     .venv/bin/python scripts/small_study.py [--runs outputs/seeds_small] [--problems 96] [--results FILE]
@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "scripts"))
 
 from published import Published  # noqa: E402
+from whole_cpu import whole_cpu  # noqa: E402
 
 from verl_ext.evaluation.figures import align  # noqa: E402
 from verl_ext.plots.charts import Chart, Series  # noqa: E402
@@ -29,6 +30,7 @@ from verl_ext.plots.drawing import write_picture  # noqa: E402
 from verl_ext.records.samples import Sample, read_dump  # noqa: E402
 
 SOURCE = "word_problems"
+ENOUGH_JUDGED = 0.99  # of the samples of an evaluation
 CURVES = (  # metric, title, unit
     ("train/acc", "Accuracy in training", "share of rollouts"),
     ("tool/error_rate", "Calls that failed", "share of calls"),
@@ -103,6 +105,8 @@ def examples(run: Path, number: int = 3) -> str:
             first.setdefault(sample.input, {}).setdefault(when, sample)
     chosen, kinds = [], set()
     for pair in first.values():
+        if len(pair) < 2:  # all samples of one side failed
+            continue
         kind = kind_of(pair["before"])
         if pair["before"].acc == 0 and pair["after"].acc == 1 and pair["before"].id not in kinds:
             kinds.add(pair["before"].id)
@@ -113,16 +117,31 @@ def examples(run: Path, number: int = 3) -> str:
 
 
 def evaluated(run: Path, model: str, problems: int) -> dict[str, Any]:
-    """Greedy accuracy, and accuracy and pass@k of eight samples, of the run's merged model "sft" or "rl"."""
+    """Greedy accuracy, and accuracy and pass@k of eight samples, of the run's merged model "sft" or "rl".
+
+    Raises:
+        CalledProcessError: an evaluation gave no result.
+        ValueError: too many of its samples are not judged.
+    """
     found = {}
     for kind, n, temperature in (("greedy", 1, 0.0), ("sampled", 8, 1.0)):
         out = run / "study" / f"{model}_{kind}"
         command = (sys.executable, "-m", "verl_ext.evaluate", "--model", str(run / model / "merged"))
         data = ("--config", "smollm2_dapo", "--data", str(run / "data" / "eval.parquet"), "--limit", str(problems))
         sampling = ("--n", str(n), "--temperature", str(temperature), "--out", str(out), "+hardware=cpu_small")
-        subprocess.run([*command, *data, *sampling], cwd=REPO, check=True, stdout=sys.stderr)
-        result = json.loads((out / "result.json").read_text())
-        found[kind] = result["evaluation"][SOURCE]["metrics"]["acc/mean@k"]
+        found_in = out / "result.json"
+        found_in.unlink(missing_ok=True)  # of another call
+        ended = subprocess.run([*command, *data, *sampling], cwd=REPO, env=whole_cpu(), stdout=sys.stderr)
+        if not found_in.exists():  # the status is 1 also where a sample is not judged
+            raise subprocess.CalledProcessError(ended.returncode, ended.args)
+        result = json.loads(found_in.read_text())
+        judged, wanted = (result["samples"][name] for name in ("judged", "wanted"))
+        if judged < ENOUGH_JUDGED * wanted:
+            raise ValueError(
+                f"{out}: {judged} of {wanted} samples are judged, expected {ENOUGH_JUDGED:.0%}. Its result.md says why "
+                "the others are not; the same command takes them."
+            )
+        found[kind] = result["figures"][SOURCE]["metrics"]["acc/mean@k"]
         if n > 1:
             found["pass@k"] = {k: figure["value"] for k, figure in result["by_k"][SOURCE]["pass@k"].items()}
     return found
@@ -161,21 +180,28 @@ def curves(results: Mapping[str, Mapping]) -> list[Chart]:
     return charts
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=Path, default=REPO / "outputs" / "seeds_small", help="of scripts/seeds.py")
     parser.add_argument("--problems", type=int, default=96, help="evaluated greedily and eight times (default: 96)")
     parser.add_argument("--results", type=Path, help="default: study.jsonl in --runs")
     parser.add_argument("--curves", type=Path, help="results of seeds.py (default: results.jsonl in --runs)")
     parser.add_argument("--picture", type=Path, help="SVG file of the curves (default: small.svg in --runs)")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     studies = Published(args.results or args.runs / "study.jsonl")
-    for run in sorted(path.parent for path in args.runs.glob("*/summary.json")):
-        if run.name not in studies.rows:
-            studies.add(run.name, study_of(run, args.problems))
-    if not studies.rows:
+    runs = sorted(path.parent for path in args.runs.glob("*/summary.json"))
+    if not studies.rows and not runs:
         parser.error(f"{args.runs} has no finished run. Make them: .venv/bin/python scripts/seeds.py --model small")
-    results = Published(args.curves or args.runs / "results.jsonl").rows
+    curves_in = args.curves or args.runs / "results.jsonl"
+    if not (results := Published(curves_in).rows):
+        parser.error(f"{curves_in} has no result. Name by --curves the file that scripts/seeds.py had as --results.")
+    settings = {"problems": args.problems}
+    try:
+        for run in runs:
+            if not studies.has(run.name, settings):
+                studies.add(run.name, study_of(run, args.problems), settings)
+    except (subprocess.CalledProcessError, ValueError) as error:
+        sys.exit(f"small_study.py: {error}")
     write_picture(curves(results), args.picture or args.runs / "small.svg", columns=2)
     print(align(error_table(studies.rows)), align(evaluation_table(studies.rows)), sep="\n\n")
     for run, study in studies.rows.items():

@@ -6,7 +6,7 @@
 
 A run is a plain fp32 PyTorch loop (verl_ext/analysis/cell.py) that starts from the quickstart's SFT model and calls the
 objectives' own files. Each run is a line of docs/stability/runs.jsonl, written when it has ended: a stopped command
-goes on where it was, and `--out` makes a map of one's own. docs/stability.md says what the maps show.
+goes on where it was, and `--out` makes a map of one's own. docs/stability.md says what a run and each map show.
 """
 
 import argparse

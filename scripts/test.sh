@@ -6,7 +6,7 @@ usage() {
     cat <<'EOF'
 Usage: bash scripts/test.sh [unit|slow|all] [pytest arguments]
   unit   ruff and import-linter, then the fast tests (about five minutes)
-  slow   only the tests that run the real commands end to end
+  slow   the slow unit tests, and those that run the real commands end to end
   all    both, the fast tests, then the slow ones (default)
 Example: bash scripts/test.sh unit -k lock -x
 EOF
@@ -90,7 +90,8 @@ SELECTED=0
 SLOW=(-m "slow or gpu" --timeout=1800 --durations=0 --durations-min=5)
 # End-to-end tests that start no training and put no load on the machine that would disturb a unit test.
 NO_TRAINING=(tests/e2e/test_prepare_scale.py tests/e2e/test_sandbox_alone.py)
-ALONE=(tests/e2e/test_quickstart.py) # looks at what is left of a run in /dev/shm, where runs beside it have files too
+# One looks at what is left of a run in /dev/shm, where runs beside it have files too; the threads of the other spin.
+ALONE=(tests/e2e/test_quickstart.py tests/e2e/test_small.py)
 
 if [ "$PART" != slow ]; then
     say "ruff and import-linter"

@@ -27,6 +27,8 @@ from tests.processes import kill_tree
 from verl_ext.ledger import read_tally
 from verl_ext.records import store
 from verl_ext.sandbox.launch import running_server
+from verl_ext.view import data as view
+from verl_ext.view import timeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -157,8 +159,11 @@ def check_records(run: Run) -> None:
                 assert token["decision"] == {(True, False): "clipped_low", (False, True): "clipped_high"}.get(
                     bounds, "kept"
                 )
-    lanes = {(row["lane"], row["what"]) for row in store.rows(run.out, "timeline")}
-    assert {("trainer", "wait"), ("trainer", "update"), ("servers", "generate"), ("tool", "tool")} <= lanes
+    viewed = view.Run(run.out, "rl", 0)
+    times = [row for key in viewed.files() for row in timeline.intervals(viewed, key)]
+    assert {("trainer", "wait"), ("trainer", "update"), ("tool", "tool")} <= {(t["lane"], t["what"]) for t in times}
+    written = [t for t in times if t["what"] == "generate"]
+    assert written and all(t["start_s"] < t["end_s"] and t["lane"] not in ("trainer", "tool") for t in written)
 
 
 def test_a_normal_run_and_its_records(small: Path, tmp_path: Path) -> None:

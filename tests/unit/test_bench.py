@@ -3,6 +3,8 @@
 import contextlib
 import itertools
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +16,7 @@ class Launched:
 
     started: list[Path] = []  # folders
     commands: list[list[str]] = []
+    environments: list[dict[str, str]] = []
     sizes: list[dict] = []  # that TRL's side was told
 
     def __enter__(self):
@@ -26,6 +29,7 @@ class Launched:
         log.parent.mkdir(parents=True, exist_ok=True)
         self.started.append(log.parent)
         self.commands.append(command)
+        self.environments.append(env)
         if "OUTPUT_DIR" not in env:
             self.sizes.append(json.loads(command[command.index("--sizes") + 1]))
             counts = {"calls_per_response": [1.0] * 4, "tokens_per_response": [30.0] * 4}
@@ -46,7 +50,7 @@ def prepare(script, tmp_path, monkeypatch, options):
     seconds = itertools.count()
     monkeypatch.setattr("time.strftime", lambda form: f"20260101-00000{next(seconds)}")
     monkeypatch.setattr(sys, "argv", ["bench", "--run", f"{tmp_path}/run", "--out", f"{tmp_path}/out", *options])
-    for name in ("started", "commands", "sizes"):
+    for name in ("started", "commands", "environments", "sizes"):
         monkeypatch.setattr(Launched, name, [])
 
 
@@ -147,3 +151,50 @@ def test_a_group_in_one_row_has_loss_and_gradients_of_its_sequences(load_script,
     assert loss == pytest.approx(plain.item(), rel=1e-5)
     for gradient, parameter in zip(found, model.parameters(), strict=True):
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": "3", "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT"}])
+def test_what_has_the_whole_cpu_has_the_variables_of_the_launcher(load_script, tmp_path, monkeypatch, given):
+    names = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "ONEDNN_DEFAULT_FPMATH_MODE", "VLLM_CPU_KVCACHE_SPACE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    python, repo = tmp_path / "python", Path(__file__).resolve().parents[2]
+    python.write_text("#!/bin/sh\nenv\n")
+    python.chmod(0o755)
+    variables = {"RETOOL_HARDWARE": "cpu", "DOCTOR": "0", "PYTHON": str(python), "OUTPUT_DIR": f"{tmp_path}/out"}
+    variables |= {"DATA_DIR": str(tmp_path), "MODEL_PATH": "owner/name"}
+    launcher = ["bash", str(repo / "recipe/retool/run_smollm2_dapo.sh"), "--cfg", "job"]
+    told = subprocess.run(launcher, env=os.environ | variables, capture_output=True, text=True, check=True).stdout
+    launched = dict(line.split("=", 1) for line in told.splitlines() if line.startswith(names))
+    found = load_script("whole_cpu").whole_cpu()
+    assert {name: found[name] for name in names if name in found} == launched and launched.items() >= given.items()
+
+
+def test_ours_computes_as_exactly_as_trl(load_script, tmp_path, monkeypatch):
+    script = load_script("bench_vs_trl")
+    prepare(script, tmp_path, monkeypatch, ["--trl-python", "python", "--model", "small", "--trainers", "verl-retool"])
+    script.main()
+    assert Launched.environments[0]["ONEDNN_DEFAULT_FPMATH_MODE"] == "STRICT"
+
+
+@pytest.mark.parametrize(("mode", "precision"), [("BF16", "medium"), ("STRICT", "highest")])
+def test_products_of_the_raw_update_are_rounded_where_those_of_the_run_are(
+    load_script, tmp_path, monkeypatch, mode, precision
+):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    script = load_script("bench_raw_parts")
+    config = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=128, **config)).save_pretrained(tmp_path)
+    monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", mode)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert script.time_update(str(tmp_path), [[read(script)]]) > 0
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)

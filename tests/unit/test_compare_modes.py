@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from verl_ext.checkpoints.manifest import vouch
 from verl_ext.records import store
 
 REPO = Path(__file__).resolve().parents[2]
@@ -121,6 +122,21 @@ def test_trained_tokens_per_second_are_of_warm_steps(script, run):
     assert script.tokens_per_s(run) == (20 + 60) / (2 + 2)  # steps 3 and 4; steps 1 and 2 are cold
 
 
+def test_a_group_that_the_records_lack_is_named(script, run):
+    line = {"step": 4, "drawn": {}, "ends": {"d": "trained"}}
+    with open(run / "prompts.jsonl", "a") as ledger:
+        ledger.write(f"{json.dumps(line)}\n")
+    with pytest.raises(ValueError, match="the records lack 1 of 3 groups that were trained on, d of step 4 first"):
+        script.tokens_per_s(run)
+
+
+def test_a_rollout_that_raised_is_in_no_mean(script, run):
+    row = {"uid": "c", "validate": False, "timings": {"started_s": 1.0}}
+    store.write(store.path_of(run, "trajectories", 5), "trajectories", [row, row | {"uid": "e"}])
+    groups = script.read_groups(run)
+    assert set(groups) == {"a", "b", "c"} and groups["c"].tokens == 7
+
+
 def test_a_run_is_done_with_the_accuracy_of_its_last_step(script, run, tmp_path):
     assert script.is_done(run, 4) and not script.is_done(run, 5) and not script.is_done(tmp_path / "none", 4)
 
@@ -150,14 +166,31 @@ def test_a_finished_run_is_published_and_not_run_again(script, run, tmp_path, mo
     monkeypatch.setattr(script, "run_cell", lambda cell, *_: began.append(str(cell)))
     options = ["--means", "2", "--steps", "4", "--repeats", "1", "--mode", "sync", "--out", str(tmp_path)]
     script.main(options)
-    row = {"run": "sync_2s_0", "steps": 4, "tokens_per_s": 20.0, "accuracy": 0.75}
+    settings = {"steps": 4, "overrides": [], **script.machine()}
+    row = {"run": "sync_2s_0", "settings": settings, "tokens_per_s": 20.0, "accuracy": 0.75}
     assert [json.loads(line) for line in open(tmp_path / "results.jsonl")] == [row] and not began
     (tmp_path / "sync_2s_0").unlink()  # another machine
     script.main(options)
     assert not began and "| 2 s | sync | 1 | 20 | x1.00 | 0.750 | +0.000 | - |" in capsys.readouterr().out
 
 
-def test_a_run_that_takes_too_long_is_ended_and_named(script, monkeypatch, tmp_path):
+def test_results_of_other_steps_overrides_or_machines_are_not_taken_for_ones_own(script, run, tmp_path, monkeypatch):
+    (tmp_path / "sync_2s_0").symlink_to(run)
+    options = ["--means", "2", "--repeats", "1", "--mode", "sync", "--out", str(tmp_path), "--steps"]
+    script.main([*options, "4"])
+    for others in (["5"], ["4", "data.seed=7"]):
+        with pytest.raises(SystemExit, match=r"sync_2s_0 was made with other settings.\n  there: .*'steps': 4,"):
+            script.main([*options, *others])
+    monkeypatch.setattr(script, "machine", lambda: {"cpu": "another", "cores": 2})
+    with pytest.raises(SystemExit, match=r"(?s)there: .*now: .*'cpu': 'another'"):
+        script.main([*options, "4"])
+
+
+@pytest.fixture
+def launched(script, monkeypatch):
+    """Commands that `run_cell` has started."""
+    commands = []
+
     class Supervisor:
         def __enter__(self):
             return self
@@ -166,10 +199,35 @@ def test_a_run_that_takes_too_long_is_ended_and_named(script, monkeypatch, tmp_p
             return None
 
         def run(self, command, *, log, env, watch):
-            assert env["SANDBOX_URL"].startswith("http://127.0.0.1:") and "data.seed=2" in command
+            assert env["SANDBOX_URL"].startswith("http://127.0.0.1:")
+            commands.append(command)
             watch()
 
     monkeypatch.setattr(script, "Supervisor", Supervisor)
     monkeypatch.setattr(script, "running_server", lambda: __import__("contextlib").nullcontext("http://127.0.0.1:1"))
+    return commands
+
+
+def test_a_run_that_takes_too_long_is_ended_and_named(script, launched, tmp_path):
     with pytest.raises(TimeoutError, match="was not done within -1 s. The same command goes on"):
         script.run_cell(script.Cell("sync", 0.5, 2), tmp_path, tmp_path / "out", 30, [], -1)
+    assert "data.seed=2" in launched[0]
+
+
+@pytest.mark.parametrize(("saved", "validates"), [(20, False), (30, True)])
+def test_a_run_that_was_killed_in_its_validation_goes_on_with_it(script, launched, tmp_path, saved, validates):
+    """verl would begin no step, and validate nothing."""
+    checkpoint = script.checkpoints.path_of(tmp_path, saved)
+    checkpoint.mkdir()
+    (checkpoint / "data.pt").write_text("weights")
+    vouch(checkpoint)
+    (tmp_path / script.checkpoints.TRACKER).write_text(str(saved))
+    script.run_cell(script.Cell("sync", 0.5, 0), tmp_path, tmp_path, 30, [], 60)
+    assert [word in launched[0] for word in script.VALIDATE] == [validates] * 2
+
+
+def test_a_run_that_ends_without_its_accuracy_is_named(script, run, tmp_path, monkeypatch):
+    (tmp_path / "sync_2s_0").symlink_to(run)
+    monkeypatch.setattr(script, "run_cell", lambda *_: None)
+    with pytest.raises(SystemExit, match=r"sync_2s_0 ended without val-core/tiny_tools/acc/mean@4 of step 5"):
+        script.main(["--means", "2", "--steps", "5", "--repeats", "1", "--mode", "sync", "--out", str(tmp_path)])

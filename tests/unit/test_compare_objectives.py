@@ -71,7 +71,8 @@ def test_a_finished_run_is_published_and_not_run_again_and_a_failed_one_is_tried
     end = failed[script.Cell("sapo", "sync", 0)].splitlines()
     assert end[0].endswith("sapo_sync_0/rl/log.txt:")
     assert end[1:] == [*(f"line {i}" for i in range(19, 30)), "ValueError: sizes"]
-    assert results().rows == {name: {"run": name, "seconds": 20.0} for name in ("dapo_sync_0", "gmpo_sync_0")}
+    row = {"settings": {"from": DIGESTS}, "seconds": 20.0}
+    assert results().rows == {name: {"run": name, **row} for name in ("dapo_sync_0", "gmpo_sync_0")}
     second = Quickstart()  # on another machine, which has the results alone
     assert script.run_missing(cells, tmp_path / "other", results=results(), start=second, **run) == {}
     assert names(second) == ["sapo_sync_0"]  # the next call tries it again, and no other
@@ -100,6 +101,14 @@ def test_runs_of_another_sft_are_not_taken_for_ones_own(script, tmp_path):
     Quickstart()(tmp_path / "dapo_sync_0")
     with pytest.raises(ValueError, match="dapo_sync_0 began from another SFT"):
         script.is_done(tmp_path / "dapo_sync_0", digests={"data/rl_train.parquet": "xyz"}, short=True)
+
+
+def test_published_results_of_another_sft_are_not_taken_for_ones_own(script, results, tmp_path):
+    cells, run = list(script.cells_of(["dapo"], ["sync"], [0])), {"source": tmp_path / "q", "short": True}
+    script.run_missing(cells, tmp_path, digests=DIGESTS, results=results(), start=Quickstart(), **run)
+    with pytest.raises(ValueError, match=r"(?s)dapo_sync_0 was made with other settings.*abc.*xyz"):
+        other = {"data/rl_train.parquet": "xyz"}
+        script.run_missing(cells, tmp_path / "other", digests=other, results=results(), start=Quickstart(), **run)
 
 
 def test_the_table_of_modes(script):

@@ -1,6 +1,10 @@
-"""`scripts/seeds.py` prints the table that docs/results.md shows, and makes no run again that is published."""
+"""`scripts/seeds.py`: prints the table of docs/results.md, makes no published run again, ends its runs in order."""
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -23,21 +27,24 @@ def test_what_is_published_is_not_run_again(seeds, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(seeds, "figures_of", figures_of)
     monkeypatch.setattr(seeds, "estimate", lambda *_: {"value": 0.3216, "low": 0.2, "high": 0.4})
     results = tmp_path / "small.jsonl"
-    results.write_text(json.dumps({"run": "seed 0"} | figures_of(None)) + "\n")
+    row = {"run": "seed 0", "settings": {"model": "small", "seed": 0}} | figures_of(None)
+    results.write_text(json.dumps(row) + "\n")
     options = ["--model", "small", "--seeds", "0", "1", "--out", str(tmp_path), "--results", str(results)]
     seeds.main(options)
-    small = ("--model", "small", "--seed")
+    small = ("--model", "small")
     stages = ("--stage", "data", "--stage", "sft", "--stage", "merge")
     reward = ("--rl", "+reward.reward_kwargs.random_reward_p=0.322")
     assert started == [
-        ("seed_1", *small, "1"),
-        ("seed_0", *small, "0", *stages),  # what the control starts from
-        ("control", "--from", str(tmp_path / "seed_0"), "--seed", "0", *reward),
-        ("no_tool", *small, "0", "--data=--no-tool"),
+        ("seed_1", *small, "--seed", "1"),
+        ("seed_0", *small, "--seed", "0", *stages),  # what the control starts from
+        ("control", "--from", str(tmp_path / "seed_0"), *reward, "--seed", "0"),
+        ("no_tool", *small, "--data=--no-tool", "--seed", "0"),
     ]
     del started[:]
     seeds.main(options)
     assert not started and "| without Python | .32 [.20, .40] |" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"(?s)seed 0 was made with other settings.*'small'.*\n.*'tiny'.*"):
+        seeds.main(["--seeds", "0", "--out", str(tmp_path), "--results", str(results)])
 
 
 def test_the_page_shows_the_table_as_the_script_prints_it(seeds):
@@ -56,3 +63,40 @@ def test_the_page_shows_the_table_as_the_script_prints_it(seeds):
     assert seeds.accuracy({"evaluation": {"after": side((1.0, 0.986, 1.0), nothing)}}, "after", "tiny_tools") == (
         "1.00 [.99, 1.00]"
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_waits_until_the_quickstart_has_ended_in_order(seeds, tmp_path, monkeypatch, number):
+    """A quickstart that takes a second to end: subprocess.run would kill it after a quarter."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\ntrap "sleep 1; touch {tmp_path}/ended; exit 1" TERM\ntouch {tmp_path}/begun\n'
+        "while true; do sleep 0.05; done\n"
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(seeds.sys, "executable", str(python))
+
+    def interrupt():
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), number)
+
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
+    seeds.obey_signals()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            seeds.quickstart(tmp_path)
+    finally:
+        thread.join()
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    assert (tmp_path / "ended").exists()
+
+
+def test_a_quickstart_that_fails_is_told(seeds, tmp_path, monkeypatch):
+    monkeypatch.setattr(seeds.sys, "executable", "false")
+    with pytest.raises(seeds.subprocess.CalledProcessError, match="verl_ext.quickstart.* status 1"):
+        seeds.quickstart(tmp_path)

@@ -1,10 +1,15 @@
 """`scripts/small_study.py` tells kinds of errors apart by rules."""
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.unit.evaluation.rows import evaluation
+from tests.unit.evaluation.rows import row as evaluated_row
+from verl_ext.evaluation.result import make_result, write_result
 from verl_ext.records.samples import read_dump
 
 REPO = Path(__file__).resolve().parents[2]
@@ -62,3 +67,65 @@ def test_a_number_printed_with_a_point_is_the_same_number(study, tmp_path):
     path = tmp_path / "0.jsonl"
     path.write_text(json.dumps(BASE | response("print(12 * 3 / 5)", "7.20", "7.2") | {"uid": "u_0_0"}) + "\n")
     assert study.kind_of(read_dump(path)[0]) == "numbers of the problem, another formula"
+
+
+def word_problem(number: int, acc: int, **changes) -> dict:
+    return evaluated_row("Ann has 12 pens.", number, acc, data_source="word_problems") | changes
+
+
+@pytest.fixture
+def evaluate(study, monkeypatch):
+    """In the place of the command: writes what the real one makes of `rows`. `commands` has (command, environment)."""
+    told = SimpleNamespace(rows=[], wanted=None, commands=[])
+
+    def run(command, *, cwd, env, stdout):
+        told.commands.append((command, env))
+        out = Path(command[command.index("--out") + 1])
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if told.rows:
+            write_result(out, *make_result(evaluation(out, told.rows, wanted=told.wanted)))
+        return subprocess.CompletedProcess(command, 1)
+
+    monkeypatch.setattr(study.subprocess, "run", run)
+    monkeypatch.setattr(study, "whole_cpu", lambda: {"OMP_NUM_THREADS": "all"})
+    return told
+
+
+def test_an_evaluation_is_read_as_the_command_writes_it_and_may_use_all_cores(study, evaluate, tmp_path):
+    evaluate.rows = [word_problem(i, i < 6) for i in range(8)]
+    found = study.evaluated(tmp_path, "rl", problems=96)
+    assert found["greedy"]["value"] == found["sampled"]["value"] == 0.75  # 6 of 8
+    assert found["pass@k"]["8"] == 1.0 and found["pass@k"]["1"] == 0.75
+    assert study.evaluation_table({"seed_0": {"evaluated": {"after RL": found}}})[1][-1] == "1.000"
+    assert [env["OMP_NUM_THREADS"] for _, env in evaluate.commands] == ["all"] * 2
+
+
+def test_one_sample_in_a_hundred_may_stay_without_a_judgment(study, evaluate, tmp_path):
+    evaluate.rows, evaluate.wanted = [word_problem(i, 1) for i in range(99)], 100
+    assert study.evaluated(tmp_path, "rl", problems=96)["greedy"]["value"] == 1.0
+    evaluate.wanted = 101
+    with pytest.raises(ValueError, match="rl_greedy: 99 of 101 samples are judged, expected 99%"):
+        study.evaluated(tmp_path, "rl", problems=96)
+    evaluate.rows = []  # it fails at once, and an earlier result is there
+    with pytest.raises(subprocess.CalledProcessError):
+        study.evaluated(tmp_path, "rl", problems=96)
+
+
+def test_examples_pass_over_problems_that_one_side_has_no_judged_sample_of(study, tmp_path):
+    right, wrong = CASES["right"], CASES["numbers of the problem, another formula"]
+    sides = {"before": [BASE | wrong, BASE | wrong | {"input": "b"}]}
+    sides["after"] = [BASE | right, BASE | right | {"input": "c"}]
+    for when, rows in sides.items():
+        (tmp_path / "eval" / when).mkdir(parents=True)
+        lines = [json.dumps(row | {"uid": f"u{i}_0_0"}) for i, row in enumerate(rows)]
+        (tmp_path / "eval" / when / "0.jsonl").write_text("\n".join(lines) + "\n")
+    assert study.examples(tmp_path).startswith("Ann has 12 pens and buys 3 bags of 5.\n(numbers of the problem")
+
+
+def test_without_results_of_the_runs_no_empty_picture_is_drawn(study, tmp_path, capsys):
+    (tmp_path / "seed_0").mkdir()
+    (tmp_path / "seed_0" / "summary.json").write_text("{}")
+    with pytest.raises(SystemExit):
+        study.main(["--runs", str(tmp_path)])
+    assert "results.jsonl has no result. Name by --curves the file that" in capsys.readouterr().err
+    assert not (tmp_path / "small.svg").exists()

@@ -100,7 +100,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: float | No
 
 
 def _in_full_precision(attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """`attend(*inputs)`, whose products are not rounded to bf16 where others are (patches.py:`_round_products`).
+    """`attend(*inputs)`, whose products are not rounded to bf16 where others are (patches.py:`round_products`).
 
     SDPA makes many small products, for each of which oneDNN's preparation takes longer than the product.
     """

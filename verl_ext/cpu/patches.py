@@ -35,7 +35,7 @@ def install() -> None:
     # override.
     os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
     _accept_gloo_for_cpu()
-    _round_products()
+    round_products()
     alias_vllm_distribution()
     wrapt.register_post_import_hook(_stand_in_for_flash_attention, "transformers.modeling_flash_attention_utils")
     wrapt.register_post_import_hook(_allow_flash_attention, "transformers.modeling_utils")
@@ -70,7 +70,7 @@ def _accept_gloo_for_cpu() -> None:
     torch.distributed.init_process_group = init_process_group
 
 
-def _round_products() -> None:
+def round_products() -> None:
     """Where oneDNN is told to round fp32 products to bf16, torch's own products are rounded too.
 
     vLLM's packed products go by oneDNN's variable; torch 2.13.0 sets the mode of each of its calls.

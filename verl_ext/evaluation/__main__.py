@@ -1,7 +1,7 @@
 """Evaluate a model with tools, through the agent loop and the reward manager of training.
 
     # a Hugging Face folder, by vLLM in this process
-    python -m verl_ext.evaluate --model outputs/qwen2-32b_dapo/merged --out outputs/evaluation/dapo
+    python -m verl_ext.evaluate --model outputs/qwen2-32b_dapo/merged_step_400 --out outputs/evaluation/dapo
     # what an OpenAI-compatible server serves
     python -m verl_ext.evaluate --server http://127.0.0.1:8000/v1 --out outputs/evaluation/served
     # a checkpoint of an SFT or RL run, merged first

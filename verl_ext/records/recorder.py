@@ -79,7 +79,7 @@ class Recorder:
         self._tokens: dict[int, TokenParts] = {}
         self._texts: dict[int, str] = {}  # token id -> text
         self._written = -1  # newest step
-        self._missed: set[str] = set()  # uids of groups that had not come
+        self._missed: set[str] = set()  # uids of groups that had not come, or were forgotten
         self._cpu_s = -time.process_time()  # with that of the senders, since the newest file of trajectories
         self.lost = self.unwritten = 0  # groups that never came or were forgotten; files
         self._sizes: dict[int, int] = {}  # step -> bytes of its files
@@ -99,6 +99,7 @@ class Recorder:
                 self.group(Group(uid, step, False, pack([*own]), 0.0))
             if decided.exists():  # of a run that came to its end
                 store.rewrite(decided, lambda rows: [row for row in rows if row["outcome"] != PromptEnd.OPEN])
+                self._written = step  # where `close` puts them back if no further step comes
             self._sizes = store.sizes(self._run)
 
         self._guard("restored", restore)
@@ -117,7 +118,8 @@ class Recorder:
         self._groups[group.uid] = group
         self._bytes += len(group.packed)
         while self._bytes > _MAX_OPEN_BYTES:
-            self._drop(next(iter(self._groups)))
+            self._missed.add(oldest := next(iter(self._groups)))
+            self._drop(oldest)
             self._count_lost(1, f"more than {_MAX_OPEN_BYTES >> 30} GiB of rollouts waited for their fate")
         self._write_ended()
 
@@ -158,7 +160,7 @@ class Recorder:
     def _write_ended(self, wait: bool = True) -> None:
         while self._ended:
             fates = self._ended[0]
-            missing = fates.ends.keys() - self._groups.keys()
+            missing = fates.ends.keys() - self._groups.keys() - self._missed
             if missing and wait and len(self._ended) == 1:
                 return
             del self._ended[0]
@@ -174,14 +176,17 @@ class Recorder:
             fates = Fates(step, dict.fromkeys(of_it), {}, validate=True)
         else:
             self._written = step
-            for each in [each for each in self._tokens if each <= step]:
-                self._put(each, "tokens", token_table(each, self._tokens.pop(each), self._texts))
+            self._guard("written", lambda: self._write_tokens(step))
         self._cpu_s += (now := time.process_time())
         cpu_s, self._cpu_s = self._cpu_s, -now
         self._put(step, "trajectories", self._rows(fates), fates.validate, {CPU_KEY: f"{cpu_s:.6f}"})
         for uid in fates.ends.keys() & self._groups.keys():  # of a file that could not be written
             self._drop(uid)
         self._guard("cleaned", lambda: store.keep(self._run, self._sizes, self._settings))
+
+    def _write_tokens(self, step: int) -> None:
+        for each in [each for each in self._tokens if each <= step]:
+            self._put(each, "tokens", token_table(each, self._tokens.pop(each), self._texts))
 
     def _rows(self, fates: Fates) -> Iterator[dict[str, Any]]:
         """Rows of the groups of a step, which are taken."""
@@ -262,3 +267,13 @@ def find() -> Any:
     except ValueError as error:
         logger.warning("retool.recorder.enable is true, but no recorder was found (%s): nothing is recorded.", error)
         return None
+
+
+def close(actor: Any) -> None:
+    """The run is over: wait until the last files are written, a minute at the most. What is wrong is a warning."""
+    import ray
+
+    try:
+        ray.get(actor.close.remote(), timeout=60)
+    except ray.exceptions.RayError as error:
+        logger.warning("recorder: rollouts of the last steps may be missing, as it could not be closed (%s).", error)

@@ -1,19 +1,15 @@
-"""The columns of a run's records, version 2: `RUN/records/{trajectories,tokens,timeline,waiting}/<name>.parquet`.
+"""The columns of a run's records, version 1: `RUN/records/{trajectories,tokens,timeline,waiting}/<name>.parquet`.
 
 `recorder.py` writes them, `store.py` reads them. A file is of one step: `step_000017.parquet` of training, whose rows
 are the rollouts of prompts whose fate was decided in step 17; `val_000020.parquet` of the validation after step 20.
 `waiting` has the rollouts whose fate was open at a checkpoint, for a run that goes on from it.
 Words are those of verl_ext/outcome.py. Times that are `started_s`, `ended_s`, `start_s` and `end_s` are seconds since
 1970, the others are durations in seconds. A column that could not be had is null.
-
-Version 1 had a null column `server` of a rollout instead of its turns' server and times, which it wrote, like those of
-calls and scoring, into the timeline, with `lane`, `uid` and `session`. Its files can be read.
 """
 
 import pyarrow as pa
 
-VERSION = "2"
-READABLE = ("1", VERSION)
+VERSION = "1"
 VERSION_KEY = b"retool_schema"  # of a file's metadata
 CPU_KEY = b"retool_cpu_s"  # of the trajectories of a step
 
@@ -58,7 +54,7 @@ TRAJECTORIES = pa.schema(
         "session": pa.int32(),  # number of the rollout in its group
         "step": pa.int32(),  # in which the prompt was handed to the agent loops; of a validation, its step
         "validate": pa.bool_(),
-        "index": pa.int64(),  # row of the data set
+        "index": pa.int64(),  # row of the data set; null where the data set has no number there
         "problem": pa.string(),  # `extra_info.id`, else a hash of prompt and ground truth: the same over time and runs
         "domain": pa.string(),  # `data_source`
         "prompt": pa.string(),  # as the model saw it, with the template's special tokens

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl_ext.records import jsonl
-from verl_ext.records.schema import CPU_KEY, READABLE, SCHEMAS, VERSION, VERSION_KEY
+from verl_ext.records.schema import CPU_KEY, SCHEMAS, VERSION, VERSION_KEY
 from verl_ext.settings import RecorderSettings
 
 logger = logging.getLogger(__name__)
@@ -120,8 +120,8 @@ def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     try:
         with pq.ParquetFile(path) as file:
             version = (file.schema_arrow.metadata or {}).get(VERSION_KEY, b"none").decode()
-            if version not in READABLE:
-                raise BrokenRecords(f"{path} has records of version {version}, expected one of {', '.join(READABLE)}.")
+            if version != VERSION:
+                raise BrokenRecords(f"{path} has records of version {version}, expected {VERSION}.")
             return file.read(columns=None if columns is None else list(columns))
     except (pa.ArrowException, EOFError) as error:
         raise BrokenRecords(

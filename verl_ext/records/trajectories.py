@@ -79,12 +79,13 @@ _OF_TURN = ("text", "tokens", "start", "server", "started_s", "generate_s")
 
 def _problem(sample: Row, validate: bool) -> dict[str, Any]:
     index = sample.get("index")
+    index = index.item() if hasattr(index, "item") else index
     return {
         "uid": sample["uid"],
         "session": sample["session_id"],
         "step": sample.get("global_steps"),
         "validate": validate,
-        "index": None if index is None else int(index),
+        "index": index if type(index) is int else None,  # some data sets have a text there
         "problem": problem_of(sample),
         "domain": _text(sample.get("data_source")),
         "ground_truth": _text((sample.get("reward_model") or {}).get("ground_truth")),

@@ -5,6 +5,7 @@ the one that binds second takes the socket of the first: its server would hang, 
 id of Ray's node, which is random, is added on both sides; they are on one node.
 """
 
+import functools
 import os
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ def name_senders(adapters: ModuleType) -> None:
     adapter = adapters.ServerAdapter
     init = adapter.__init__
 
+    @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         context = ray.get_runtime_context()
@@ -35,6 +37,7 @@ def name_receivers(servers: ModuleType) -> None:
     server = servers.vLLMHttpServer
     init = server.__init__
 
+    @functools.wraps(init)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         context = ray.get_runtime_context()

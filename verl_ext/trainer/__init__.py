@@ -1,6 +1,7 @@
 """One RL run: what it trains on, when it validates and ends. Subclasses of verl 0.9.1's sampler and v1 trainers.
 
-`sampler.py` takes batches by `group_rules.py` from `queue.py`; `exclusions.py` watches what they leave out.
+`sampler.py` takes batches by `group_rules.py` from `queue.py`, and logs `step_counts.py`; `exclusions.py` watches what
+they leave out.
 `run_trainer.py` calls the options, each in a file of its own: `adaptive_n.py`, `validation.py`, `failed_samples.py`,
 `early_stop.py`, `batch_recorder.py`, `repeatable.py`. `run_records.py` and, in the actor's processes, `token_notes.py`
 tell the recorder (verl_ext/records).

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 import transfer_queue as tq
 from omegaconf import DictConfig, OmegaConf
@@ -29,7 +28,6 @@ from verl_ext.settings import RecorderSettings
 
 RECORD = "record"  # column: step * 2**32 + number of the response in the step; -1 of those that are not recorded
 STEP_BITS = 32
-_CLOSE_S = 60.0  # the end of a run waits so long for the last files
 _OF_TOKENS = ("rollout_log_probs", "old_log_probs", "advantages")
 
 
@@ -83,13 +81,14 @@ class RunRecords:
 
     def take(self, step: int, batch: KVBatchMeta, fillers: Collection[str], tokenizer: Any) -> None:
         """Before the update: note what is taken with which advantage, tell the tokens of a share of the groups, and
-        mark these responses for the actor's processes.
+        mark these responses for the actor's processes. Its CPU seconds are those of all threads of this process, as
+        TransferQueue works in one of its own: at the most what the records took.
 
         Args:
             fillers: uids of groups in the batch that are not useful.
             tokenizer: gives the text of a token.
         """
-        began, keys = time.thread_time(), _real(batch)
+        began, keys = time.process_time(), _real(batch)
         get = functools.partial(tq.kv_batch_get, partition_id=batch.partition_id)
         data = get(keys=keys, select_fields=["advantages", "response_mask"])
         sessions = [key.rpartition("_")[0] for key in keys]
@@ -97,7 +96,8 @@ class RunRecords:
         self._fillers |= set(fillers)
         groups = sorted(set(map(_uid, keys)), key=lambda uid: hashlib.blake2b(uid.encode()).digest())
         groups = set(groups[: math.ceil(self._share * len(groups))])
-        chosen = [key for key in keys if _uid(key) in groups]
+        # The trajectory of a session is that of its last output, of which one that fills a group is a copy.
+        chosen = [key for key in dict(zip(sessions, keys, strict=True)).values() if _uid(key) in groups]
         if chosen:
             records = {key: (step << STEP_BITS) + self._number + i for i, key in enumerate(chosen)}
             self._number += len(chosen)
@@ -111,7 +111,7 @@ class RunRecords:
             new = set(told["id"].tolist()) - self._known
             self._known |= new
             self._recorder.tokens.remote(step, told, {each: tokenizer.decode([each]) for each in new})
-        self._cpu_s += time.thread_time() - began
+        self._cpu_s += time.process_time() - began
 
     def end_step(self, step: int, ends: Mapping[str, PromptEnd], waiting: Collection[str]) -> None:
         """What became of prompts; that of groups which wait in the queue may change, and is told with a later step.
@@ -135,8 +135,8 @@ class RunRecords:
         self._intervals = []
 
     def close(self) -> None:
-        """Wait until the last files are written, but not for ever."""
-        ray.wait([self._recorder.close.remote()], timeout=_CLOSE_S)
+        """The last files are written when this returns, or a warning says that they may not be."""
+        recorder.close(self._recorder)
 
 
 def token_columns(records: Mapping[str, int], data: Mapping[str, Any]) -> dict[str, Any]:
@@ -196,8 +196,9 @@ def _single(advantages: Tensor, masks: Tensor) -> list[float | None]:
 
 
 def _real(batch: KVBatchMeta) -> list[str]:
-    """Keys without verl's padding."""
-    return [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+    """Keys without verl's padding, the outputs of a session in their order."""
+    keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+    return sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
 
 
 def _uid(key: str) -> str:

@@ -159,25 +159,24 @@ class RunTrainer(PPOTrainer):
         self._last_saved = self.global_steps
         for option in filter(None, (self._exclusions, self._sampling, self._watch)):
             option.resume(self.global_steps)
+        waited: dict[str, PromptEnd] = {}
         if self._ledger:
             clear_leftovers()
             waited = self._ledger.resume(self.global_steps, prompts_in_queue())
             self.replay_buffer.seen_before = set(waited)
-            if self._records:
-                decided = {uid: end for uid, end in waited.items() if end is not PromptEnd.OPEN}
-                self._records.resume(self.global_steps, decided)
-        if self._watch and (reason := self._watch.reason()):
-            logger.warning(
-                "early stop: this run ended at step %d, because %s. To train on: retool.early_stop.enable=false, or "
-                "other settings of it.",
-                *(self.global_steps, reason),
-            )
-            self._shutdown_dump_executor()
-            if self._fleet:
-                self._fleet.close()
-            return
+        if self._records and not self.config.trainer.get("val_only", False):  # which leaves later steps as they are
+            decided = {uid: end for uid, end in waited.items() if end is not PromptEnd.OPEN}
+            self._records.resume(self.global_steps, decided)
         folder = Path(self.config.trainer.default_local_dir)
         try:
+            if self._watch and (reason := self._watch.reason()):
+                logger.warning(
+                    "early stop: this run ended at step %d, because %s. To train on: retool.early_stop.enable=false, "
+                    "or other settings of it.",
+                    *(self.global_steps, reason),
+                )
+                self._shutdown_dump_executor()
+                return
             with self._members.obeying(folder) if self._members else nullcontext():
                 super().fit(agent_loop_manager)
         finally:

@@ -26,16 +26,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from verl_ext.outcome import EXCLUSIONS, INFRASTRUCTURE_FAILURES, REMEDIES, PromptEnd, RolloutEnd
-from verl_ext.rollout.tool_use import tool_metrics
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES, REMEDIES, PromptEnd, RolloutEnd
 from verl_ext.trainer.exclusions import Ended, NothingStored, describe, stop_if_most_failed
 from verl_ext.trainer.group_rules import EndedGroup, end_group, exclusion
 from verl_ext.trainer.queue import copy_rollouts, remove
+from verl_ext.trainer.step_counts import REPLACEABLE, StepCounts
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -44,8 +43,7 @@ _MIN_KEEP_RATE = 0.1  # never expect less than one useful group in ten, or one b
 _KEEP_RATE_DECAY = 0.5  # weight of the newest step in the expected share of useful groups
 # A batch takes groups in this order. Surplus of an earlier step is older than any other useful group.
 _USEFUL = (PromptEnd.SURPLUS, PromptEnd.OPEN)
-_REPLACEABLE = (PromptEnd.EQUAL, PromptEnd.VOID)  # useless by what the policy did
-_ORDER = _USEFUL + _REPLACEABLE
+_ORDER = _USEFUL + REPLACEABLE
 
 
 class DapoReplayBuffer(ReplayBufferAsync):
@@ -107,25 +105,22 @@ class DapoReplayBuffer(ReplayBufferAsync):
             raise ValueError(f"sampler_kwargs has {got}; expected null, or 0, 1, ... without resample.")
         self.generated_for_one = 2 if self.resample else 1  # responses per response of a batch; read by the trainer
         self.keep_surplus = sampler_kwargs.get("keep_surplus", False)
-        # In `separate_async` a step takes so many batches, over which verl averages every metric of ours
-        # (trainer/ppo/v1/utils.py:94, 0.9.1): counts are multiplied by it, so that a step's count comes out.
+        # In `separate_async` a step takes so many batches, and verl averages what they log by the rollouts that each
+        # trained on (trainer/ppo/v1/utils.py:111, 0.9.1). So the last of them alone logs, of all together.
         self._batches_per_step = self.trainer_config.get("parameter_sync_step", 1)
+        self._batches = 0  # of the step that have been taken
+        self._of_step = StepCounts()  # of these batches
         self.keep_rate = 1.0
         self._groups: dict[str, EndedGroup] = {}  # uid -> training groups that ended and are still in the queue
         # Since the last batch was taken:
-        self._seen = Ended()
-        self._judged: list[dict[str, Any]] = []  # `extra_fields` of the rollouts that infrastructure did not fail
-        self._ends: Counter = Counter()  # PromptEnd -> groups; OPEN: of those that ended, the useful ones
+        self._counts = StepCounts()
         self._limit = math.inf  # groups that may be evicted for each reason before a batch is taken
         self._is_spent = False  # whether so many groups were evicted as EQUAL or VOID
-        self._dropped_as_stale = 0  # rollouts
         self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
         self.baseline_only: set[str] = set()  # keys of the rollouts in the newest batch that are not in the loss
         self._ended = Ended()  # since `take_ended`
         self._prompt_ends: dict[str, PromptEnd] = {}  # since `take_prompt_ends`
         self.seen_before: set[str] = set()  # uids of ended groups that were counted before the run was resumed
-        self._filled = 0  # groups in the newest batch that had failed or stale rollouts
-        self._staleness: list[int] = []  # of the useful rollouts in the newest batch
         self.on_group_end: Callable[[str, list[float]], None] | None = None
         self._rng = random.Random(0)  # draws the rollouts that are repeated
 
@@ -133,8 +128,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
         """Wait for `batch_size` prompt groups and take them.
 
         Returns:
-            The trajectories of the groups, and metrics (`train/`, `tool/`, `turn/`, `finish/`, `failure/`,
-            `filter_groups/`; none in validation).
+            The trajectories of the groups, and metrics: with the last batch of a step those of the step (`StepCounts`),
+            with each what verl or the mode `sync` adds to them; none in validation.
         Raises:
             RuntimeError: more than `max_num_gen_batches` x `batch_size` groups failed, as when the sandbox is down.
             NothingStored: all rollouts of a validation raised.
@@ -145,16 +140,19 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 remedy = REMEDIES[RolloutEnd.RAISED]
                 raise NothingStored(f"All rollouts of {batch_size} validation prompts raised. {remedy}.")
             return batch, metrics
-        self._filled, self._staleness = 0, []
         if self.trainer_mode == "sync":
             batch, metrics = self._sample_sync(global_steps, partition_id, batch_size)
         else:
             batch, metrics = super().sample(global_steps, partition_id, batch_size)
-            metrics["filter_groups/filled_with_equal"] = self._count(len(self.fillers))
-        metrics = {**self._metrics(), "failure/groups_filled": self._count(self._filled), **metrics}
-        del self._ends[PromptEnd.OPEN]  # not decided yet, or counted by the later end
-        logger.info("step %d: what became of the prompt groups: %s", global_steps, describe(self._ends))
-        self._seen, self._judged, self._ends, self._is_spent, self._dropped_as_stale = Ended(), [], Counter(), False, 0
+            self._counts.fillers = len(self.fillers)
+        self._of_step += self._counts
+        ends = self._counts.ends
+        del ends[PromptEnd.OPEN]  # not decided yet, or counted by the later end
+        logger.info("step %d: what became of the prompt groups: %s", global_steps, describe(ends))
+        self._counts, self._is_spent, self._batches = StepCounts(), False, self._batches + 1
+        if self._batches == self._batches_per_step:
+            metrics = self._of_step.metrics() | metrics
+            self._of_step, self._batches = StepCounts(), 0
         return batch, metrics
 
     def take_ended(self) -> Ended:
@@ -184,8 +182,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
             self._sync_metadata_from_transfer_queue()
             self._classify(partition_id, global_steps)
             self._clear_groups(partition_id, self._uids(PromptEnd.FAILED, PromptEnd.STALE))
-            useful, failed = self._uids(*_USEFUL), self._ends[PromptEnd.FAILED]
-            stop_if_most_failed(failed, self._seen, limit, global_steps)
+            useful, failed = self._uids(*_USEFUL), self._counts.ends[PromptEnd.FAILED]
+            stop_if_most_failed(failed, self._counts.seen, limit, global_steps)
             in_flight = len(self.pending_keys[partition_id]) + len(self.running_keys[partition_id])
             # Submit what fills the batch with a margin of one standard deviation: another wave costs a whole rollout.
             expected = len(useful) + self.keep_rate * in_flight
@@ -207,12 +205,13 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 "filled with %d others, whose advantages are set to 0",
                 *(global_steps, len(selected), batch_size, submitted, self.max_gen_batches, shortfall),
             )
-            spare = self._uids(*_REPLACEABLE)
+            spare = self._uids(*REPLACEABLE)
             selected += self._select_prompt_uids(partition_id, spare, shortfall)[0]
         surplus = useful - set(selected)
         self._end(surplus, PromptEnd.SURPLUS)
         kept = surplus - self._stale_terminal_keys(global_steps + 1, partition_id) if self.keep_surplus else set()
-        self.keep_rate += _KEEP_RATE_DECAY * (max(self._seen_keep_rate(), _MIN_KEEP_RATE) - self.keep_rate)
+        if (seen := self._counts.keep_rate()) is not None:
+            self.keep_rate += _KEEP_RATE_DECAY * (max(seen, _MIN_KEEP_RATE) - self.keep_rate)
         self._clear_groups(partition_id, set(self._groups) - set(selected) - kept)
         metrics = {
             "filter_groups/generated": float(submitted),
@@ -235,14 +234,14 @@ class DapoReplayBuffer(ReplayBufferAsync):
         if partition_id == "val":
             return super()._terminal_eviction_reasons(global_steps, partition_id)
         self._classify(partition_id, global_steps)
-        failed, spare = self._uids(PromptEnd.FAILED), self._uids(*_REPLACEABLE)
-        stop_if_most_failed(self._ends[PromptEnd.FAILED], self._seen, self._limit, global_steps)
-        if self._num_replaceable() > self._limit:
+        failed, spare = self._uids(PromptEnd.FAILED), self._uids(*REPLACEABLE)
+        stop_if_most_failed(self._counts.ends[PromptEnd.FAILED], self._counts.seen, self._limit, global_steps)
+        if self._counts.num_replaceable() > self._limit:
             if not self._is_spent:
                 logger.warning(
                     "step %d: %d prompt groups ended, but only %d had unequal rewards (max_num_gen_batches=%d); "
                     "where useful groups are missing, others are taken now, and their advantages are set to 0",
-                    *(global_steps, self._seen.groups, self._ends[PromptEnd.OPEN], self.max_gen_batches),
+                    *(global_steps, self._counts.seen.groups, self._counts.ends[PromptEnd.OPEN], self.max_gen_batches),
                 )
             self._is_spent = True
             spare = set()
@@ -256,15 +255,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
     def _end(self, uids: set[str], end: PromptEnd) -> None:
         for uid in uids:
             self._groups[uid].end = self._prompt_ends[uid] = end
-        self._ends[end] += len(uids)
-
-    def _num_replaceable(self) -> int:
-        return sum(self._ends[end] for end in _REPLACEABLE)
-
-    def _seen_keep_rate(self) -> float:
-        """Share of the useful groups among those that ended since the last batch and did not fail."""
-        useful = self._ends[PromptEnd.OPEN]
-        return useful / max(useful + self._num_replaceable(), 1)
+        self._counts.ends[end] += len(uids)
 
     def _classify(self, partition_id: str, global_steps: int) -> None:
         """Look at the groups that ended since the last look, and at the age of all that wait.
@@ -288,7 +279,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         if self.max_staleness is not None:
             for uid in sorted(self._uids(*_USEFUL)):
                 group = self._groups[uid]
-                self._dropped_as_stale += group.drop_older_than(self._version - self.max_staleness)
+                self._counts.dropped_as_stale += group.drop_older_than(self._version - self.max_staleness)
                 if group.is_lost() or group.are_equal():
                     self._end({uid}, PromptEnd.STALE if group.is_lost() else PromptEnd.EQUAL)
 
@@ -303,15 +294,15 @@ class DapoReplayBuffer(ReplayBufferAsync):
         )
         if uid in self.seen_before:
             return
-        self._ends[group.end] += 1
+        self._counts.ends[group.end] += 1
         if group.end is not PromptEnd.OPEN:
             self._prompt_ends[uid] = group.end
         excluded = Counter(reason for *_, reason in rows if reason is not None)
         excluded[RolloutEnd.RAISED] = int(raised)
-        self._seen += Ended(len(rows), 1, excluded)
+        self._counts.seen += Ended(len(rows), 1, excluded)
         self._ended += Ended(len(rows), 1, excluded)
         judged = [extra for _, extra, reason in rows if reason not in INFRASTRUCTURE_FAILURES]
-        self._judged += judged
+        self._counts.judged += judged
         if self.on_group_end:
             self.on_group_end(uid, [extra["reward_extra_info"]["acc"] for extra in judged])
 
@@ -345,7 +336,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 group = self._groups.pop(uid)
                 self.baseline_only |= set(group.void)
                 ages = [self._version - group.oldest[key] for key in group.valid if group.oldest[key] is not None]
-                self._staleness += ages * (uid in useful)
+                self._counts.ages += ages * (uid in useful)
                 if self.resample:
                     remove(partition_id, group.dropped, partition_snapshot)
                 elif group.excluded and group.end != PromptEnd.VOID:
@@ -358,28 +349,4 @@ class DapoReplayBuffer(ReplayBufferAsync):
         copies = copy_rollouts(partition_id, sources, snapshot)
         self.baseline_only |= {copy for copy, source in zip(copies, sources, strict=True) if source in group.void}
         remove(partition_id, group.excluded, snapshot)
-        self._filled += 1
-
-    def _count(self, number: int) -> float:
-        return float(number * self._batches_per_step)
-
-    def _metrics(self) -> dict[str, float]:
-        infos = [rollout["reward_extra_info"] for rollout in self._judged]
-        metrics = {
-            "filter_groups/keep_rate": self._seen_keep_rate(),
-            "filter_groups/failed": self._count(self._ends[PromptEnd.FAILED]),
-            "failure/groups_dropped": self._count(self._ends[PromptEnd.FAILED]),
-            **{f"failure/{reason}": self._count(self._seen.excluded[reason]) for reason in EXCLUSIONS},
-            "staleness/dropped": self._count(self._dropped_as_stale),
-            **tool_metrics([rollout for rollout in self._judged if "tool_use" in rollout]),  # not of others' loops
-        }
-        if self._staleness:
-            ages = {"mean": np.mean(self._staleness), "max": max(self._staleness)}
-            metrics |= {f"staleness/{name}": float(value) for name, value in ages.items()}
-        if infos:
-            metrics |= {
-                "train/acc": float(np.mean([info["acc"] for info in infos])),
-                "train/truncation_rate": float(np.mean([info["truncated"] for info in infos])),
-                "train/model_tokens": float(np.mean([info["response_tokens"] for info in infos])),
-            }
-        return metrics
+        self._counts.filled += 1

@@ -111,9 +111,8 @@ def sample_page(request: Request) -> Response:
         return PlainTextResponse(json.dumps(row, indent=1))
     sql = f"SELECT {', '.join(tokens.COLUMNS)} FROM records WHERE uid = $uid AND session = $session ORDER BY position"
     keys = dict.fromkeys([key, f"step_{row['trained_step'] or 0:06d}"])
-    lens = tokens.lens(
-        run.ask(sql, {name: row[name] for name in ("uid", "session")}, "tokens", keys), row["turns"] or []
-    )
+    told = run.ask(sql, {name: row[name] for name in ("uid", "session")}, "tokens", keys)
+    lens = tokens.lens(told, row["turns"] or [])
     colour = next((name for name in tokens.COLOURED if name == request.query_params.get("colour")), "advantage")
     return page(request, "sample.html", run=run, key=key, row=row, rows=rows, colour=colour, **lens)
 
@@ -150,7 +149,10 @@ def problems_page(request: Request) -> Response:
     """Two sides on the problems that both have, for example the first and the last validation."""
     offered = {f"{run.number}:{side}": (run, side) for run in request.app.state.runs for side in problems.sides(run)}
     chosen = [offered.get(request.query_params.get(name, "")) for name in ("a", "b")]
-    found = problems.compare(*(problems.samples(*side) for side in chosen)) if all(chosen) else None
+    samples = [problems.samples(*side) for side in chosen] if all(chosen) else []
+    if empty := [f"{side} of {run.name}" for (run, side), rows in zip(chosen, samples, strict=False) if not rows]:
+        raise HTTPException(404, f"{empty[0]} has no rollouts whose fate is known. Choose another side.")
+    found = problems.compare(*samples) if samples else None
     return page(request, "problems.html", offered=offered, found=found)
 
 
@@ -166,8 +168,7 @@ def page(request: Request, template: str, **values: Any) -> Response:
     return HTMLResponse(html, headers={"Content-Disposition": f'attachment; filename="{name}.html"'})
 
 
-def refuse(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def refuse(request: Request, error: HTTPException) -> Response:
     html = TEMPLATES.get_template("message.html").render(message=error.detail, path="", query={})
     return HTMLResponse(html, error.status_code)
 

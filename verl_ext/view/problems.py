@@ -10,11 +10,12 @@ from verl_ext.records.samples import Sample
 from verl_ext.view.data import Run
 
 DRAWS = 2000  # bootstrap resamples: the end of an interval is known to about 0.03 of its width
+_RAN = "list_filter(calls, lambda c: c.attempts IS NOT NULL)"  # also what `tool_calls` of an evaluation counts
 _SAMPLE = (  # the fields of `Sample`
     "uid || '_' || session || '_0' AS uid, problem AS input, '' AS output, '' AS gts, problem, acc,"
     " domain AS data_source, coalesce(verdict.normalised, verdict.extracted, '') AS pred, end_reason AS finish_reason,"
-    " coalesce(score, 0) AS score, response_tokens, len(calls) AS tool_calls,"
-    " len(list_filter(calls, lambda c: c.fault = 'model')) AS tool_errors,"
+    " coalesce(score, 0) AS score, model_tokens AS response_tokens,"
+    f" len({_RAN}) AS tool_calls, len(list_filter({_RAN}, lambda c: c.fault = 'model')) AS tool_errors,"
     " len(list_filter(calls, lambda c: c.status = 'timeout')) AS tool_timeouts,"
     " len(list_filter(turns, lambda t: t.role = 'model')) AS model_turns, (acc IS NULL)::INT AS unverified,"
     f" (end_reason = '{RolloutEnd.MAX_TOKENS}')::INT AS truncated,"
@@ -31,13 +32,11 @@ def sides(run: Run) -> list[str]:
 
 def samples(run: Run, side: str) -> list[Sample]:
     """The judged and the failed samples of a side, as an evaluation has them."""
-    if side in ("first", "last"):
+    keys, only = [side], ""
+    if end := {"first": "min", "last": "max"}.get(side):
         keys = [key for key in run.files() if key.startswith("step")]
-        end = "min" if side == "first" else "max"
         only = f" QUALIFY key = {end}(key) OVER (PARTITION BY problem)"
-    else:
-        keys, only = [side], ""
-    rows = run.ask(f"SELECT {_SAMPLE} FROM records WHERE outcome != 'open'{only}", keys=keys)
+    rows = run.ask(f"SELECT {_SAMPLE} FROM records WHERE outcome IS DISTINCT FROM 'open'{only}", keys=keys)
     return [Sample(**row) for row in rows]
 
 

@@ -77,14 +77,14 @@ def purpose(code: str) -> str:
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of judged responses: `right/PURPOSE` and `wrong/PURPOSE`, shares of their calls; `first call`, the mean share of
-    a response that stands before its first call's output; `repaired`, the share of the responses with an error of their
-    code in which a later call ran well. Left out is what there is nothing to take a share of."""
+    """Of judged responses: `right/PURPOSE` and `wrong/PURPOSE`, shares of their calls that have code, as a malformed
+    one has none; `first call`, the mean share of a response that stands before its first call's output; `repaired`,
+    the share of the responses with an error of their code in which a later call ran well. Left out is what there is
+    nothing to take a share of."""
     found: dict[str, float] = {}
     for name, right in (("right", True), ("wrong", False)):
-        calls = [
-            purpose(call["code"] or "") for row in rows if (row["acc"] == 1) == right for call in row["calls"] or []
-        ]
+        side = [row for row in rows if (row["acc"] == 1) == right]
+        calls = [purpose(call["code"]) for row in side for call in row["calls"] or [] if call["code"]]
         found |= {f"{name}/{kind}": Counter(calls)[kind] / len(calls) for kind in PURPOSES if calls}
     first, repaired = [], []
     for row in rows:

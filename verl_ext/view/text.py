@@ -11,11 +11,13 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import JsonLexer, PythonLexer
 
 MAX_SHOWN = 20_000  # characters of one text on a page; the rest is counted, and has a page of its own
-# Bidirectional controls and marks, invisible joiners, and the tags of Unicode's plane 14.
-_HIDDEN = re.compile("[\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\U000e0000-\U000e007f\ud800-\udfff]")
-_CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"} | {
-    code: f"<U+{code:04X}>" for code in range(127, 160)
-}
+# Controls beyond ASCII, marks that turn the line, invisible joiners, fillers and line ends, selectors of variants,
+# annotations, and the tags of plane 14.
+_HIDDEN = re.compile(
+    "[\x7f-\x9f\u00ad\u034f\u061c\u115f-\u1160\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164"
+    "\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef\ud800-\udfff]"
+)
+_CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"}
 
 
 def plain(text: Any) -> str:

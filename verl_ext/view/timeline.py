@@ -19,11 +19,9 @@ _OF_ROLLOUTS = """
 
 def intervals(run: Run, key: str) -> list[Interval]:
     """Of the trainer in a step, and of the rollouts whose fate the step decided."""
-    told = run.ask("SELECT * FROM records", kind="timeline", keys=[key])
-    if told and "lane" in told[0]:  # a file of version 1: those of rollouts are in it
-        return told
     none = {"lane": "trainer", "uid": None, "session": None}
-    return [none | row for row in told] + run.ask(_OF_ROLLOUTS, keys=[key])
+    of_trainer = [none | row for row in run.ask("SELECT * FROM records", kind="timeline", keys=[key])]
+    return of_trainer + run.ask(_OF_ROLLOUTS, keys=[key])
 
 
 def lanes(rows: Sequence[Interval]) -> list[dict[str, Any]]:

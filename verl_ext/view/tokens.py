@@ -1,5 +1,6 @@
 """The token lens: what the actor's update saw of each token of a response, and colours for any column of it."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -28,19 +29,21 @@ def colours(column: str, rows: Sequence[dict[str, Any]]) -> tuple[list[str], lis
     """The class of each token's colour ("" where the column is null), and the legend: (class, what it means).
 
     Categories have the classes k0 to k7, in order of appearance. Numbers have b0 to b6: seven equal steps around
-    NEUTRAL, as far as the value that is farthest from it.
+    NEUTRAL, as far as the finite value that is farthest from it, or `inf`.
     """
     values = [row[column] for row in rows]
     known = [value for value in values if value is not None]
     if column in CATEGORIES:
         kinds = {value: f"k{place % 8}" for place, value in enumerate(dict.fromkeys(known))}
         return [kinds.get(value, "") for value in values], [(kind, str(value)) for value, kind in kinds.items()]
-    middle = NEUTRAL.get(column, sorted(known)[len(known) // 2] if known else 0.0)
-    reach = max((abs(value - middle) for value in known), default=0.0) or 1.0
-    steps = [None if value is None else min(6, int((value - middle + reach) / (2 * reach) * 7)) for value in values]
+    finite = sorted(filter(math.isfinite, known))
+    middle = NEUTRAL.get(column, finite[len(finite) // 2] if finite else 0.0)
+    reach = max((abs(value - middle) for value in finite), default=0.0) or 1.0
+    steps = {value: f"b{min(6, int((value - middle + reach) / (2 * reach) * 7))}" for value in finite}
     edges = [f"{middle - reach + 2 * reach * step / 7:.3g}" for step in range(8)]
-    legend = [(f"b{i}", f"{edges[i]} to {edges[i + 1]}") for i in range(7)] if known else []
-    return ["" if step is None else f"b{step}" for step in steps], legend
+    legend = [(f"b{i}", f"{edges[i]} to {edges[i + 1]}") for i in range(7)] if finite else []
+    legend += [("inf", "not finite")] * (len(finite) < len(known))
+    return ["" if value is None else steps.get(value, "inf") for value in values], legend
 
 
 def foreign(rows: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]) -> list[int]:

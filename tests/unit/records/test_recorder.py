@@ -4,7 +4,9 @@ import itertools
 import logging
 import pickle
 import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from tests.unit.records.test_token_rows import batch, loss
@@ -151,6 +153,30 @@ def test_a_record_that_does_not_fit_its_columns_is_logged_and_the_next_step_is_w
     assert [file.step for file in store.files_of(tmp_path)] == [2]
 
 
+def test_tokens_that_make_no_table_cost_no_trajectories(tmp_path, caplog):
+    writer = Recorder(tmp_path, SETTINGS)
+    writer.group(group("a"))
+    writer.tokens(1, batch(lengths=np.array([3])), {})
+    writer.end_step(Fates(1, {"a": TRAINED}, {}), 0.0)
+    writer.tokens(2, batch(), {})
+    writer.end_step(Fates(2, {}, {}), 0.0)
+    assert outcomes(tmp_path, 1)["a_0"][0] == "trained" and writer.unwritten == 1
+    assert "by an error of verl_ext" in caplog.text
+    assert [file.step for file in store.files_of(tmp_path, "tokens")] == [2]
+
+
+@pytest.mark.parametrize("error", ["GetTimeoutError", "RayActorError"])
+def test_an_end_that_the_recorder_does_not_confirm_is_a_warning(monkeypatch, caplog, error):
+    import ray
+
+    def get(ref, timeout):
+        raise getattr(ray.exceptions, error)()
+
+    monkeypatch.setattr(ray, "get", get)
+    recorder.close(SimpleNamespace(close=SimpleNamespace(remote=lambda: None)))
+    assert "rollouts of the last steps may be missing" in caplog.text
+
+
 def test_memory_is_bounded_and_what_is_forgotten_is_counted(tmp_path, monkeypatch, caplog):
     one = len(group("a").packed)
     monkeypatch.setattr(recorder, "_MAX_OPEN_BYTES", 3 * one)
@@ -158,7 +184,9 @@ def test_memory_is_bounded_and_what_is_forgotten_is_counted(tmp_path, monkeypatc
     for uid in "abcde":
         writer.group(group(uid))
     assert list(writer._groups) == ["c", "d", "e"] and writer._bytes == 3 * one and writer.lost == 2
-    assert "2 so far" in caplog.text
+    writer.end_step(Fates(1, dict.fromkeys("abcde", TRAINED), {}), 0.0)
+    assert writer.lost == 2 and "2 so far" in caplog.text
+    assert {key[0] for key in outcomes(tmp_path, 1)} == {"c", "d", "e"}, "nothing waits for what was forgotten"
 
 
 def test_a_group_that_is_rolled_out_once_more_counts_once(tmp_path):
@@ -223,6 +251,11 @@ def test_a_run_that_came_to_its_end_and_goes_on_has_no_row_twice(tmp_path):
     ended.save(1)
     ended.close()
     assert outcomes(tmp_path, 1)["open_0"][0] == "open" and store.cpu_seconds(tmp_path)[1] > 7
+
+    again = Recorder(tmp_path, SETTINGS)  # with no step left to take
+    again.resume(1)
+    again.close()
+    assert {key for key, (end, *_) in outcomes(tmp_path, 1).items() if end == "open"} == {"open_0", "open_1"}
 
     longer = Recorder(tmp_path, SETTINGS)
     longer.resume(1)

@@ -49,7 +49,7 @@ def test_every_kind_can_be_empty_and_says_its_version(tmp_path, kind):
     store.write(path, kind, [])
     assert store.read(path).schema.names == SCHEMAS[kind].names
     pa.parquet.write_table(pa.table({"uid": ["a"]}), path)
-    with pytest.raises(store.BrokenRecords, match=f"{path} has records of version none, expected one of 1, 2"):
+    with pytest.raises(store.BrokenRecords, match=f"{path} has records of version none, expected 1"):
         store.read(path)
 
 
@@ -107,14 +107,6 @@ def test_the_command_prints_a_line_a_row(tmp_path, monkeypatch, capsys):
     store.main()
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["step"] == 2 and json.loads(line)["turns"] == ROW["turns"]
-
-
-def test_a_file_of_version_1_is_read(tmp_path):
-    path = store.path_of(tmp_path, "trajectories", 1)
-    path.parent.mkdir(parents=True)
-    old = pa.table({"uid": ["a"], "server": pa.nulls(1, pa.string())})
-    pa.parquet.write_table(old.replace_schema_metadata({"retool_schema": "1"}), path)
-    assert [row["uid"] for row in store.rows(tmp_path)] == ["a"]
 
 
 def test_a_file_written_again_keeps_its_notes(tmp_path):

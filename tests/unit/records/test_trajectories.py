@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from verl_ext.records import store
 from verl_ext.records.trajectories import problem_of, raised_row, rollout_row
@@ -134,3 +135,16 @@ def test_a_lone_surrogate_of_the_model_costs_no_file(tmp_path):
 def test_a_number_of_numpy_is_a_number_in_the_json():
     parts = row_of(reward_extra_info={"acc": 1.0, "bonus": np.float32(0.5), "path": Path("x")})["reward_parts"]
     assert json.loads(parts) == {"acc": 1.0, "bonus": 0.5, "path": "x"}
+
+
+@pytest.mark.parametrize(
+    ("index", "stored"),
+    [(9, 9), (np.int64(9), 9), (None, None), ("9a9b6eb4-a1cb", None), (np.str_("9"), None), (True, None), (0.5, None)],
+)
+def test_an_index_that_is_no_number_is_left_out_and_costs_no_row(tmp_path, index, stored):
+    """DAPO-Math-17k has a UUID in `extra_info.index`."""
+    sample, times = SAMPLE | {"index": index}, {"started_s": 1.0, "ended_s": 2.0}
+    whole = rollout_row(sample, {"prompt": "1+1?", "turns": TURNS}, EXTRA, validate=False, score=1.0, **times)
+    raised = raised_row(sample, ValueError("x"), validate=False, **times)
+    store.write(store.path_of(tmp_path, "trajectories", 5), "trajectories", [whole, raised])
+    assert [row["index"] for row in store.rows(tmp_path)] == [stored, stored]

@@ -48,4 +48,4 @@ def test_verls_own_classes_are_the_ones_that_are_named(cpu_platform):
     from verl.workers.rollout.vllm_rollout import vllm_async_server, vllm_rollout
 
     for named in (vllm_rollout.ServerAdapter, vllm_async_server.vLLMHttpServer):
-        assert named.__init__.__module__ == "verl_ext.rollout.weight_sockets"
+        assert named.__init__.__code__.co_filename.endswith("verl_ext/rollout/weight_sockets.py")

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
@@ -153,6 +154,24 @@ def test_a_rollout_that_raised_is_recorded_with_those_of_its_group(roll_out_prom
     roll_out_prompt([fail, *samples_of([2])], recorder=recorder)
     ends = {row["session"]: (row["end_reason"], row.get("exception")) for row in recorder.rows()}
     assert ends[0] == ("raised", "OSError: a bug") and ends[1][0] != "raised" and len(ends) == 2
+
+
+@pytest.mark.parametrize(("index", "recorded"), [("9a9b6eb4-a1cb", True), (np.arange(2), False)])
+def test_a_column_that_no_record_can_hold_fails_no_rollout(roll_out_prompt, caplog, index, recorded) -> None:
+    recorder = Recorder()
+    _, (keys, _), status = roll_out_prompt(samples_of([2, 1]), recorder=recorder, index=index)
+    assert keys == "train:['p_1_0', 'p_0_0']" and status == ("train:p", "finished")
+    assert bool(recorder.sent) is recorded and ("by an error of verl_ext" in caplog.text) is not recorded
+
+
+def test_a_recorder_that_cannot_be_told_fails_no_rollout(roll_out_prompt, caplog) -> None:
+    def remote(group: Any) -> None:
+        raise RuntimeError("the actor is gone")
+
+    recorder = SimpleNamespace(group=SimpleNamespace(remote=remote))
+    _, (keys, _), status = roll_out_prompt(samples_of([2, 1]), recorder=recorder)
+    assert keys == "train:['p_1_0', 'p_0_0']" and status == ("train:p", "finished")
+    assert "the actor is gone" in caplog.text
 
 
 @pytest.mark.parametrize("raises_after_s", [0.0, 0.05], ids=["first", "last"])

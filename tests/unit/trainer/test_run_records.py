@@ -1,6 +1,8 @@
 """What the trainer tells the recorder of a batch in verl's queue."""
 
 import math
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +97,40 @@ def test_whole_groups_are_chosen_at_least_one_and_without_padding(make, share, g
     assert step == 3 and columns["record"].tolist() == list(marks.values())
     assert [f"{uid}_{session}_0" for uid, session in zip(columns["uid"], columns["session"], strict=True)] == [*marks]
     assert texts == {token: f"<{token}>" for token in set(columns["id"].tolist())}
+
+
+def test_of_a_session_only_the_last_output_has_tokens(make):
+    """A copy of a rollout, in the place of one that failed, is a further output of its session."""
+    records, handle, batch, stored = make(1.0)
+    stored["a_0_1"] = stored["a_0_0"] | {"responses": [10, 11, 99, 2]}
+    batch.keys, batch.tags = ["a_0_1", *KEYS], [{}, *batch.tags]
+    records.take(3, batch, (), TOKENIZER)
+    columns = handle.of("tokens")[0][1]
+    sessions = list(zip(columns["uid"], columns["session"], strict=True))
+    assert len(sessions) == len(set(sessions)) == 7 and 99 in columns["id"] and 12 not in columns["id"]
+    assert stored["a_0_0"]["record"] == -1 and stored["a_0_1"]["record"] >= 0
+
+
+def test_the_seconds_of_a_batch_are_those_of_all_threads(make, monkeypatch):
+    """TransferQueue works in a thread of its own."""
+    import transfer_queue as tq
+
+    records, handle, batch, _ = make(0.0)
+    get = tq.kv_batch_get
+
+    def burn():
+        while time.thread_time() < 0.05:
+            pass
+
+    def get_in_a_thread(**asked):
+        (thread := threading.Thread(target=burn)).start()
+        thread.join()
+        return get(**asked)
+
+    monkeypatch.setattr(tq, "kv_batch_get", get_in_a_thread)
+    records.take(3, batch, (), TOKENIZER)
+    records.end_step(3, {}, ())
+    assert handle.of("end_step")[0][1] > 0.04
 
 
 def test_the_columns_of_a_response_are_those_of_the_queue(make):

@@ -185,3 +185,55 @@ def test_every_prompt_that_is_submitted_is_in_the_ledger(make, submitted, monkey
     tally = read_tally(tmp_path)
     assert tally.ends == {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL, "d": PromptEnd.OPEN}
     assert tally.faults() == [] and tally.step == 3 and len(tally.problems) == 3
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """What a trainer's `RunRecords` tell the recorder, by name of the call; `told(trainer)` gives it some."""
+    import ray
+
+    from verl_ext.records import recorder
+    from verl_ext.settings import RecorderSettings
+    from verl_ext.trainer.run_records import RunRecords
+
+    def told(trainer):
+        calls = []
+        handle = Handle(calls)
+        monkeypatch.setattr(recorder, "start", lambda *_: handle)
+        trainer._records = RunRecords(RecorderSettings(token_share=0.0, keep_steps=1, max_gb=1), trainer.config)
+        return calls
+
+    monkeypatch.setattr(ray, "get", lambda ref, timeout: None)
+    return told
+
+
+class Handle:
+    """Of the recorder's actor."""
+
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=lambda *arguments: self.calls.append((name, *arguments)))
+
+
+def test_records_are_resumed_and_closed_also_where_early_stop_begins_no_step(make, told):
+    trainer, _ = make(ON["early_stop"], accs={2: 0.9, 4: 0.1})
+    trainer.fit(None)
+    again, calls = make(ON["early_stop"], resume_at=4)
+    said = told(again)
+    again.fit(None)
+    assert calls.steps == [] and said == [("resume", 4), ("close",)]
+
+
+def test_records_forget_later_steps_also_without_a_sampler_of_ours_but_not_for_a_validation(make, told):
+    trainer, calls = make(steps=3, resume_at=2)
+    trainer._ledger = trainer._exclusions = None  # as with a sampler that tells nothing
+    said = told(trainer)
+    trainer.fit(None)
+    assert said[0] == ("resume", 2) and calls.steps == [3] and said[-1] == ("close",)
+    only, calls = make("trainer.val_only=true", resume_at=2)
+    only.config.trainer.val_before_train = True
+    said = told(only)
+    only.fit(None)
+    assert calls.validations == [(2, "all problems")] and [name for name, *_ in said] == ["end_step", "close"]

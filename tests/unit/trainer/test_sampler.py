@@ -207,7 +207,7 @@ def test_metrics_are_over_all_that_was_generated_but_not_over_failed_rollouts(ma
     }
     assert {name: metrics.get(name) for name in expected} == pytest.approx(expected)
     buffer.sample(2, "train", 0)  # what was counted is not counted again
-    assert buffer._seen.groups == 0
+    assert buffer._counts.seen.groups == 0
 
 
 def test_no_tool_call_at_all_is_an_error_rate_of_0(make):

@@ -120,6 +120,29 @@ def test_counts_of_a_step_are_counts_although_verl_averages_over_its_mini_batche
     assert step["filter_groups/failed"] == 3 and step["train/acc"] < 1
 
 
+def test_means_of_a_step_are_over_all_that_ended_however_many_each_of_its_batches_saw(make):
+    """One group ends for the first batch, five for the second, of which it takes one: 1 + 0 right of 2, 8 of 10."""
+    from verl.trainer.ppo.v1.utils import MetricsAggregator
+
+    queue, buffer = make([MIXED], batch_size=1, mode="separate_async", parameter_sync_step=2)
+    queue.outcomes = iter([RIGHT, RIGHT, RIGHT, MIXED, MIXED, *[MIXED] * 3])  # three are replaced, and end later
+    aggregator = MetricsAggregator()
+    for number in (0, 5):
+        queue.submit(number)
+        batch, metrics = buffer.sample(1, "train", 1)
+        aggregator.add_step_metrics(metrics, sample_count=len(batch.keys))
+    step = aggregator.get_aggregated_metrics()
+    assert step["train/acc"] == pytest.approx(9 / 12)  # a mean of the two means: .65
+    assert step["filter_groups/keep_rate"] == 0.5  # 1 of 1, 2 of 5
+
+
+def test_a_step_in_which_no_group_ended_has_no_share_of_useful_ones(make):
+    _, buffer = make([MIXED] * 2, batch_size=2, mode="separate_async")
+    assert buffer.sample(1, "train", 1)[1]["filter_groups/keep_rate"] == 1.0
+    _, metrics = buffer.sample(2, "train", 1)  # of a group that ended before
+    assert "filter_groups/keep_rate" not in metrics and "train/acc" not in metrics
+
+
 def test_groups_of_unequal_size_are_filled_replaced_and_trained_on_each_by_its_own_rule(make):
     three, five = group_of(1, 0, 1), group_of(1, 0, 1, 0, 1, failed=(1, 3))  # 3 of 5 valid, but all right: replaced
     eight, two = group_of(1, 0, 1, 0, 1, 0, 1, 0, failed=(0, 1, 2)), group_of(0, 1)  # 5 of 8 valid: filled

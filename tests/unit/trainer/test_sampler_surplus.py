@@ -110,6 +110,7 @@ def test_surplus_groups_wait_no_longer_than_the_staleness_option_says(make):
     assert len(queue.groups) == 4
     batch, metrics = buffer.sample(2, "train", 1)
     assert sampled(batch) == [1] and metrics["filter_groups/generated"] == 0
+    assert buffer.keep_rate == 1.0  # no group ended: nothing was learned of the share of useful ones
     assert (metrics["filter_groups/surplus"], metrics["filter_groups/kept"]) == (2, 0)
     assert set(queue.tags) == set(batch.keys) and buffer.num_to_submit(1) == 1
 

@@ -120,8 +120,9 @@ def _group(rng: random.Random, step: int, p: int, samples: int, words: int, vali
     mean, std = statistics.fmean(scores), statistics.stdev(scores) if len(scores) > 1 else 0.0
     for row in group:
         kept = std > 0 and row["score"] is not None and not validate
-        row["outcome"] = "trained" if std > 0 else "equal"
-        row["outcome_why"] = None if std > 0 else f"all {len(scores)} judged samples have the score {mean:g}"
+        why = None if std > 0 else f"all {len(scores)} judged samples have the score {mean:g}"
+        row["outcome"] = None if validate else "trained" if std > 0 else "equal"  # as the recorder writes them
+        row["outcome_why"] = None if validate else why
         row["trained_step"] = step if kept else None
         row["advantage"] = (row["score"] - mean) / std if kept else None
     return group

@@ -139,6 +139,25 @@ async def test_a_new_step_appears_within_five_seconds(tab, serve, run_folder: Pa
     assert time.monotonic() - start < 5
 
 
+async def test_a_look_that_fails_leaves_the_page_and_the_next_one_frees_the_charts_before(
+    tab, serve, run_folder: Path
+) -> None:
+    await tab.open(serve(run_folder))
+    await tab.js(
+        "window.before = [...document.querySelectorAll('.chart')].map((box) => box.plot); window.failed = 0;"
+        " window.real = fetch; window.fetch = (address) => address != location.href ? real(address)"
+        " : Promise.resolve(new Response(`failed ${++failed}`)); null"
+    )
+    await asyncio.sleep(2.5)  # the page has looked once
+    write_step(run_folder, 5)
+    await tab.until("failed == 2")  # asked again two seconds later
+    assert await tab.js("document.querySelectorAll('main .chart').length == before.length && before.length > 3")
+    await tab.js("window.fetch = real; null")
+    await tab.until("[...document.querySelectorAll('a.step')].some((a) => a.textContent == '5')")
+    assert await tab.js("before.every((plot) => plot.root.parentElement === null)")
+    assert not tab.errors
+
+
 async def test_keys_and_names_suffice(tab, serve, run_folder: Path) -> None:
     address = serve(run_folder)
     await tab.open(address)

@@ -9,6 +9,7 @@ from pathlib import Path
 from starlette.testclient import TestClient
 
 from verl_ext.records import store
+from verl_ext.records.trajectories import raised_row
 from verl_ext.view import group
 
 GROUP = "/run/0/step_000002/group"
@@ -109,3 +110,18 @@ def test_the_reward_is_shown_by_its_parts() -> None:
     assert group.rewards(ours) == "reward_base 1.0, reward_overlong -0.5"
     assert group.rewards({"reward_parts": '{"bleu": 0.25}'}) == "bleu 0.25"
     assert group.rewards({"reward_parts": "[1]"}) == "[1]" and group.rewards({"reward_parts": None}) == ""
+
+
+def test_a_rollout_that_raised_is_shown_on_every_page(client: TestClient, run_folder: Path) -> None:
+    """Nothing is known of it but what it raised: verdict, turns, calls and score are null."""
+    path = store.path_of(run_folder, "trajectories", 1)
+    sample = {"uid": "s1-p1", "session_id": 7, "global_steps": 1, "extra_info": {"id": "sum/1"}, "data_source": "sums"}
+    row = raised_row(sample, OSError("a lost server"), validate=False, started_s=1.0, ended_s=2.0)
+    store.rewrite(path, lambda rows: [*rows, row | {"outcome": "failed"}])
+    for page in ("/run/0/step_000001/group", "/run/0/step_000001/sample"):
+        answer = client.get(page, params={"uid": "s1-p1", "session": 7})
+        assert answer.status_code == 200 and "ended by" in answer.text.lower() and "None" not in answer.text
+    assert "OSError: a lost server" in answer.text
+    for page in ("/run/0/step_000001", "/problems?a=0:first&b=0:last", "/problem?problem=sum/1", "/code",
+                 "/run/0/export.eval"):  # fmt: skip
+        assert client.get(page).status_code == 200

@@ -52,3 +52,25 @@ def test_two_runs_are_compared_and_a_problem_leads_to_all_its_draws(viewer, run_
             assert f'<td class="num">{share:.4g}</td>' in page
     assert "No group of this problem" in client.get("/problem?problem=none").text
     assert client.get("/problems?a=9:first&b=0:nothing").status_code == 200
+
+
+def test_a_sample_counts_calls_that_ran_and_tokens_of_the_model(run_folder: Path) -> None:
+    """As an evaluation does: a malformed call is the model's fault, and none that ran."""
+    path = store.path_of(run_folder, "trajectories", 4, validate=True)
+    rows = store.read(path).to_pylist()
+    ran = next(row for row in rows if row["calls"] and row["acc"] is not None)
+    call = ran["calls"][0] | {"fault": "model", "status": "NameError"}
+    malformed = dict.fromkeys(call) | {"turn": 0, "status": "malformed:empty_code", "fault": "model"}
+    not_run = dict.fromkeys(call) | {"turn": 0, "code": "1", "status": "not_run"}
+    ran["calls"] = [call, malformed, not_run]
+    store.write(path, "trajectories", rows)
+    samples = problems.samples(Run(run_folder, "run_a", 0), "val_000004")
+    (sample,) = (each for each in samples if each.uid == f"{ran['uid']}_{ran['session']}_0")
+    assert (sample.tool_calls, sample.tool_errors) == (1, 1)
+    assert sample.response_tokens == ran["model_tokens"] < ran["response_tokens"]
+
+
+def test_a_side_without_rollouts_is_named(client: TestClient, run_folder: Path) -> None:
+    store.rewrite(store.path_of(run_folder, "trajectories", 4, validate=True), lambda rows: [])
+    answer = client.get("/problems?a=0:first&b=0:val_000004")
+    assert answer.status_code == 404 and "val_000004 of run_a has no rollouts" in answer.text

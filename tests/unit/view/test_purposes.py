@@ -33,7 +33,7 @@ def test_a_program_has_the_first_purpose_that_fits(code: str, purpose: str) -> N
     assert purposes.purpose(code) == purpose
 
 
-def row(acc: float, *calls: tuple[str, str | None], start: int = 10, tokens: int = 40) -> dict:
+def row(acc: float, *calls: tuple[str | None, str | None], start: int = 10, tokens: int = 40) -> dict:
     turns = [{"role": "model", "start": 0}] + [{"role": "tool", "start": start}] * bool(calls)
     said = [{"code": code, "status": "error" if fault else "ok", "fault": fault} for code, fault in calls]
     return {"acc": acc, "calls": said, "turns": turns, "response_tokens": tokens}
@@ -53,6 +53,11 @@ def test_shares_positions_and_repairs_are_of_what_they_say() -> None:
     assert shares == expected
     assert found["first call"] == (10 / 40 + 20 / 40 + 30 / 40) / 3 and found["repaired"] == 0.5
     assert purposes.summary([]) == {}
+
+
+def test_a_malformed_call_has_no_code_and_no_purpose() -> None:
+    found = purposes.summary([row(1.0, (None, "model"), ("1 + 1", None)), row(0.0, (None, "model"))])
+    assert {name: value for name, value in found.items() if value and "/" in name} == {"right/calculation": 1.0}
 
 
 def test_an_infrastructure_failure_is_no_error_to_repair() -> None:

@@ -58,6 +58,19 @@ def test_what_cannot_be_seen_is_named() -> None:
     assert text.plain("\ud800") == "<U+D800>" and text.plain(None) == ""
 
 
+@pytest.mark.parametrize(
+    ("first", "last"),
+    [
+        *((code, code) for code in (0xAD, 0x34F, 0x61C, 0x3164, 0xFEFF, 0xFFA0)),
+        *((0x7F, 0x9F), (0x115F, 0x1160), (0x180B, 0x180F), (0x200B, 0x200F), (0x2028, 0x202E), (0x2060, 0x206F)),
+        *((0xFE00, 0xFE0F), (0xFFF9, 0xFFFB), (0xE0000, 0xE007F), (0xE0100, 0xE01EF), (0xD800, 0xDFFF)),
+    ],
+)
+def test_every_character_without_a_look_is_named(first: int, last: int) -> None:
+    for code in range(first, last + 1):
+        assert text.plain(f"a{chr(code)}b") == f"a<U+{code:04X}>b"
+
+
 def test_a_long_text_is_cut_and_counted() -> None:
     shown = text.cut("x" * 1_000_000)
     assert shown.startswith("x" * text.MAX_SHOWN + "\n… 980,000 more") and len(shown) < text.MAX_SHOWN + 100

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pyarrow as pa
 import pyarrow.parquet  # noqa: F401  pa.parquet
 from starlette.testclient import TestClient
 
@@ -61,16 +60,9 @@ def test_every_server_has_a_lane_with_the_seconds_that_it_wrote(client: TestClie
         assert f'<h3>{lane} <span class="note">{what} {total:.4g} s</span></h3>' in page
 
 
-def test_a_validation_has_no_trainer_and_a_file_of_version_1_its_own_intervals(
-    client: TestClient, run_folder: Path
-) -> None:
+def test_a_validation_has_no_trainer(client: TestClient) -> None:
     assert "<h3>127.0.0.1:9001 <" in (page := client.get("/run/0/val_000004/timeline").text)
     assert "<h3>trainer" not in page
-    path = store.path_of(run_folder, "timeline", 2)
-    old = [row | {"step": 2} for row in ROWS]
-    pa.parquet.write_table(pa.Table.from_pylist(old).replace_schema_metadata({"retool_schema": "1"}), path)
-    page = client.get("/run/0/step_000002/timeline").text
-    assert "<h3>a:1 <" in page and "127.0.0.1:9001" not in page
 
 
 def test_a_step_without_times_says_so(client: TestClient, run_folder: Path) -> None:

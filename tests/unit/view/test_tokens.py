@@ -5,6 +5,7 @@ import math
 import re
 from pathlib import Path
 
+import pytest
 from starlette.testclient import TestClient
 
 from verl_ext.records import store
@@ -61,6 +62,13 @@ def test_colours_of_numbers_stand_around_their_neutral_value() -> None:
     classes, legend = tokens.colours("decision", [{"decision": value} for value in ("kept", "masked", "kept")])
     assert classes == ["k0", "k1", "k0"] and legend == [("k0", "kept"), ("k1", "masked")]
     assert tokens.colours("advantage", [{"advantage": None}]) == ([""], [])
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_number_that_is_not_finite_has_a_colour_of_its_own(value: float) -> None:
+    classes, legend = tokens.colours("ratio", [{"ratio": value}, {"ratio": 1.0}, {"ratio": 1.5}])
+    assert classes == ["inf", "b3", "b6"] and legend[-1] == ("inf", "not finite") and len(legend) == 8
+    assert tokens.colours("log_prob", [{"log_prob": value}]) == (["inf"], [("inf", "not finite")])
 
 
 def test_every_column_colours_a_page(client: TestClient) -> None:

@@ -7,7 +7,10 @@ if (document.body.dataset.live) {
       const now = await (await fetch(document.body.dataset.live)).text();
       if (seen !== null && now !== seen) {
         const fresh = new DOMParser().parseFromString(await (await fetch(location.href)).text(), "text/html");
-        document.querySelector("main").replaceWith(fresh.querySelector("main"));
+        const main = fresh.querySelector("main");
+        if (!main) return;  // an error of the viewer: the next look tries again
+        document.querySelectorAll(".chart").forEach((box) => box.plot?.destroy());
+        document.querySelector("main").replaceWith(main);
         drawCharts();
       }
       seen = now;

@@ -1,0 +1,77 @@
+"""What ended while a step's batches were taken, and the step's metrics of it.
+
+The sampler (sampler.py) counts; nothing is decided here.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl_ext.outcome import EXCLUSIONS, PromptEnd
+from verl_ext.rollout.tool_use import tool_metrics
+from verl_ext.trainer.exclusions import Ended
+
+REPLACEABLE = (PromptEnd.EQUAL, PromptEnd.VOID)  # useless by what the policy did
+
+
+@dataclass
+class StepCounts:
+    """Training groups and rollouts, of one batch or of several."""
+
+    seen: Ended = field(default_factory=Ended)
+    judged: list[dict[str, Any]] = field(default_factory=list)  # `extra_fields` of rollouts that were not failed
+    ends: Counter = field(default_factory=Counter)  # PromptEnd -> groups; OPEN: of those that ended, the useful ones
+    dropped_as_stale: int = 0  # rollouts
+    ages: list[int] = field(default_factory=list)  # in versions, of the useful rollouts that were taken
+    filled: int = 0  # groups that were taken and had failed or stale rollouts
+    fillers: int = 0  # groups that were taken and are not useful
+
+    def __iadd__(self, other: "StepCounts") -> "StepCounts":
+        self.seen += other.seen
+        self.judged += other.judged
+        self.ends.update(other.ends)
+        self.dropped_as_stale += other.dropped_as_stale
+        self.ages += other.ages
+        self.filled += other.filled
+        self.fillers += other.fillers
+        return self
+
+    def num_replaceable(self) -> int:
+        return sum(self.ends[end] for end in REPLACEABLE)
+
+    def keep_rate(self) -> float | None:
+        """Share of the useful groups among those that ended and did not fail; None where there is none."""
+        useful = self.ends[PromptEnd.OPEN]
+        ended = useful + self.num_replaceable()
+        return useful / ended if ended else None
+
+    def metrics(self) -> dict[str, float]:
+        """`train/`, `tool/`, `turn/`, `finish/`, `failure/`, `filter_groups/`, `staleness/`.
+
+        Left out is what there is no case of: `keep_rate`, say, where no group ended.
+        """
+        infos = [rollout["reward_extra_info"] for rollout in self.judged]
+        failed, keep_rate = float(self.ends[PromptEnd.FAILED]), self.keep_rate()
+        metrics = {
+            "filter_groups/failed": failed,
+            "filter_groups/filled_with_equal": float(self.fillers),
+            "failure/groups_dropped": failed,
+            "failure/groups_filled": float(self.filled),
+            **{f"failure/{reason}": float(self.seen.excluded[reason]) for reason in EXCLUSIONS},
+            "staleness/dropped": float(self.dropped_as_stale),
+            **tool_metrics([rollout for rollout in self.judged if "tool_use" in rollout]),  # not of others' loops
+        }
+        if keep_rate is not None:
+            metrics["filter_groups/keep_rate"] = keep_rate
+        if self.ages:
+            ages = {"mean": np.mean(self.ages), "max": max(self.ages)}
+            metrics |= {f"staleness/{name}": float(value) for name, value in ages.items()}
+        if infos:
+            metrics |= {
+                "train/acc": float(np.mean([info["acc"] for info in infos])),
+                "train/truncation_rate": float(np.mean([info["truncated"] for info in infos])),
+                "train/model_tokens": float(np.mean([info["response_tokens"] for info in infos])),
+            }
+        return metrics
