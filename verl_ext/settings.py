@@ -189,7 +189,7 @@ class HealthSettings(Option):
         suspect_s: one that is silent for longer gets no new requests until it answers.
         dead_s: one that is silent for longer is dead. So it is at once where its process is gone.
         update_s: in place of `dead_s` while weights change.
-        start_s: in place of `dead_s` so long after its start.
+        start_s: in place of `dead_s` so long after its start, and after its first weights.
         attempts: requests of a turn that may be lost with their servers, until the rollout counts as failed.
         wait_s: how long a request waits for a server where there is none.
         max_replacements: servers that are started in place of dead ones in a run, the starts that fail included.

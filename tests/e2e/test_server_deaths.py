@@ -54,8 +54,8 @@ def fleet(models: tuple[Path, list[torch.nn.Module]]) -> SimpleNamespace:
             *limits,
         ],
     )
-    # Real Pythons: a signal is to meet an engine, not the executable that stands for it. A replacement has only the GPUs
-    # of the server that died.
+    # Real Pythons: a signal is to meet an engine, not the executable that stands for it. A replacement has only the
+    # GPUs of the server that died.
     with cluster(sys.executable, config, num_gpus=2):
         manager = LLMServerManager.create(config=config)
         engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)

@@ -12,7 +12,7 @@ import time
 from contextvars import ContextVar
 from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 FAILED = "server_failed"  # among the extra fields of an output that its server broke off: the rest comes from another
+GONE = (RayActorError, OutOfMemoryError, NodeDiedError)  # what a call to a process that is gone raises
 GAVE_UP = "error"  # the reason of a turn's end for which the rollout is an infrastructure failure (rollout/loop.py)
 NO_SERVER_PAUSE_S = 0.5
 _server: ContextVar[str] = ContextVar("server")  # of the newest request of this turn
@@ -59,7 +60,7 @@ class _Request(LLMServerClient):
         except NoServerLeft as error:
             logger.error("A rollout failed: %s. Look into the log of the rollout servers.", error)
             return TokenOutput(token_ids=[], stop_reason=GAVE_UP)
-        except RayActorError as error:  # its process or node is gone, with the tokens of this request
+        except GONE as error:  # its process or node is gone, with the tokens of this request
             output, why = TokenOutput(token_ids=[], stop_reason="aborted"), repr(error)
         else:
             why = "its engine is dead"

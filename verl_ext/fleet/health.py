@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any
 
-from verl_ext.fleet.modes import needs_servers_of_their_own
+from verl_ext.fleet.modes import needs_servers_of_their_own, needs_servers_that_may_change
 from verl_ext.settings import HealthSettings
 
 KEY = "retool.fleet.health"
@@ -39,6 +39,12 @@ class Health:
     @property
     def takes_requests(self) -> bool:
         return self.state in (State.STARTING, State.WELL)
+
+    def begins(self) -> None:
+        """Its first requests come, for which it may compile: it is young again."""
+        self._born = self._clock()
+        if self.state is State.WELL:
+            self.state = State.STARTING
 
     def answered(self) -> None:
         """The engine's core answered."""
@@ -83,8 +89,4 @@ def refusals(get: Callable[..., Any]) -> Iterator[str]:
     if not get(f"{KEY}.enable"):
         return
     yield from needs_servers_of_their_own(f"{KEY}.enable is true", f"{KEY}.enable=false", get)
-    backend = str(get("actor_rollout_ref.rollout.checkpoint_engine.backend"))
-    if backend.startswith("delta"):
-        yield f"""{KEY}.enable is true with checkpoint_engine.backend={backend}: a server that replaces another has not
-            the weights that the differences are of -> Take a backend that sends whole weights, such as nccl, or set
-            {KEY}.enable=false."""
+    yield from needs_servers_that_may_change(f"{KEY}.enable is true", f"{KEY}.enable=false", get)

@@ -10,15 +10,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
+from omegaconf import OmegaConf
 
 from verl_ext.fleet import commands
 from verl_ext.fleet.commands import Command, Refused
+from verl_ext.fleet.modes import needs_servers_that_may_change
 from verl_ext.fleet.replicas import start_replica, stop_replica
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ LEAVE_S = 120.0  # for a server that leaves to break its requests off; vLLM answ
 GRACE_S = 5.0  # for requests that the router has sent and that have not arrived; the server sends them back
 ANSWER_S = 5.0  # of a server that is asked for its version
 WAITS = "waits for weights"
+DEAD = "dead"
 
 
 class Members:
@@ -41,12 +44,12 @@ class Members:
 
     Args:
         servers: of the servers on GPUs of their own; there are no others.
-        checkpoints: gives them weights. Where servers are watched, it also has them join (recovery.py).
+        checkpoints: gives them weights. Where servers are watched, it also has them join (transfer.py).
     """
 
     def __init__(self, servers: "LLMServerManager", checkpoints: "CheckpointEngineManager"):
         self._servers, self._checkpoints = servers, checkpoints
-        # Held while weights change, and while the lists do; where servers are watched, that of `recovery.py`.
+        # Held while weights change, and while the lists do; where servers are watched, that of `transfer.py`.
         self._lock = getattr(checkpoints, "lock", None) or threading.Lock()
         highest = max((each.replica_rank for each in checkpoints.replicas), default=-1)
         self._numbers = getattr(checkpoints, "numbers", None) or itertools.count(highest + 1)
@@ -54,6 +57,10 @@ class Members:
         self._coming: dict[int, str] = {}  # server -> how far it is
         self._ready: list[RolloutReplica] = []  # started, without weights yet; where they are watched, in newcomers
         self._leaving: dict[int, RolloutReplica] = {}
+        found = needs_servers_that_may_change(
+            "A run has the servers of its start", "start it again with as many servers as it needs", self._setting
+        )
+        self._refusals = [" ".join(each.split()).replace(" -> ", ". ") for each in found]
 
     @contextmanager
     def weights_change(self) -> Iterator[None]:
@@ -114,13 +121,15 @@ class Members:
         if self._newcomers is not None:  # they join behind our back
             for each in self._checkpoints.replicas:
                 self._coming.pop(each.replica_rank, None)
-        rows, coming = [], self._coming | {each.replica_rank: WAITS for each in self._newcomers or ()}
-        serving = [each for each in self._checkpoints.replicas if each.replica_rank not in coming]
-        for state, replicas in (("serves", serving), ("leaves", [*self._leaving.values()])):
+        waiting = {each.replica_rank: DEAD if each in self._dead else WAITS for each in self._newcomers or ()}
+        rows, coming = [], self._coming | waiting
+        there = [each for each in self._checkpoints.replicas if each.replica_rank not in coming]
+        for state, replicas in (("serves", there), ("leaves", [*self._leaving.values()])):
             for each in replicas:
                 address = each.server_address
                 ranks = [load for slot, load in slots.items() if slot.split("/")[0] == address]
-                row = {"server": each.replica_rank, "address": address, "state": state, "ranks": ranks}
+                row = {"server": each.replica_rank, "address": address, "ranks": ranks}
+                row["state"] = DEAD if each in self._dead else state
                 rows.append(row | {"requests": sum(ranks) if ranks else None, "version": _version(each)})
         for server, state in coming.items():
             row = {"server": server, "address": None, "state": state, "ranks": []}
@@ -131,9 +140,11 @@ class Members:
         """Start a server; it joins with the next weights.
 
         Raises:
-            Refused: Ray has no GPUs for it.
+            Refused: Ray has no GPUs for it, or weights would not reach it.
         """
-        wanted = self._checkpoints.replicas[0].world_size
+        self._refuse_changes()
+        rollout = self._servers.rollout_config  # as verl's replica.py:107: there may be no replica left to ask
+        wanted = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
         resources = ray.available_resources()
         free = resources.get("GPU", 0) or resources.get("NPU", 0)  # as verl's ResourcePoolManager counts
         if free < wanted:
@@ -162,14 +173,16 @@ class Members:
         """Send a server no more requests, and stop it when those that it has have ended or gone elsewhere.
 
         Raises:
-            Refused: there is no such server, or it is the only one.
+            Refused: there is no such server, it is the only one that lives, or weights would not reach the others.
         """
+        self._refuse_changes()
         with self._lock:
             replicas = self._checkpoints.replicas
-            numbers = [each.replica_rank for each in replicas]
+            living = [each for each in replicas if each not in self._dead]
+            numbers = [each.replica_rank for each in living]
             if server not in numbers:
                 raise Refused(f"No server {server} serves. Expected one of {numbers}.")
-            if len(replicas) == 1:
+            if len(living) == 1:
                 raise Refused(f"Server {server} is the only one: nothing would roll out. Add another one first.")
             (replica,) = [each for each in replicas if each.replica_rank == server]
             self._set([each for each in replicas if each is not replica])
@@ -188,6 +201,19 @@ class Members:
         stop_replica(replica)
         del self._leaving[server]
         logger.info("fleet: server %d has left", server)
+
+    @property
+    def _dead(self) -> Collection["RolloutReplica"]:
+        """Where servers are watched: those that are among the others until the next update."""
+        return getattr(self._checkpoints, "dead", ())
+
+    def _refuse_changes(self) -> None:
+        if self._refusals:
+            raise Refused(" ".join(self._refusals))
+
+    def _setting(self, key: str, default: Any = None) -> Any:
+        value = OmegaConf.select(self._servers.config, key)
+        return default if value is None else value
 
     def _set(self, replicas: list["RolloutReplica"]) -> None:
         """Lists of their own: verl's two managers begin with one and the same, and both add to theirs."""

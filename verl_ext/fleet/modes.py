@@ -1,4 +1,4 @@
-"""Which runs have servers of their own alone: what verl calls the replica mode `standalone`."""
+"""Which runs have servers of their own alone (verl's replica mode `standalone`), and whose servers may come and go."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,3 +26,18 @@ def needs_servers_of_their_own(setting: str, instead: str, get: Callable[..., An
         yield f"""{setting} with {_ROLLOUT}.name={name} and disaggregation.enabled=
             {bool(get(f"{_ROLLOUT}.disaggregation.enabled"))}: only vLLM's servers that prefill and decode have it
             -> Set {_ROLLOUT}.name=vllm and disaggregation.enabled=false, or {instead}."""
+
+
+def needs_servers_that_may_change(setting: str, instead: str, get: Callable[..., Any]) -> Iterator[str]:
+    """Why weights would not reach other servers than those of their first update; the arguments are as above.
+
+    verl 0.9.1, checkpoint_engine/nccl_checkpoint_engine.py:297, hccl_:215, kimi_:303.
+    """
+    backend = str(get(f"{_ROLLOUT}.checkpoint_engine.backend"))
+    rebuild = f"{_ROLLOUT}.checkpoint_engine.engine_kwargs.{backend}.rebuild_group"
+    if backend.startswith("delta"):
+        yield f"""{setting} with checkpoint_engine.backend={backend}: a new server has not the weights that the
+            differences are of -> Take a backend that sends whole weights, such as nccl, or {instead}."""
+    elif backend in ("nccl", "hccl", "kimi_ckpt_engine") and not get(rebuild):
+        yield f"""{setting} with {rebuild}=false: {backend} keeps the group of its first update, from which no server
+            may be missing and to which none can come -> Set ++{rebuild}=true, or {instead}."""

@@ -1,155 +1,37 @@
-"""Dead servers leave the fleet and are replaced, and no update of the weights waits for them.
+"""Dead servers leave the fleet and are replaced.
 
-`Fleet` watches from a thread of the trainer's process and decides by `health.py`; `FleetCheckpointManager` is verl's,
-which passes over the dead and gives the new ones their weights. For servers of their own (verl's replica mode
-standalone). Line numbers are of verl 0.9.1, checkpoint_engine/base.py.
+`Fleet` watches from a thread of the trainer's process and decides by `health.py`; what an update of the weights makes
+of the dead and of the new ones is in `transfer.py`. For servers of their own (verl's replica mode standalone).
 """
 
 import asyncio
-import itertools
 import logging
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError, RayActorError, RayError
-from verl.checkpoint_engine.base import CheckpointEngineManager, _worker_cls
-from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
-from verl.utils.ray_utils import auto_await
+from ray.exceptions import ActorUnavailableError, RayError
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica
 
+from verl_ext.fleet.client import GONE
 from verl_ext.fleet.health import Health, State
 from verl_ext.fleet.replicas import start_replica, stop_replica
+from verl_ext.fleet.transfer import FleetCheckpointManager, is_death
 from verl_ext.ledger import ServerJournal
 from verl_ext.settings import HealthSettings
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-POLL_S = 0.1  # how soon an update of the weights passes over a replica that was declared dead
 GIVE_UP_S = 15.0  # for a server to hand back its requests; one whose own process hangs does not
 ON_THEIR_WAY_S = 1.0  # for these answers, until the process is killed
 START_PAUSE_S = 10.0  # between two tries to start a replacement
-
-
-class FleetCheckpointManager(CheckpointEngineManager):
-    """See the module's docstring.
-
-    Attributes:
-        replicas: those that have weights, as verl's.
-        newcomers: started, and without weights yet; in place of a dead one, or added by command.
-        dead: replicas that nothing waits for.
-        version: of the newest update of all replicas.
-        lock: held by what needs the actor's weights, or who has weights, to stay as they are.
-        numbers: for new replicas, each given once.
-    """
-
-    def __init__(self, config: Any, actor_wg: RayWorkerGroup, replicas: Sequence[RolloutReplica]):
-        super().__init__(config=config, actor_wg=actor_wg, replicas=list(replicas))
-        self.newcomers: list[RolloutReplica] = []
-        self.dead: set[RolloutReplica] = set()
-        self.version: int | None = None
-        self.lock = threading.RLock()
-        self.numbers = itertools.count(1 + max((each.replica_rank for each in replicas), default=-1))
-        self.is_updating = False
-
-    @auto_await
-    async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """As verl's (:510), of the replicas that live to its end, newcomers among them."""
-        with self.lock:
-            metrics = await self._update([*self.replicas, *self.newcomers], global_steps)
-            self.version = global_steps
-        return metrics
-
-    def let_newcomers_in(self) -> None:
-        """Give the weights of the newest update to newcomers alone. The actor must have them still."""
-        with self.lock:
-            asyncio.run(self._update(list(self.newcomers), self.version))
-
-    async def _update(self, replicas: list[RolloutReplica], version: int | None) -> dict[str, Any]:
-        self.is_updating = True
-        try:
-            living, metrics = await self._transfer(replicas, version)
-        finally:
-            self.is_updating = False
-        self.replicas = [each for each in self.replicas if each not in replicas and each not in self.dead] + living
-        for each in replicas:
-            if each in self.newcomers:
-                self.newcomers.remove(each)
-        return metrics
-
-    async def _transfer(
-        self, replicas: list[RolloutReplica], version: int | None
-    ) -> tuple[list[RolloutReplica], dict[str, Any]]:
-        """The steps of verl's; returns the replicas that lived through all of them, and the sender's metrics."""
-        living = await self._of_living(replicas, lambda replica: replica.abort_all_requests())
-        living = await self._of_living(living, lambda replica: replica.release_kv_cache())
-        if not living:
-            logger.warning("weights of version %s: no server is left that could get them.", version)
-            return [], {}
-        actor = self.actor_wg
-        self.build_process_group(_group(living))
-        sent = actor.update_weights(global_steps=version, mode=self.backend)
-        living = await self._on_workers(living, lambda group: group.update_weights(global_steps=version))
-        metrics: dict[str, Any] = {}
-        for result in await asyncio.gather(*sent):
-            metrics |= result if isinstance(result, dict) else {}
-        await asyncio.gather(*actor.execute_checkpoint_engine(["finalize"] * actor.world_size))
-        living = await self._on_workers(
-            living, lambda group: group.execute_checkpoint_engine(["finalize"] * group.world_size)
-        )
-        living = await self._of_living(living, lambda replica: replica.resume_kv_cache())
-        return await self._of_living(living, lambda replica: replica.resume_generation()), metrics
-
-    async def _on_workers(
-        self, replicas: list[RolloutReplica], call: Callable[[RayWorkerGroup], list[Any]]
-    ) -> list[RolloutReplica]:
-        """Call all workers of the replicas as one group; returns the replicas whose workers all answered."""
-        if not replicas:
-            return []
-        answers = iter(call(_group(replicas)))
-        of = {replica: [next(answers) for _ in replica.workers] for replica in replicas}
-        return await self._of_living(replicas, lambda replica: _all(of[replica]))
-
-    async def _of_living(
-        self, replicas: list[RolloutReplica], call: Callable[[RolloutReplica], Awaitable[Any]]
-    ) -> list[RolloutReplica]:
-        """Call each replica; returns those that answered. Who dies under the call, or is declared dead, is left out.
-
-        Raises:
-            Exception: a call failed for another reason than the replica's death.
-        """
-        calls = {replica: asyncio.ensure_future(call(replica)) for replica in replicas if replica not in self.dead}
-        while waiting := [each for replica, each in calls.items() if replica not in self.dead and not each.done()]:
-            await asyncio.wait(waiting, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-        for replica, each in calls.items():
-            if replica in self.dead:
-                each.cancel()
-            elif (error := each.exception()) is not None:
-                if not _is_death(error):
-                    raise error
-                self.dead.add(replica)
-        return [replica for replica in calls if replica not in self.dead]
-
-
-async def _all(answers: list[Any]) -> None:
-    await asyncio.gather(*answers)
-
-
-def _group(replicas: Sequence[RolloutReplica]) -> RayWorkerGroup:
-    workers = [worker for replica in replicas for worker in replica.workers]
-    return RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
-
-
-def _is_death(error: BaseException) -> bool:
-    """Whether a call of a server or of its worker failed because process or engine are gone."""
-    return isinstance(error, RayActorError) or "EngineDeadError" in f"{error!r} {error}"  # wrapped by Ray, also twice
 
 
 @dataclass(eq=False)
@@ -157,6 +39,8 @@ class _Server:
     replica: RolloutReplica
     health: Health
     beat: asyncio.Future | None = None  # that was not answered yet
+    has_answered: bool = False  # in this round
+    has_begun: bool = False  # it has weights, so that requests come
     place: tuple[str, int] | None = None  # Ray's id of its node, and its process
 
     @property
@@ -189,6 +73,7 @@ class Fleet:
         self._limits, self._weights, self._router, self._clock = limits, weights, router, clock
         self._start_replica, self._stop_replica, self._note = start, stop, note
         self._servers: list[_Server] = []
+        self._noted = {*weights.replicas}  # whose start the journal has
         self._left: set[str] = set()  # names of servers that died
         self._starts = 0
         self._burials: set[asyncio.Task] = set()
@@ -257,8 +142,9 @@ class Fleet:
         """Ask each server, judge it, tell the router."""
         self._follow()
         for server in self._servers:
+            server.has_answered = False
             if server.beat is None:
-                server.beat = asyncio.ensure_future(server.replica.server_handle.beat.remote())
+                server.beat = asyncio.ensure_future(_beat(server.replica))
         if self._servers:
             await asyncio.wait([server.beat for server in self._servers], timeout=self._limits.every_s)
         for server in list(self._servers):
@@ -282,18 +168,21 @@ class Fleet:
         for replica in members:
             if replica not in watched and replica not in weights.dead:
                 self._servers.append(_Server(replica, Health(self._limits, self._clock)))
+            if replica not in self._noted:
+                self._noted.add(replica)
+                self._note("started", replica.server_address, "by command")
 
     def _judge(self, server: _Server) -> None:
         before, health = server.health.state, server.health
         if server.beat is not None and server.beat.done():
             beat, error, server.beat = server.beat, server.beat.exception(), None
             if error is None:
-                server.place = beat.result()
+                server.place, server.has_answered = beat.result(), True
                 health.answered()
             elif isinstance(error, ActorUnavailableError):
                 pass  # the network's silence
-            elif _is_death(error):
-                health.failed("its process is gone" if isinstance(error, RayActorError) else "its engine is dead")
+            elif is_death(error):
+                health.failed("its process is gone" if isinstance(error, GONE) else "its engine is dead")
             else:
                 raise error
         if server.replica in self._weights.dead:
@@ -326,9 +215,14 @@ class Fleet:
             for server in self._servers
             if server.health.takes_requests and server.replica in self._weights.replicas
         }
+        if self._weights.version is not None:  # before their first weights, the servers of the start are there, too
+            for server in self._servers:
+                if server.name in wanted and not server.has_begun:
+                    server.has_begun = True
+                    server.health.begins()
         there = set(await self._router.get_all_servers.remote())
         ours = self._left | {server.name for server in self._servers}
-        answered = {server.name for server in self._servers if server.beat is None}  # in this round
+        answered = {server.name for server in self._servers if server.has_answered}
         if new := {name: handle for name, handle in wanted.items() if name not in there and name in answered}:
             await self._router.add_servers.remote(new)
         if gone := sorted(there & ours - wanted.keys()):
@@ -366,6 +260,7 @@ class Fleet:
                 continue
             logger.info("server %s takes the place of %s, and waits for weights", replica.server_address, name)
             self._note("replaced", replica.server_address, f"in place of {name}")
+            self._noted.add(replica)
             self._weights.newcomers.append(replica)
             return
         logger.error(
@@ -377,3 +272,9 @@ class Fleet:
 
 async def _answer(method: Any) -> None:
     await method.remote()
+
+
+async def _beat(replica: RolloutReplica) -> tuple[str, int]:
+    """Of a server, and of the workers beside it, which get its weights: each is a process of its own."""
+    workers = [worker.__ray_ready__.remote() for worker in replica.workers]
+    return (await asyncio.gather(replica.server_handle.beat.remote(), *workers))[0]

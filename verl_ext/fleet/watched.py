@@ -28,9 +28,12 @@ KILL_TIMEOUT_S = 10.0  # from the kill of an engine to vLLM's noticing it, which
 
 
 class WatchedServer(vLLMHttpServer):
-    """See the module's docstring. A request of a dead engine ends as `aborted`, with `FAILED` in its extra fields."""
+    """See the module's docstring. Where somebody watches, a request of a dead engine ends as `aborted`, with `FAILED`
+    in its extra fields; elsewhere it raises, as verl's.
+    """
 
     _is_given_up = False
+    _is_watched = False  # until its first heartbeat; verl's own client would ask a dead engine for ever
 
     async def run_server(self, args: argparse.Namespace) -> None:
         await super().run_server(args)
@@ -45,6 +48,8 @@ class WatchedServer(vLLMHttpServer):
                 ):
                     yield output
             except EngineDeadError:
+                if not self._is_watched:
+                    raise
                 yield self._part(request_id)
 
         self.engine.generate = generate_or_part
@@ -65,6 +70,8 @@ class WatchedServer(vLLMHttpServer):
         try:
             output = await super().generate(*args, **kwargs)
         except EngineDeadError:  # on the way to the engine
+            if not self._is_watched:
+                raise
             output = TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self.global_steps})
         if output.stop_reason == "aborted" and (self._is_given_up or self.engine.errored):
             output.extra_fields[FAILED] = True
@@ -78,6 +85,7 @@ class WatchedServer(vLLMHttpServer):
         Raises:
             EngineDeadError: the engine says itself that it is dead.
         """
+        self._is_watched = True
         if self._is_given_up or self.engine.errored:
             raise EngineDeadError()
         answer = asyncio.ensure_future(self.engine.is_paused())

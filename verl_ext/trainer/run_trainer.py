@@ -149,7 +149,9 @@ class RunTrainer(PPOTrainer):
 
     def _rollout_server_managers(self) -> list[Any]:
         if self._fleet:
-            self.standalone_server_manager.rollout_replicas = self.standalone_checkpoint_manager.replicas
+            weights = self.standalone_checkpoint_manager
+            living = [each for each in weights.replicas if each not in weights.dead]
+            self.standalone_server_manager.rollout_replicas = living
         return super()._rollout_server_managers()
 
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:

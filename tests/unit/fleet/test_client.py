@@ -19,11 +19,11 @@ TEXT = list(range(100, 110))  # what the model says to any prompt, token for tok
 class Server:
     """Says `TEXT`; of each token the log-prob is minus its number, and the version that of the server."""
 
-    def __init__(self, version: int, dies_after: int | None = None, loses: bool = False):
+    def __init__(self, version: int, dies_after: int | None = None, loses: str = ""):
         self.version, self.dies_after, self.loses, self.asked = version, dies_after, loses, []
 
     async def generate(self, *, prompt_ids, sampling_params, request_id, **_):
-        from ray.exceptions import RayActorError
+        from ray import exceptions
         from verl.workers.rollout.replica import TokenOutput
 
         self.asked.append((list(prompt_ids), sampling_params["max_tokens"]))
@@ -32,7 +32,7 @@ class Server:
         end = min(len(TEXT), done + sampling_params["max_tokens"])
         died = self.dies_after is not None
         if died and self.loses:
-            raise RayActorError()
+            raise getattr(exceptions, self.loses)("its process is gone")
         ids = TEXT[done : min(end, done + self.dies_after) if died else end]
         return TokenOutput(
             token_ids=ids,
@@ -88,14 +88,15 @@ def test_a_dead_server_gets_no_further_request(ask, monkeypatch):
     assert balancer.get_all_servers() == ["b"] and balancer.get_total_inflight() == 0
 
 
-def test_a_server_whose_process_is_gone_takes_the_tokens_of_its_request_with_it(ask, monkeypatch):
+@pytest.mark.parametrize("error", ["RayActorError", "OutOfMemoryError", "NodeDiedError"])
+def test_a_server_whose_process_is_gone_takes_the_tokens_of_its_request_with_it(ask, monkeypatch, error):
     monkeypatch.setattr("random.choice", lambda names: names[0])
-    output, attempts, balancer = ask({"a": Server(3, dies_after=5, loses=True), "b": Server(4)})
+    output, attempts, balancer = ask({"a": Server(3, dies_after=5, loses=error), "b": Server(4)})
     assert output.token_ids == TEXT[:8] and len(output.log_probs) == 8 and attempts == [(8, 4)]
     assert balancer.get_all_servers() == ["b"]
 
 
-@pytest.mark.parametrize("loses", [False, True])
+@pytest.mark.parametrize("loses", ["", "OutOfMemoryError"])
 def test_a_turn_that_loses_a_server_too_often_is_a_failure_of_infrastructure(ask, loses):
     from verl_ext.rollout.loop import _FAILED_STOPS
 
@@ -149,7 +150,7 @@ def test_the_rank_of_a_server_leaves_with_it(cpu_platform, monkeypatch):
         require_release_fields = require_acquire_fields
 
         def acquire_server(self, request_id):
-            return "b/1", Remote(Server(3, dies_after=0, loses=True))
+            return "b/1", Remote(Server(3, dies_after=0, loses="RayActorError"))
 
         def release_server(self, server_id): ...
 

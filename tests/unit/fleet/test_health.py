@@ -1,5 +1,9 @@
 """When a server counts as dead: a fake clock, and heartbeats that are told."""
 
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
 
 from verl_ext.fleet.health import Health, State, refusals
@@ -14,6 +18,7 @@ ON = {
     "actor_rollout_ref.hybrid_engine": False,
     "actor_rollout_ref.rollout.name": "vllm",
     "actor_rollout_ref.rollout.checkpoint_engine.backend": "nccl",
+    "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl.rebuild_group": True,
 }
 
 
@@ -103,6 +108,22 @@ def test_silence_of_a_young_server_ends_with_an_answer():
     assert scene.until(25, answers=False) is State.SUSPECTED
 
 
+def test_a_server_is_young_again_at_its_first_requests():
+    scene = Scene()
+    scene.until(30)
+    scene.health.begins()
+    assert scene.until(49, answers=False) is State.STARTING and scene.health.takes_requests
+    assert scene.until(50, answers=False) is State.DEAD
+
+
+def test_a_suspected_server_stays_so_at_its_first_requests():
+    scene = Scene()
+    scene.until(30)
+    scene.until(35, answers=False)
+    scene.health.begins()
+    assert not scene.health.takes_requests
+
+
 def test_time_in_which_the_watcher_itself_stood_still_is_no_silence():
     scene = Scene()
     scene.until(30)
@@ -127,12 +148,33 @@ def refused(changes):
         ({"actor_rollout_ref.hybrid_engine": True}, "hybrid_engine=true"),
         ({"actor_rollout_ref.rollout.name": "sglang"}, "name=sglang"),
         ({"actor_rollout_ref.rollout.checkpoint_engine.backend": "delta_sharded"}, "backend=delta_sharded"),
+        ({"actor_rollout_ref.rollout.checkpoint_engine.backend": "kimi_ckpt_engine"}, "kimi_ckpt_engine keeps"),
+        (
+            {"actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl.rebuild_group": None},
+            "Set ++actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl.rebuild_group=true",
+        ),
     ],
 )
 def test_a_run_whose_servers_cannot_be_watched_is_refused(changes, message):
     (text,) = refused(changes)
     assert message in text and " -> " in text and "retool.fleet.health.enable=false" in text
     assert not refused(changes | {"retool.fleet.health.enable": False})
+
+
+def test_the_key_that_makes_a_group_anew_is_verls():
+    folder = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "checkpoint_engine"
+    assert "checkpoint_engine.engine_kwargs.get(backend, {})" in (folder / "base.py").read_text()
+    for name, line, what in (
+        ("nccl", 297, "if self.rebuild_group or not collective.is_group_initialized(self.group_name):"),
+        ("hccl", 215, "if self.rebuild_group or self.pyhccl is None:"),
+        ("kimi", 303, "if not self.initialized:"),
+    ):
+        lines = (folder / f"{name}_checkpoint_engine.py").read_text().splitlines()
+        assert lines[line - 1].strip() == what and "rebuild_group: bool = False," in "".join(lines)
+    engine = "actor_rollout_ref.rollout.checkpoint_engine"
+    (remedy,) = re.findall(r"Set (\S+),", refused({f"{engine}.engine_kwargs.nccl.rebuild_group": None})[0])
+    config = compose_run("tiny_dapo", ["hardware=cpu_separate", f"{engine}.backend=nccl", remedy])
+    assert config.actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.nccl.rebuild_group is True
 
 
 def test_a_run_with_servers_of_its_own_is_not_refused():

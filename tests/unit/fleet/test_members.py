@@ -6,6 +6,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from omegaconf import OmegaConf
 
 from verl_ext.fleet import commands
 
@@ -74,10 +75,13 @@ def world(monkeypatch):
         asyncio.run(replica.init_standalone())
     world.router = Router(world)
     world.router.load = {each.server_address: each.server_handle for each in there}
+    one = dict.fromkeys(("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"), 1)
+    engine = {"backend": "shared_file", "engine_kwargs": {}}
     world.servers = SimpleNamespace(
+        config=OmegaConf.create({"actor_rollout_ref": {"rollout": {"checkpoint_engine": engine}}}),
         rollout_replicas=there,
         global_load_balancer=world.router,
-        rollout_config=SimpleNamespace(n_gpus_per_node=8),
+        rollout_config=SimpleNamespace(n_gpus_per_node=8, **one),
         model_config="model",
         rollout_replica_class=lambda **arguments: Replica(world=world, **arguments),
     )
@@ -282,3 +286,41 @@ def test_no_server_leaves_while_the_watch_gives_weights(world):
     thread.join(10)
     assert len(world.checkpoints.replicas) == 1
     world.may_leave.set()
+
+
+@pytest.mark.parametrize(
+    ("backend", "kwargs", "why"),
+    [
+        ("nccl", {}, "nccl keeps the group of its first update"),
+        ("nccl", {"nccl": {"rebuild_group": True}}, None),
+        ("delta_sharded", {"delta_sharded": {"rebuild_group": True}}, "has not the weights"),
+    ],
+)
+def test_no_server_comes_or_goes_where_weights_would_not_follow(world, backend, kwargs, why):
+    from verl_ext.fleet.members import Members
+
+    engine = {"backend": backend, "engine_kwargs": kwargs}
+    world.servers.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"checkpoint_engine": engine}}})
+    world.members = Members(world.servers, world.checkpoints)
+    world.may_leave.set()
+    if why:
+        assert why in refused(world.members.add) and why in refused(world.members.remove, 0)
+        assert states(world) == {0: "serves", 1: "serves"} and not world.log
+    else:
+        assert world.members.add().startswith("Server 2 starts") and world.members.remove(0)
+
+
+def test_a_dead_server_is_listed_as_dead_and_counts_for_nothing(world):
+    dead, living = world.checkpoints.replicas
+    world.checkpoints.dead = {dead}
+    assert states(world) == {0: "dead", 1: "serves"}
+    assert refused(world.members.remove, living.replica_rank).startswith("Server 1 is the only one")
+    assert refused(world.members.remove, dead.replica_rank) == "No server 0 serves. Expected one of [1]."
+
+
+def test_a_server_is_added_where_all_have_died(world):
+    world.checkpoints.replicas = []
+    world.servers.rollout_config.tensor_model_parallel_size = 8
+    assert refused(world.members.add).startswith("A server takes 8 GPUs, and Ray has 4 that are free.")
+    world.free = 8
+    assert world.members.add().startswith("Server 2 starts.")

@@ -23,21 +23,32 @@ class EngineDeadError(Exception):
     """As vLLM's."""
 
 
-class Server:
-    """What Ray's handle leads to. `mode`: well, dead (says so), hangs, or gone (the process)."""
+class Worker:
+    """What Ray's handle leads to. `mode`: well, dead (says so), hangs, unreachable, or gone or oom (the process)."""
 
     def __init__(self) -> None:
         self.mode, self.given_up = "well", 0
 
+    async def __ray_ready__(self) -> None:
+        await self._answer()
+
     async def _answer(self) -> None:
-        from ray.exceptions import RayActorError
+        from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
 
         if self.mode == "hangs":
             await asyncio.sleep(3600)
         if self.mode == "gone":
             raise RayActorError()
+        if self.mode == "oom":
+            raise OutOfMemoryError("Ray's memory monitor killed it")
+        if self.mode == "unreachable":
+            raise ActorUnavailableError("no route", None)
         if self.mode == "dead":
             raise EngineDeadError()
+
+
+class Server(Worker):
+    """With vLLM's engine."""
 
     async def beat(self) -> tuple[str, int]:
         await self._answer()
@@ -54,7 +65,8 @@ class Replica:
 
     def __init__(self, number: int, log: list | None = None, **at: str):
         self.replica_rank, self.at, self.log = number, at, [] if log is None else log
-        self.server, self.workers = Server(), [f"worker {number}"]
+        self.server, self.worker = Server(), Worker()
+        self.workers = [Remote(self.worker)]
         self.server_handle, self.server_address = Remote(self.server), f"server {number}"
 
     def __repr__(self) -> str:
@@ -87,9 +99,9 @@ class Group:
     def update_weights(self, global_steps: int) -> list[Any]:
         return [each.call("load") for each in self.replicas]
 
-    def execute_checkpoint_engine(self, methods: list[str]) -> list[Any]:
-        assert len(methods) == self.world_size
-        return [each.call(methods[0]) for each in self.replicas]
+    def execute_checkpoint_engine(self, method: list[str], **arguments: list[Any]) -> list[Any]:
+        assert {len(each) for each in (method, *arguments.values())} == {self.world_size}
+        return [each.call(method[0]) for each in self.replicas]
 
 
 class Actor:
@@ -105,33 +117,31 @@ class Actor:
 
         return [send()]
 
-    def execute_checkpoint_engine(self, methods: list[str]) -> list[Any]:
+    def execute_checkpoint_engine(self, method: list[str], **arguments: list[Any]) -> list[Any]:
         return [asyncio.sleep(0)]
 
 
 @pytest.fixture
 def make(cpu_platform, monkeypatch):
     """Makes the manager of the weights of some replicas."""
-    from verl_ext.fleet import recovery
+    from verl_ext.fleet import recovery, transfer
 
-    monkeypatch.setattr(recovery, "_group", Group)
-    monkeypatch.setattr(recovery, "POLL_S", 0.01)
+    monkeypatch.setattr(transfer, "_group", Group)
+    monkeypatch.setattr(transfer, "POLL_S", 0.01)
     monkeypatch.setattr(recovery, "GIVE_UP_S", 0.05)
     monkeypatch.setattr(recovery, "ON_THEIR_WAY_S", 0.0)
     monkeypatch.setattr(recovery, "START_PAUSE_S", 0.0)
 
-    class Manager(recovery.FleetCheckpointManager):
-        def build_process_group(self, rollout: Group) -> None:
-            self.built = [each.replica_rank for each in rollout.replicas]
-
     def makes(*replicas: Replica) -> Any:
         engine = SimpleNamespace(backend="shared_file", custom_backend_module="verl_ext.cpu.checkpoint_engine")
-        return Manager(engine, Actor(), replicas)
+        return transfer.FleetCheckpointManager(engine, Actor(), replicas)
 
     return makes
 
 
 # Updates of the weights ----------------------------------------------------------------------------------------------
+
+STEPS = ["abort", "release", "prepare", "init_process_group", "load", "finalize", "refill", "resume"]
 
 
 def test_an_update_is_verls_where_all_live(make):
@@ -139,24 +149,23 @@ def test_an_update_is_verls_where_all_live(make):
     replicas = [Replica(0, log), Replica(1, log)]
     manager = make(*replicas)
     assert manager.update_weights(global_steps=4) == {"sent": 1.0}
-    steps = ["abort", "release", "load", "finalize", "refill", "resume"]
-    assert log == [(name, number) for name in steps for number in (0, 1)]
+    assert log == [(name, number) for name in STEPS for number in (0, 1)]
     assert manager.replicas == replicas and manager.actor_wg.sent == [4] and manager.version == 4
     assert not manager.dead and not manager.is_updating
 
 
-@pytest.mark.parametrize("mode", ["dead", "gone"])
-@pytest.mark.parametrize("step", ["abort", "release", "load", "finalize", "refill", "resume"])
+@pytest.mark.parametrize("mode", ["dead", "gone", "oom"])
+@pytest.mark.parametrize("step", STEPS)
 def test_an_update_goes_on_without_a_replica_that_dies_in_it(make, step, mode):
     dying, other = Replica(0, **{step: mode}), Replica(1)
     manager = make(dying, other)
     manager.update_weights(global_steps=4)
     assert manager.replicas == [other] and manager.dead == {dying}
-    assert [name for name, _ in other.log] == ["abort", "release", "load", "finalize", "refill", "resume"]
+    assert [name for name, _ in other.log] == STEPS
     assert dying.log[-1][0] == step
 
 
-@pytest.mark.parametrize("step", ["abort", "load", "resume"])
+@pytest.mark.parametrize("step", ["abort", "prepare", "load", "resume"])
 def test_an_update_waits_for_one_that_hangs_until_it_is_declared_dead(make, step):
     hanging, other = Replica(0, **{step: "hangs"}), Replica(1)
     manager = make(hanging, other)
@@ -172,7 +181,7 @@ def test_what_was_declared_dead_before_is_not_asked(make):
     manager = make(dead, other)
     manager.dead.add(dead)
     manager.update_weights(global_steps=4)
-    assert not dead.log and manager.built == [1] and manager.replicas == [other]
+    assert not dead.log and [name for name, _ in other.log] == STEPS and manager.replicas == [other]
 
 
 def test_an_error_that_is_no_death_is_raised(make):
@@ -197,7 +206,8 @@ def test_newcomers_get_the_next_update_and_belong_to_it_then(make):
     manager = make(old)
     manager.newcomers.append(new)
     manager.update_weights(global_steps=4)
-    assert manager.replicas == [old, new] and manager.newcomers == [] and manager.built == [0, 1]
+    assert manager.replicas == [old, new] and manager.newcomers == []
+    assert [name for name, _ in new.log] == [name for name, _ in old.log] == STEPS
 
 
 def test_newcomers_alone_get_the_weights_that_the_others_have(make):
@@ -207,7 +217,7 @@ def test_newcomers_alone_get_the_weights_that_the_others_have(make):
     old.log.clear()
     manager.newcomers.append(new)
     manager.let_newcomers_in()
-    assert manager.actor_wg.sent == [4, 4] and manager.built == [1] and not old.log
+    assert manager.actor_wg.sent == [4, 4] and [name for name, _ in new.log] == STEPS and not old.log
     assert manager.replicas == [old, new] and manager.newcomers == []
 
 
@@ -287,7 +297,7 @@ def test_servers_that_answer_stay_and_nothing_happens(scene, tmp_path):
     assert read_servers(tmp_path).line() == "servers: 2 started, 0 died, 0 of these replaced, 0 starts failed"
 
 
-@pytest.mark.parametrize("mode", ["dead", "gone"])
+@pytest.mark.parametrize("mode", ["dead", "gone", "oom"])
 def test_a_dead_server_leaves_is_given_up_and_replaced_and_its_successor_waits_for_weights(scene, tmp_path, mode):
     async def script(made):
         dead, _ = made.replicas
@@ -340,6 +350,41 @@ def test_a_server_that_hangs_dies_also_where_its_own_process_does_not_answer(sce
     scene(script)
 
 
+@pytest.mark.parametrize("mode", ["gone", "hangs"])
+def test_a_server_whose_worker_is_gone_or_hangs_is_dead_though_it_answers(scene, mode):
+    """No update could give it weights; one that is under way ends with its death."""
+
+    async def script(made):
+        made.replicas[0].worker.mode = mode
+        await made.until(lambda: made.weights.newcomers)
+        assert made.weights.dead == {made.replicas[0]} and made.routed() == ["server 1"]
+
+    scene(script)
+
+
+def test_a_server_may_compile_at_its_first_requests_however_long_it_waited_for_them(scene):
+    async def script(made):
+        made.weights.version = None  # the run begins
+        await made.rounds(30)
+        made.weights.version = 1
+        await made.rounds(1)
+        first, newcomer = made.replicas[0], Replica(9)
+        first.server.mode = "hangs"
+        await made.rounds(15)
+        assert not made.weights.dead and made.routed() == ["server 0", "server 1"]
+        await made.rounds(10)
+        assert made.weights.dead == {first}
+        made.weights.newcomers.append(newcomer)
+        await made.rounds(30)
+        await made.weights.update_weights(global_steps=2)
+        await made.rounds(1)
+        newcomer.server.mode = "hangs"
+        await made.rounds(15)
+        assert made.weights.dead == {first} and "server 9" in made.routed()
+
+    scene(script, start_s=0.2)
+
+
 def test_silence_in_an_update_is_no_death(scene):
     async def script(made):
         for each in made.replicas:
@@ -371,6 +416,17 @@ def test_a_server_that_a_client_took_out_comes_back_with_an_answer_alone(scene):
     scene(script)
 
 
+def test_a_server_that_cannot_be_reached_has_not_answered(scene):
+    async def script(made):
+        made.replicas[0].server.mode = "unreachable"
+        await made.rounds(1)
+        made.balancer.remove_servers(["server 0"])
+        await made.rounds(1)
+        assert made.routed() == ["server 1"] and not made.weights.dead
+
+    scene(script)
+
+
 def test_a_server_that_an_update_found_dead_is_buried(scene):
     async def script(made):
         made.weights.dead.add(made.replicas[1])
@@ -382,7 +438,7 @@ def test_a_server_that_an_update_found_dead_is_buried(scene):
     scene(script)
 
 
-def test_servers_that_are_added_or_removed_on_purpose_are_followed(scene):
+def test_servers_that_are_added_or_removed_on_purpose_are_followed(scene, tmp_path):
     async def script(made):
         removed, added = made.replicas[0], Replica(9)
         made.balancer.remove_servers([removed.server_address])
@@ -396,6 +452,8 @@ def test_servers_that_are_added_or_removed_on_purpose_are_followed(scene):
         assert made.routed() == ["server 1"] and made.weights.dead == {added}
 
     scene(script)
+    servers = read_servers(tmp_path)
+    assert servers.started == 3 and servers.died == 1 and not servers.faults()
 
 
 def test_a_start_that_fails_is_tried_again_and_counts(scene, tmp_path):

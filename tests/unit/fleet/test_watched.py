@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.unit.fleet.remote import Remote
+
 pytest.importorskip("vllm", reason="vLLM is not installed")
 pytestmark = pytest.mark.timeout(180)  # vLLM's import
 
@@ -143,9 +145,18 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
+async def watch(server: Any, engine: Engine) -> None:
+    """One heartbeat of it."""
+    beat = asyncio.ensure_future(server.beat())
+    await settle()
+    engine.answer()
+    await beat
+
+
 @pytest.mark.parametrize("name", ["WatchedServer", "FleetServer", "DrainServer", "KeepServer"])
 def test_requests_of_a_killed_engine_return_with_their_tokens_and_log_probs(scene, name):
     async def script(server, engine):
+        await watch(server, engine)
         requests = [ask(server, "long", 9), ask(server, "short", 2)]
         await settle()
         for _ in range(3):
@@ -165,6 +176,7 @@ def test_requests_of_a_killed_engine_return_with_their_tokens_and_log_probs(scen
 
 def test_a_request_that_had_no_token_or_comes_too_late_returns_empty(scene):
     async def script(server, engine):
+        await watch(server, engine)
         request = ask(server, "early", 9)
         await settle()
         engine.process.kill()
@@ -172,6 +184,30 @@ def test_a_request_that_had_no_token_or_comes_too_late_returns_empty(scene):
 
     for output in scene(script):
         assert output.token_ids == [] and output.stop_reason == "aborted" and output.extra_fields["server_failed"]
+
+
+def test_without_a_watch_verls_own_client_is_told_and_asks_no_dead_engine_again(scene):
+    """It takes `aborted` for an update under way, and asks the same server again once a second."""
+    from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
+    from verl.workers.rollout.router import GlobalRequestLoadBalancer
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    async def script(server, engine):
+        rollout = SimpleNamespace(name="vllm", full_determinism=False, response_length=99)
+        config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+        balancer = Remote(GlobalRequestLoadBalancer({"a": Remote(server)}))
+        client = FullyAsyncLLMServerClient(config=config, load_balancer_handle=balancer)
+        params = {"max_tokens": 9, "logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+        turn = asyncio.ensure_future(client.generate("a", prompt_ids=[5, 6], sampling_params=params))
+        await settle()
+        engine.step()
+        engine.process.kill()
+        for asked in (turn, client.generate("b", prompt_ids=[5, 6], sampling_params=params)):
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(asked, 5)
+
+    scene(script, "FleetServer")
 
 
 def test_an_engine_ends_with_the_process_of_its_server(scene):

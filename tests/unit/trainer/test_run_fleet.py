@@ -4,7 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-ON = ["retool.fleet.health.enable=true", "actor_rollout_ref.hybrid_engine=false"]
+ON = [
+    "retool.fleet.health.enable=true",
+    "actor_rollout_ref.hybrid_engine=false",
+    "actor_rollout_ref.rollout.checkpoint_engine.backend=shared_file",
+]
 
 
 pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports
@@ -99,6 +103,7 @@ def test_newcomers_come_in_while_a_validation_runs(started, monkeypatch):
 
 def test_profiling_asks_the_servers_that_are_there(started, monkeypatch):
     trainer = started(*ON)
-    trainer.standalone_checkpoint_manager.replicas = ["a newcomer"]
+    manager = trainer.standalone_checkpoint_manager
+    manager.replicas, manager.dead = ["a newcomer", "a dead one"], {"a dead one"}  # until the next update
     trainer.llm_server_manager = None
     assert [each.rollout_replicas for each in trainer._rollout_server_managers()] == [["a newcomer"]]

@@ -76,7 +76,8 @@ def test_servers_of_their_own_come_and_go_while_the_run_goes_on_and_never_while_
     trainer, _ = make("actor_rollout_ref.hybrid_engine=false", "retool.recorder.enable=false", mode="separate_async")
     held, asked, run = [], [], Path(trainer.config.trainer.default_local_dir)
     update = SimpleNamespace(replicas=[], update_weights=lambda _: held.append(trainer._members._lock.locked()) or {})
-    trainer.standalone_server_manager, trainer.standalone_checkpoint_manager = SimpleNamespace(), update
+    trainer.standalone_server_manager = SimpleNamespace(config=trainer.config)
+    trainer.standalone_checkpoint_manager = update
     trainer.init()
     trainer.prev_step_profile = False
     trainer.on_step_end()

@@ -1,0 +1,160 @@
+"""An update of the weights that no dead server holds up: verl's `CheckpointEngineManager`, step by step.
+
+It passes over servers that die under it, or are declared dead (`recovery.py`), and gives new ones their weights. For
+servers of their own (verl's replica mode standalone). Line numbers are of verl 0.9.1, checkpoint_engine/base.py.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from verl.checkpoint_engine.base import CheckpointEngineManager, _worker_cls
+from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from verl.utils.ray_utils import auto_await
+from verl.workers.rollout.replica import RolloutReplica
+
+from verl_ext.fleet.client import GONE
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+POLL_S = 0.1  # how soon an update of the weights passes over a replica that was declared dead
+
+
+class FleetCheckpointManager(CheckpointEngineManager):
+    """See the module's docstring.
+
+    Attributes:
+        replicas: those that have weights, as verl's.
+        newcomers: started, and without weights yet; in place of a dead one, or added by command.
+        dead: replicas that nothing waits for.
+        version: of the newest update of all replicas.
+        lock: held by what needs the actor's weights, or who has weights, to stay as they are.
+        numbers: for new replicas, each given once.
+    """
+
+    def __init__(self, config: Any, actor_wg: RayWorkerGroup, replicas: Sequence[RolloutReplica]):
+        super().__init__(config=config, actor_wg=actor_wg, replicas=list(replicas))
+        self.newcomers: list[RolloutReplica] = []
+        self.dead: set[RolloutReplica] = set()
+        self.version: int | None = None
+        self.lock = threading.RLock()
+        self.numbers = itertools.count(1 + max((each.replica_rank for each in replicas), default=-1))
+        self.is_updating = False
+
+    @auto_await
+    async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
+        """As verl's (:510), of the replicas that live to its end, newcomers among them."""
+        with self.lock:
+            metrics = await self._update([*self.replicas, *self.newcomers], global_steps)
+            self.version = global_steps
+        return metrics
+
+    def let_newcomers_in(self) -> None:
+        """Give the weights of the newest update to newcomers alone. The actor must have them still."""
+        with self.lock:
+            asyncio.run(self._update(list(self.newcomers), self.version))
+
+    async def _update(self, replicas: list[RolloutReplica], version: int | None) -> dict[str, Any]:
+        self.is_updating = True
+        try:
+            living, metrics = await self._transfer(replicas, version)
+        finally:
+            self.is_updating = False
+        self.replicas = [each for each in self.replicas if each not in replicas and each not in self.dead] + living
+        for each in replicas:
+            if each in self.newcomers:
+                self.newcomers.remove(each)
+        return metrics
+
+    async def _transfer(
+        self, replicas: list[RolloutReplica], version: int | None
+    ) -> tuple[list[RolloutReplica], dict[str, Any]]:
+        """The steps of verl's; returns the replicas that lived through all of them, and the sender's metrics."""
+        living = await self._of_living(replicas, lambda replica: replica.abort_all_requests())
+        living = await self._of_living(living, lambda replica: replica.release_kv_cache())
+        living = await self._in_one_group(living)
+        if not living:
+            logger.warning("weights of version %s: no server is left that could get them.", version)
+            return [], {}
+        actor = self.actor_wg
+        sent = actor.update_weights(global_steps=version, mode=self.backend)
+        living = await self._on_workers(living, lambda group: group.update_weights(global_steps=version))
+        metrics: dict[str, Any] = {}
+        for result in await asyncio.gather(*sent):
+            metrics |= result if isinstance(result, dict) else {}
+        await asyncio.gather(*actor.execute_checkpoint_engine(["finalize"] * actor.world_size))
+        living = await self._on_workers(
+            living, lambda group: group.execute_checkpoint_engine(["finalize"] * group.world_size)
+        )
+        living = await self._of_living(living, lambda replica: replica.resume_kv_cache())
+        return await self._of_living(living, lambda replica: replica.resume_generation()), metrics
+
+    async def _in_one_group(self, replicas: list[RolloutReplica]) -> list[RolloutReplica]:
+        """verl's `build_process_group` (:422), which a worker that is gone ends and one that hangs holds for ever."""
+        actor, prepared = self.actor_wg, {}
+
+        def all_ranks(group: RayWorkerGroup, method: str, **arguments: list[Any]) -> list[Any]:
+            return group.execute_checkpoint_engine(**arguments | {"method": [method] * group.world_size})
+
+        async def prepare(replica: RolloutReplica) -> None:
+            prepared[replica] = await asyncio.gather(*all_ranks(_group([replica]), "prepare"))
+
+        living = await self._of_living(replicas, prepare)
+        if not living:
+            return []
+        told = [*await asyncio.gather(*all_ranks(actor, "prepare"))]
+        told += [each for replica in living for each in prepared[replica]]
+        of_actor, of_servers = self.backend_cls.build_topology(actor.world_size, len(told) - actor.world_size, told)
+        joined = all_ranks(actor, "init_process_group", **of_actor)
+        living = await self._on_workers(living, lambda group: all_ranks(group, "init_process_group", **of_servers))
+        await asyncio.gather(*joined)
+        return living
+
+    async def _on_workers(
+        self, replicas: list[RolloutReplica], call: Callable[[RayWorkerGroup], list[Any]]
+    ) -> list[RolloutReplica]:
+        """Call all workers of the replicas as one group; returns the replicas whose workers all answered."""
+        if not replicas:
+            return []
+        answers = iter(call(_group(replicas)))
+        of = {replica: [next(answers) for _ in replica.workers] for replica in replicas}
+        return await self._of_living(replicas, lambda replica: _all(of[replica]))
+
+    async def _of_living(
+        self, replicas: list[RolloutReplica], call: Callable[[RolloutReplica], Awaitable[Any]]
+    ) -> list[RolloutReplica]:
+        """Call each replica; returns those that answered. Who dies under the call, or is declared dead, is left out.
+
+        Raises:
+            Exception: a call failed for another reason than the replica's death.
+        """
+        calls = {replica: asyncio.ensure_future(call(replica)) for replica in replicas if replica not in self.dead}
+        while waiting := [each for replica, each in calls.items() if replica not in self.dead and not each.done()]:
+            await asyncio.wait(waiting, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        for replica, each in calls.items():
+            if replica in self.dead:
+                each.cancel()
+            elif (error := each.exception()) is not None:
+                if not is_death(error):
+                    raise error
+                self.dead.add(replica)
+        return [replica for replica in calls if replica not in self.dead]
+
+
+async def _all(answers: list[Any]) -> None:
+    await asyncio.gather(*answers)
+
+
+def _group(replicas: Sequence[RolloutReplica]) -> RayWorkerGroup:
+    workers = [worker for replica in replicas for worker in replica.workers]
+    return RayWorkerGroup(worker_handles=workers, ray_cls_with_init=RayClassWithInitArgs(cls=_worker_cls))
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether a call of a server or of its worker failed because process or engine are gone."""
+    return isinstance(error, GONE) or "EngineDeadError" in f"{error!r} {error}"  # wrapped by Ray, also twice
