@@ -35,7 +35,7 @@ def build_versions(folder: Path) -> list[torch.nn.Module]:
 
 @contextmanager
 def cluster(python: str, config: DictConfig, *, num_gpus: int) -> Iterator[None]:
-    """Ray with servers as a run of `config` has them; processes start by fork from `python`, see conftest.py."""
+    """Ray with servers as a run of `config` has them; `python` starts its processes."""
     import ray
     import verl  # noqa: F401
     from verl.workers.rollout.replica import RolloutReplicaRegistry
