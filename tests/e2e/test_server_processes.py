@@ -1,4 +1,4 @@
-"""What ends with the process of a server: a real actor of Ray, whose engine is a sleep; no vLLM."""
+"""What ends with the process of a server: a real actor of Ray, whose engine is a sleep; no vLLM. Its GPUs are free."""
 
 import asyncio
 import os
@@ -22,10 +22,14 @@ def server_class():
     from verl_ext.fleet.watched import start_reaper
 
     ray.init(
-        num_cpus=4, include_dashboard=False, object_store_memory=100_000_000, runtime_env={"env_vars": ENVIRONMENT}
+        num_cpus=4,
+        num_gpus=1,
+        include_dashboard=False,
+        object_store_memory=100_000_000,
+        runtime_env={"env_vars": ENVIRONMENT},
     )
 
-    @ray.remote(max_concurrency=10)
+    @ray.remote(max_concurrency=10, num_gpus=1)
     class Server:
         def __init__(self) -> None:
             self.engine = subprocess.Popen(["sleep", "600"])
@@ -52,16 +56,20 @@ def is_alive(pid: int) -> bool:
 def test_a_server_that_hangs_or_is_gone_ends_with_its_engine_and_its_callers_are_told(server_class, signal_number):
     import ray
     from ray.exceptions import ActorDiedError
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from verl_ext.fleet.recovery import stop_replica
 
-    server = server_class.remote()
+    group = ray.util.placement_group([{"CPU": 1, "GPU": 1}])
+    server = server_class.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group)).remote()
     node, pid, engine = ray.get(server.place.remote())
     request = server.generate.remote()
     time.sleep(0.5)
     os.kill(pid, signal_number)
     hanging = (node, pid) if signal_number == signal.SIGSTOP else None  # ray.kill alone leaves such a process
-    stop_replica(SimpleNamespace(servers=[server], workers=[], resource_pool=None), hanging)
+    assert not ray.available_resources().get("GPU")
+    stop_replica(SimpleNamespace(servers=[server], workers=[], resource_pool=SimpleNamespace(pgs=[group])), hanging)
+    assert ray.available_resources()["GPU"] == 1  # now: verl raises where a server that starts finds none
     with pytest.raises(ActorDiedError):
         ray.get(request, timeout=30)
     deadline = time.monotonic() + 30

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from verl_ext.fleet import commands
 from verl_ext.fleet.commands import Command, Refused
 from verl_ext.fleet.modes import needs_servers_that_may_change
-from verl_ext.fleet.replicas import start_replica, stop_replica
+from verl_ext.fleet.replicas import free_gpus, start_replica, stop_replica
 
 if TYPE_CHECKING:
     from verl.checkpoint_engine import CheckpointEngineManager
@@ -145,8 +145,7 @@ class Members:
         self._refuse_changes()
         rollout = self._servers.rollout_config  # as verl's replica.py:107: there may be no replica left to ask
         wanted = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-        resources = ray.available_resources()
-        free = resources.get("GPU", 0) or resources.get("NPU", 0)  # as verl's ResourcePoolManager counts
+        free = free_gpus()
         if free < wanted:
             raise Refused(
                 f"A server takes {wanted} GPUs, and Ray has {free:g} that are free. Remove a server first, or start "

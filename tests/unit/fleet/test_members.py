@@ -26,7 +26,7 @@ class Replica:
 
     async def init_standalone(self):
         self.world.log.append(("start", self.replica_rank))
-        self.resource_pool = SimpleNamespace(pgs=[f"gpus {self.replica_rank}"])
+        self.resource_pool = SimpleNamespace(pgs=[Group(f"gpus {self.replica_rank}")])
         self.workers = [f"worker {self.replica_rank}"]
         assert self.world.may_start.wait(10)
         if self.world.is_broken:
@@ -39,6 +39,12 @@ class Replica:
     async def abort_all_requests(self, reject_request=False):
         self.world.log.append(("abort", self.replica_rank, reject_request))
         assert self.world.may_leave.wait(10)
+
+
+class Group(str):
+    """A placement group, known by its name."""
+
+    bundle_specs = [{"CPU": 2.0, "GPU": 1.0}]
 
 
 class Router:
@@ -56,14 +62,23 @@ def world(monkeypatch):
 
     from verl_ext.fleet import members, replicas
 
-    world = SimpleNamespace(log=[], step=7, is_broken=False, free=4)
+    world = SimpleNamespace(log=[], step=7, is_broken=False, free=4, late=[])
     world.may_start, world.may_leave = threading.Event(), threading.Event()
     world.may_start.set()
+
+    def free(group):
+        world.log.append(("free", group))
+        world.late += [0, 0, 1]  # Ray counts a GPU as free some looks later
+
+    def gpus():
+        world.free += world.late.pop(0) if world.late else 0
+        return {"GPU": world.free}
+
     fake_ray = SimpleNamespace(
         get=lambda answer, timeout=None: answer,
         kill=lambda actor: world.log.append(("kill", actor)),
-        available_resources=lambda: {"GPU": world.free},
-        util=SimpleNamespace(remove_placement_group=lambda group: world.log.append(("free", group))),
+        available_resources=gpus,
+        util=SimpleNamespace(remove_placement_group=free),
         exceptions=members.ray.exceptions,
     )
     monkeypatch.setattr(members, "ray", fake_ray)
@@ -142,6 +157,7 @@ def test_a_server_that_is_removed_gets_no_request_before_it_is_stopped_and_its_g
     world.may_leave.set()
     wait_until(lambda: states(world) == {1: "serves"})
     assert world.log[1:] == [("abort", 0, True), ("kill", "server 0"), ("kill", "worker 0"), ("free", "gpus 0")]
+    assert world.free == 5 and not world.late  # not before Ray says so
 
 
 def test_a_dead_server_is_removed_too(world):
