@@ -30,7 +30,7 @@ from slow_sandbox import slow_sandbox  # noqa: E402
 
 from verl_ext.checkpoints import folder as checkpoints  # noqa: E402
 from verl_ext.checkpoints.manifest import NotWhole  # noqa: E402
-from verl_ext.ledger import FILE  # noqa: E402
+from verl_ext.ledger.prompts import FILE  # noqa: E402
 from verl_ext.outcome import PromptEnd  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor  # noqa: E402
 from verl_ext.records import jsonl, store  # noqa: E402

@@ -24,7 +24,7 @@ import pytest
 
 from tests.e2e.conftest import REPO, launch, pipeline, read_metrics, run_to_end
 from tests.processes import kill_tree
-from verl_ext.ledger import read_tally
+from verl_ext.ledger.prompts import read_tally
 from verl_ext.records import store
 from verl_ext.sandbox.launch import running_server
 from verl_ext.view import data as view

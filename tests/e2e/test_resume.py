@@ -18,7 +18,7 @@ from tests.e2e.conftest import OWN_SERVER, launch, read_metrics, run_to_end
 from tests.processes import kill_tree
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.evaluation.settings import load_config
-from verl_ext.ledger import read_tally
+from verl_ext.ledger.prompts import read_tally
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]

@@ -34,7 +34,8 @@ def fleet(models: tuple[Path, list[torch.nn.Module]]) -> SimpleNamespace:
 
     from verl_ext.fleet.client import FleetClient
     from verl_ext.fleet.recovery import Fleet, FleetCheckpointManager
-    from verl_ext.settings import HealthSettings, compose_run, read_settings
+    from verl_ext.settings import HealthSettings, compose_run
+    from verl_ext.settings.checks import read_settings
 
     folder, _ = models
     limits = [f"retool.fleet.health.{name}={value}" for name, value in LIMITS.items()]
@@ -143,7 +144,7 @@ def wait_for(what: str, is_so: Any, limit_s: float) -> float:
 
 
 def test_a_killed_and_a_stopped_engine_lose_no_token_and_are_replaced(fleet, models, capsys):
-    from verl_ext.ledger import read_servers
+    from verl_ext.ledger.servers import read_servers
 
     _, versions = models
     first, second = (each.server_address for each in fleet.weights.replicas)

@@ -15,7 +15,7 @@ from tests.unit.test_launchers import launch
 from verl_ext.doctor.schema import has_type_of, is_known, is_open, own_yaml, schema
 from verl_ext.evaluation.store import flatten
 from verl_ext.settings import compose_run as composed
-from verl_ext.settings import is_in
+from verl_ext.settings.checks import is_in
 
 PRESETS = sorted(path.stem for path in (ROOT / "configs" / "objective").glob("*.yaml"))
 NAMES = """dapo grpo olmorl icepop icepop_onpolicy glm5_async mis_token mis_seq gspo sapo cispo dppo_tv dppo_kl gmpo

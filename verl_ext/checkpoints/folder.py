@@ -21,7 +21,8 @@ from typing import Any
 from verl_ext.checkpoints.manifest import MANIFEST, NotWhole, problem, vouch
 from verl_ext.records import durable
 from verl_ext.records.run_folder import PARTS, step_of
-from verl_ext.settings import CheckpointSettings, check
+from verl_ext.settings import CheckpointSettings
+from verl_ext.settings.checks import check
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))

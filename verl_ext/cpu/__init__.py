@@ -2,6 +2,8 @@
 
 `platform.py` is the verl platform, `attention.py` stands in for flash-attention 2, `vllm_worker.py` keeps vLLM's
 weights loadable, `patches.py` holds every override of an internal, each naming the version and line that it replaces.
+`warm_python.py` forks processes from one that has imported torch and vLLM; `checkpoint_engine.py` sends weights.
+In: verl, as it is imported. Out: verl on the CPU; nothing where torch has an accelerator.
 """
 
 import importlib.util

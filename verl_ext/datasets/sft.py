@@ -18,7 +18,8 @@ from transformers import PreTrainedTokenizerBase
 from verl_ext.protocols.base import SegmentEncoder
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.trace import Segment, split_trace
-from verl_ext.settings import SftData, check
+from verl_ext.settings import SftData
+from verl_ext.settings.checks import check
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_ext.memory.shape import ModelShape, read_shape
-from verl_ext.settings import Problem, Retool, SftData, SftRetool, problems
+from verl_ext.settings import Retool, SftData, SftRetool
+from verl_ext.settings.checks import Problem, problems
 
 ULYSSES = "ulysses_sequence_parallel_size"
 ATTENTION, FLASH_ATTN = "model.override_config.attn_implementation", "flash_attention_2"  # verl's default

@@ -19,8 +19,8 @@ from verl_ext.settings import CONFIGS, REPO, VERL, search_path
 
 # Sections whose keys verl's YAML does not list, and who refuses a wrong key instead.
 OPEN_SECTIONS = {
-    "retool": "ours: verl_ext/settings.py",
-    "data.retool": "ours: verl_ext/settings.py",
+    "retool": "ours: verl_ext/settings/__init__.py",
+    "data.retool": "ours: verl_ext/settings/__init__.py",
     "reward.reward_kwargs": "verl's `dapo` reward manager and ours read it; no YAML of verl lists it",
     "actor_rollout_ref.actor.optim.override_optimizer_config": "arguments of the optimizer, which refuses unknown ones",
     "optim.override_optimizer_config": "the same, of SFT",

@@ -7,7 +7,7 @@ from verl_ext.doctor.names import estimators_of_groups
 from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
 from verl_ext.fleet import balancer, health, weight_update
 from verl_ext.memory.words import count
-from verl_ext.settings import is_in
+from verl_ext.settings.checks import is_in
 
 LARGE = 1e9  # parameters
 LARGE_LR = 1e-4  # a hundred times the recipes' learning rate of RL, ten times that of SFT

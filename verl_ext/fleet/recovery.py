@@ -23,7 +23,7 @@ from verl_ext.fleet.client import GONE
 from verl_ext.fleet.health import Health, State
 from verl_ext.fleet.replicas import start_replica, stop_replica
 from verl_ext.fleet.transfer import FleetCheckpointManager, is_death
-from verl_ext.ledger import ServerJournal
+from verl_ext.ledger.servers import ServerJournal
 from verl_ext.settings import HealthSettings
 
 logger = logging.getLogger(__name__)

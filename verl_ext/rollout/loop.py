@@ -30,7 +30,8 @@ from verl_ext.rollout.log_probs import check_log_probs_are_sent, checked_log_pro
 from verl_ext.rollout.seeds import seed_of
 from verl_ext.rollout.tool_use import ToolUse
 from verl_ext.rollout.weight_versions import Span, joined, noted_attempts, spans_of
-from verl_ext.settings import Retool, check
+from verl_ext.settings import Retool
+from verl_ext.settings.checks import check
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from verl_ext.records.journal import StepJournal
-from verl_ext.settings import AdaptiveN, in_phase
+from verl_ext.settings import AdaptiveN
+from verl_ext.settings.checks import in_phase
 
 PASS_RATE_COLUMN = "pass_rate"  # of a data file (scripts/filter_by_pass_rate.py); null where it is not known
 

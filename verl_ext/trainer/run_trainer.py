@@ -1,7 +1,8 @@
-"""Where verl's v1 trainers meet the options of `retool.*`: adaptive n, validation, early stop, a repeatable run.
+"""Where verl's v1 trainers meet the options of `retool.*`: adaptive n, early stop, a repeatable run, records, fleet.
 
-Infrastructure failures do not count in a validation, and a rise of them is logged. With all options off and no failure,
-every method here does what verl's own does. Line numbers are of verl 0.9.1, trainer/ppo/v1/trainer_base.py.
+A rise of infrastructure failures is logged; `run_validation.py` keeps them out of validations. With all options off
+and no failure, every method here does what verl's own does. Line numbers are of verl 0.9.1,
+trainer/ppo/v1/trainer_base.py.
 """
 
 import logging
@@ -15,19 +16,17 @@ from omegaconf import DictConfig, OmegaConf
 from tensordict import NonTensorData, TensorDict
 from transfer_queue import KVBatchMeta
 from verl.experimental.agent_loop import AgentLoopManager
-from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.trainer.ppo.v1.trainer_separate_async import HybridEngineMode
 from verl.utils import tensordict_utils as tu
-from verl.utils.dataset.rl_dataset import collate_fn
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from verl_ext.fleet import balancer, weight_update
 from verl_ext.fleet.client import FleetClient
 from verl_ext.fleet.members import Members
 from verl_ext.fleet.recovery import Fleet, FleetCheckpointManager
-from verl_ext.ledger import PromptLedger
+from verl_ext.ledger.prompts import PromptLedger
 from verl_ext.moved import rename_files, rename_keys
-from verl_ext.outcome import REMEDIES, PromptEnd
+from verl_ext.outcome import PromptEnd
 from verl_ext.records.journal import StepJournal
 from verl_ext.settings import (
     AdaptiveN,
@@ -39,26 +38,25 @@ from verl_ext.settings import (
     RecorderSettings,
     Retool,
     ValidationSchedule,
-    check,
-    read_settings,
 )
+from verl_ext.settings.checks import check, read_settings
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveSampling, problem_id
 from verl_ext.trainer.advantages import OF_GROUPS, keep_sum_pi_squared, scale
 from verl_ext.trainer.batch_recorder import BatchRecorder
 from verl_ext.trainer.early_stop import EarlyStopWatch
-from verl_ext.trainer.exclusions import ExclusionWatch, NothingStored, describe
-from verl_ext.trainer.failed_samples import ALL_RAISED, find_failed, judged_figures
+from verl_ext.trainer.exclusions import ExclusionWatch
 from verl_ext.trainer.objective import check_objective, make_shares
 from verl_ext.trainer.queue import clear_leftovers, prompts_in_queue
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
 from verl_ext.trainer.run_records import RunRecords, check_recorder
-from verl_ext.trainer.validation import ValidationPlan, as_light, light_batches
+from verl_ext.trainer.run_validation import RunValidation
+from verl_ext.trainer.validation import ValidationPlan
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
-class RunTrainer(PPOTrainer):
+class RunTrainer(RunValidation):
     """Base, beside a trainer of verl, of the classes that `extend_trainers` makes.
 
     Raises:
@@ -89,8 +87,6 @@ class RunTrainer(PPOTrainer):
         self._fleet: Fleet | None = None  # where servers are watched
         self._members: Members | None = None  # where servers come and go
         self._failed_samples = FailedSamples.from_config(config)
-        self._is_light = False  # whether the validation that runs is a light one
-        self._is_void = False  # whether the newest validation is void
         self._last_saved = 0  # step of the newest checkpoint
         if config.trainer.get("val_only", False):  # of any checkpoint of the run: what the run learned stays as it is
             return
@@ -332,77 +328,6 @@ class RunTrainer(PPOTrainer):
         if self._plan:
             never = self.global_steps + 1
             self.config.trainer.test_freq = 1 if self._plan.is_due(self.global_steps) else never
-
-    def _validate(self) -> dict[str, float]:
-        light = self._plan is not None and self._plan.is_light(self.global_steps, self.total_training_steps)
-        self._is_void = False
-        self._validated: set[str] = set()
-        if self._fleet:
-            self._fleet.actor_waits(is_exact=True)
-        try:
-            with self._span("validate"):
-                metrics = self._validate_lightly(self._plan.light) if light else super()._validate()
-        except NothingStored as error:
-            logger.warning("step %d: validation: %s This validation is void.", self.global_steps, error)
-            metrics, self._is_void = as_light(ALL_RAISED) if light else dict(ALL_RAISED), True
-        finally:
-            if self._fleet:
-                self._fleet.actor_works()
-        if self._records:
-            self._records.end_validation(self.global_steps, self._validated)
-        if self._watch and not self._is_void:
-            metrics.update(self._watch.observe(self.global_steps, metrics, light=light))
-            if reason := self._watch.reason():
-                logger.warning("early stop: the run ends after step %d, because %s.", self.global_steps, reason)
-                self.total_training_steps = self.global_steps  # line 470 begins no further step
-        return metrics
-
-    def _validate_lightly(self, light: LightValidation) -> dict[str, float]:
-        full_loader, self._is_light = self.val_dataloader, True
-        self.val_dataloader = light_batches(self.val_dataset, light, collate_fn)
-        try:
-            return as_light(super()._validate())
-        finally:
-            self.val_dataloader, self._is_light = full_loader, False
-
-    def _val_metrics_update(
-        self,
-        data_sources: list[str],
-        sample_uids: list[str],
-        reward_extra_infos_dict: dict[str, list],
-        sample_turns: list[int],
-        expected_acc_counts: dict[tuple[str, str], int] | None = None,
-    ) -> dict[str, float]:
-        """Without the samples that failed outside the model; `failed_samples.py` says how. A void validation has no
-        figure by which a checkpoint could be the best (`Rolling.record`) or the run could stop.
-        """
-        self._validated = {uid for _, uid in expected_acc_counts or ()}
-        failed = find_failed(data_sources, sample_uids, reward_extra_infos_dict, expected_acc_counts)
-        share, limit = failed.share(failed.worst), self._failed_samples.max_failed_share
-        self._is_void = share > limit
-        if failed.total:
-            consequence = "They are in no figure"
-            if self._is_void:
-                consequence = (
-                    f"That is more than retool.validation.max_failed_share={limit}: this validation is void, gives no "
-                    "figure, and moves neither the best checkpoint nor early stop"
-                )
-            logger.warning(
-                "step %d: validation: %d of %d samples failed for reasons outside the model (%s), %.1f%% of those of "
-                "%s. %s. %s.",
-                *(self.global_steps, failed.total.total(), sum(failed.asked.values()), describe(failed.total)),
-                *(100 * share, failed.worst, consequence, REMEDIES[failed.total.most_common(1)[0][0]]),
-            )
-        if self._is_void:
-            return failed.metrics(is_void=True)
-        figures = judged_figures(data_sources, sample_uids, reward_extra_infos_dict, failed)
-        turns = [turns for turns, cause in zip(sample_turns, failed.causes, strict=True) if cause is None]
-        # Of no sample, verl's function gives the figures of the turns alone.
-        return super()._val_metrics_update([], [], {}, turns) | figures | failed.metrics(is_void=False)
-
-    def _dump_generations(self, *args: Any, dump_path: str, **kwargs: Any) -> None:
-        """A folder of their own for light validations: what reads the dumps takes those of a folder for comparable."""
-        super()._dump_generations(*args, dump_path=f"{dump_path}_light" if self._is_light else dump_path, **kwargs)
 
     # Early stop ------------------------------------------------------------------------------------------------------
 

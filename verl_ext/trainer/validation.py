@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from verl_ext.settings import LightValidation, ValidationSchedule, in_phase
+from verl_ext.settings import LightValidation, ValidationSchedule
+from verl_ext.settings.checks import in_phase
 
 
 @dataclass(frozen=True)

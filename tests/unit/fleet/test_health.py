@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from verl_ext.fleet.health import Health, State, refusals
-from verl_ext.settings import HealthSettings, compose_run, problems, read_settings
+from verl_ext.settings import HealthSettings, compose_run
+from verl_ext.settings.checks import problems, read_settings
 
 LIMITS = HealthSettings(
     every_s=1, suspect_s=3, dead_s=10, update_s=100, start_s=20, attempts=3, wait_s=1, max_replacements=1

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.unit.fleet.remote import Remote
-from verl_ext.ledger import ServerJournal, read_servers
+from verl_ext.ledger.servers import ServerJournal, read_servers
 from verl_ext.settings import HealthSettings
 
 pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports

@@ -53,7 +53,7 @@ def started(make, cpu_platform, monkeypatch, tmp_path):
 def test_servers_are_watched_and_asked_by_a_client_that_goes_on_elsewhere(started, tmp_path):
     from verl_ext.fleet.client import FleetClient
     from verl_ext.fleet.recovery import FleetCheckpointManager
-    from verl_ext.ledger import read_servers
+    from verl_ext.ledger.servers import read_servers
 
     trainer = started(*ON)
     assert isinstance(trainer.standalone_checkpoint_manager, FleetCheckpointManager)
@@ -66,7 +66,7 @@ def test_servers_are_watched_and_asked_by_a_client_that_goes_on_elsewhere(starte
 def test_without_it_all_is_verls(started, tmp_path):
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
-    from verl_ext.ledger import read_servers
+    from verl_ext.ledger.servers import read_servers
 
     trainer = started("retool.fleet.health.enable=false")
     assert type(trainer.get_llm_client()) is FullyAsyncLLMServerClient and trainer._fleet is None

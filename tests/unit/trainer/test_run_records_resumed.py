@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from tests.unit.trainer.prompt_groups import MODES, RAISED, buffer_maker
 from tests.unit.trainer.test_sampler_ledger import KEPT, STEPS, Run, outcomes
-from verl_ext.ledger import read_tally
+from verl_ext.ledger.prompts import read_tally
 from verl_ext.outcome import PromptEnd, rollout_end
 from verl_ext.records import recorder, store
 from verl_ext.records.recorder import Group, Recorder, pack

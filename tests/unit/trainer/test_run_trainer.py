@@ -19,7 +19,7 @@ def test_every_trainer_of_verls_registry_is_extended_once(cpu_platform, mode):
     from verl_ext.trainer.run_trainer import RunTrainer
 
     trainer_class = get_trainer_cls(mode)
-    assert issubclass(trainer_class, RunTrainer) and trainer_class.__mro__[2].__module__.endswith(f"trainer_{mode}")
+    assert issubclass(trainer_class, RunTrainer) and trainer_class.__mro__[3].__module__.endswith(f"trainer_{mode}")
     extend_trainers(v1)
     assert get_trainer_cls(mode) is trainer_class
 
@@ -161,7 +161,7 @@ def test_every_prompt_that_is_submitted_is_in_the_ledger(make, submitted, monkey
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.utils import tensordict_utils as tu
 
-    from verl_ext.ledger import PromptLedger, read_tally
+    from verl_ext.ledger.prompts import PromptLedger, read_tally
     from verl_ext.outcome import PromptEnd
 
     PromptLedger(tmp_path).end_step(3, {}, {}, 0)  # of a start whose step 3 no checkpoint has

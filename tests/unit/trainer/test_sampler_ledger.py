@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from tests.unit.trainer.prompt_groups import MIXED, MODES, RAISED, RIGHT, SANDBOX_DOWN, WRONG, buffer_maker
-from verl_ext.ledger import FILE, PromptLedger, read_tally
+from verl_ext.ledger.prompts import FILE, PromptLedger, read_tally
 from verl_ext.outcome import PromptEnd
 
 BATCH, STEPS = 3, 9

@@ -7,7 +7,10 @@ A verifier is a class, named by its dotted path in a YAML:
         "my_essays/*": {path: verl_ext.reward.verifiers.judge.JudgeVerifier, base_url: "http://127.0.0.1:8000/v1"}
         trivia: verl_ext.reward.verifiers.exact.ExactVerifier
 
-What is next to `path` goes to its constructor. Rows that nothing matches are mathematics.
+What is next to `path` goes to its constructor. Rows that nothing matches are mathematics (`mathematics.py`). Of the
+others, `code/` runs tests in the sandbox, `ifeval.py` checks constraints, `exact.py` texts and choices, `judge.py` asks
+a model.
+In: a response, a ground truth, the row. Out: a `Score`.
 """
 
 import importlib

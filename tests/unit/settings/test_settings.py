@@ -12,17 +12,13 @@ from verl_ext.settings import (
     CONFIGS,
     MAX_CODE_S,
     FailedSamples,
-    Option,
     Retool,
     SandboxSettings,
     SftData,
     SftRetool,
-    check,
-    check_phases,
     compose_run,
-    in_phase,
-    read_settings,
 )
+from verl_ext.settings.checks import Option, check, check_phases, in_phase, read_settings
 
 
 @dataclass(frozen=True)
@@ -161,13 +157,10 @@ def test_what_is_said_of_the_sandbox_is_what_client_and_server_do():
 
 def test_importing_settings_costs_no_package():
     code = (
-        "import sys, importlib.util; spec = importlib.util.spec_from_file_location('settings', sys.argv[1]);"
-        "module = importlib.util.module_from_spec(spec); sys.modules['settings'] = module;"
-        "spec.loader.exec_module(module);"
+        "import sys, verl_ext.settings;"
         "sys.exit(bool({'torch', 'verl', 'omegaconf', 'hydra', 'numpy', 'pydantic'} & set(sys.modules)))"
     )
-    path = CONFIGS.parent / "verl_ext" / "settings.py"
-    assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=CONFIGS.parent).returncode == 0
 
 
 def test_settings_of_failed_validation_samples_have_defaults_and_no_other_names():

@@ -1,19 +1,9 @@
-"""What became of every prompt of an RL run: `prompts.jsonl` in the run's folder, and the table of it.
-
-    python -m verl_ext.ledger outputs/qwen2-32b_dapo
-
-Of a run whose servers were watched (`retool.fleet.health`), `servers.jsonl` says what became of those.
-
-Every prompt that a run draws from its data has one end (`outcome.PromptEnd`), or is open. The command exits with 1
-unless that holds of all: no prompt was drawn, ended or trained twice, and as many are open as the queue holds.
+"""The prompts of a run: the ledger that it writes while it trains, and the sums of it.
 
 A step's record is on the disk before the step's checkpoint. What a run did after the checkpoint that it resumes from is
 forgotten, as weights and data loader forget it: those prompts are drawn again, under other names.
 """
 
-import argparse
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.outcome import PromptEnd
-from verl_ext.records import durable, jsonl
+from verl_ext.records import jsonl
 from verl_ext.records.journal import StepJournal
 
 FILE = "prompts.jsonl"
-SERVERS_FILE = "servers.jsonl"
 _AFTER_SURPLUS = (PromptEnd.TRAINED, PromptEnd.SURPLUS, PromptEnd.STALE, PromptEnd.EQUAL)  # kept for the next step
 
 
@@ -137,88 +126,6 @@ class PromptLedger:
         self._drawn = {}
 
 
-@dataclass
-class ServerTally:
-    """The servers of a run, all its starts together; those of an earlier start ended with it.
-
-    Attributes:
-        alive: of the newest start.
-        doubled: servers that died twice, or died and were never started, or were started twice.
-    """
-
-    started: int = 0
-    died: int = 0
-    replaced: int = 0
-    failed_starts: int = 0
-    alive: set[str] = field(default_factory=set)
-    doubled: list[str] = field(default_factory=list)
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        event, server = record["event"], record["server"]
-        if event == "run":
-            self.alive = set()
-        elif event in ("started", "replaced"):
-            self.doubled += [server] * (server in self.alive)
-            self.alive.add(server)
-            self.started, self.replaced = self.started + 1, self.replaced + (event == "replaced")
-        elif event == "died":
-            self.doubled += [server] * (server not in self.alive)
-            self.alive.discard(server)
-            self.died += 1
-        elif event == "start_failed":
-            self.failed_starts += 1
-        else:
-            raise ValueError(f"the event {event!r} is none of run, started, replaced, died, start_failed")
-
-    def faults(self) -> list[str]:
-        """What does not sum, a sentence each."""
-        faults = []
-        if self.doubled:
-            faults.append(f"{len(self.doubled)} servers died or started twice: {', '.join(self.doubled[:3])}.")
-        if self.replaced > self.died:
-            faults.append(f"{self.replaced} servers took the place of {self.died} that died.")
-        return faults
-
-    def line(self) -> str:
-        return (
-            f"servers: {self.started} started, {self.died} died, {self.replaced} of these replaced, "
-            f"{self.failed_starts} starts failed"
-        )
-
-
-class ServerJournal:
-    """Writes what becomes of servers. It belongs to no step: a server that died stays dead at a resume."""
-
-    def __init__(self, folder: Path):
-        self._path = folder / SERVERS_FILE
-
-    def begin(self, servers: Iterable[str]) -> None:
-        """A start of the run, with these servers."""
-        self.note("run", "", "")
-        for server in servers:
-            self.note("started", server, "with the run")
-
-    def note(self, event: str, server: str, why: str) -> None:
-        """One of the events of `ServerTally.add`; when this returns, it is on the disk."""
-        durable.make_folder(self._path.parent)
-        record = {"at": time.time(), "event": event, "server": server, "why": why}
-        durable.append_line(self._path, jsonl.dumps(record))
-
-
-def read_servers(folder: Path) -> ServerTally | None:
-    """None where the servers of the run were not watched.
-
-    Raises:
-        ValueError: a line has another form.
-    """
-    path, tally = folder / SERVERS_FILE, ServerTally()
-    if not path.exists():
-        return None
-    for _ in jsonl.read(path, tally.add, "an object with `event` and `server`"):
-        pass
-    return tally
-
-
 def read_tally(folder: Path) -> Tally:
     """The newest state of a run.
 
@@ -230,28 +137,3 @@ def read_tally(folder: Path) -> Tally:
     for _ in jsonl.read(folder / FILE, tally.add, "an object with `step`, `drawn` and `ends`"):
         pass
     return tally
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of an RL run, or of a quickstart")
-    folder = parser.parse_args().run
-    if not (folder / FILE).exists() and (folder / "rl" / FILE).exists():
-        folder = folder / "rl"
-    try:
-        tally, servers = read_tally(folder), read_servers(folder)
-    except FileNotFoundError:
-        sys.exit(f"{folder} has no {FILE}: expected the folder of an RL run that has ended a step. SFT has none.")
-    except ValueError as error:
-        sys.exit(str(error))
-    print(tally.table())
-    faults = tally.faults()
-    if servers:
-        print(servers.line())
-        faults += servers.faults()
-    print(*(faults or ["It sums: every prompt has one end or is open, none is lost or doubled."]), sep="\n")
-    sys.exit(1 if faults else 0)
-
-
-if __name__ == "__main__":
-    main()

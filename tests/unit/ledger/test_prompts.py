@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.ledger import PromptLedger, ServerJournal, read_servers, read_tally
+from verl_ext.ledger.prompts import PromptLedger, read_tally
 from verl_ext.outcome import PromptEnd
 
 
@@ -28,6 +28,7 @@ def command(folder: Path) -> subprocess.CompletedProcess:
 
 def test_the_command_prints_what_became_of_every_prompt(tmp_path: Path):
     ledger(tmp_path / "rl")
+    (tmp_path / "rl" / "metrics-1.jsonl").write_text("")
     shown = command(tmp_path)  # a quickstart's folder
     assert shown.returncode == 0, shown.stderr
     counts = dict(line.split() for line in shown.stdout.splitlines()[1:9])
@@ -38,9 +39,11 @@ def test_the_command_prints_what_became_of_every_prompt(tmp_path: Path):
 
 def test_a_folder_without_a_ledger_is_named(tmp_path: Path):
     shown = command(tmp_path)
-    assert (
-        shown.returncode == 1 and f"{tmp_path} has no prompts.jsonl: expected the folder of an RL run" in shown.stderr
-    )
+    assert shown.returncode == 1 and f"No run at {tmp_path}: it holds nothing." in shown.stderr
+    (tmp_path / "rl").mkdir()
+    (tmp_path / "rl" / "metrics-1.jsonl").write_text("")
+    shown = command(tmp_path)  # the run has ended no step
+    assert shown.returncode == 1 and "rl has no prompts.jsonl: expected the folder of an RL run" in shown.stderr
     (tmp_path / "prompts.jsonl").write_text('{"step": 1}\n')
     assert "line 1" in command(tmp_path).stderr
 
@@ -89,43 +92,3 @@ def test_prompts_of_a_queue_that_the_ledger_does_not_know_count_as_drawn(tmp_pat
     tally = read_tally(tmp_path)
     assert tally.open == {"x", "y"} and not tally.faults()
     assert PromptLedger(tmp_path / "new").resume(0, set()) == {} and not (tmp_path / "new").exists()
-
-
-def servers(folder: Path, *events: tuple[str, str]) -> None:
-    journal = ServerJournal(folder)
-    for event, server in events:
-        journal.note(event, server, "")
-
-
-def test_the_command_covers_servers_that_died_and_were_replaced(tmp_path: Path):
-    ledger(tmp_path)
-    assert "servers" not in command(tmp_path).stdout
-    servers(tmp_path, ("run", ""), ("started", "a"), ("started", "b"), ("died", "a"), ("start_failed", "in place of a"))
-    servers(tmp_path, ("replaced", "c"), ("run", ""), ("started", "a"))  # a resume: c and b ended with the process
-    shown = command(tmp_path)
-    assert shown.returncode == 0, shown.stdout
-    assert "servers: 4 started, 1 died, 1 of these replaced, 1 starts failed" in shown.stdout
-    assert read_servers(tmp_path).alive == {"a"}
-
-
-@pytest.mark.parametrize(
-    ("events", "fault"),
-    [
-        ([("started", "a"), ("died", "a"), ("died", "a")], "1 servers died or started twice: a."),
-        ([("died", "x")], "1 servers died or started twice: x."),
-        ([("started", "a"), ("replaced", "a")], "1 servers died or started twice: a."),
-        ([("started", "a"), ("replaced", "b")], "1 servers took the place of 0 that died."),
-    ],
-)
-def test_servers_that_do_not_sum_are_told(tmp_path: Path, events: list, fault: str):
-    ledger(tmp_path)
-    servers(tmp_path, ("run", ""), *events)
-    assert fault in read_servers(tmp_path).faults()
-    shown = command(tmp_path)
-    assert shown.returncode == 1 and fault in shown.stdout and "It sums" not in shown.stdout
-
-
-def test_another_event_is_no_server(tmp_path: Path):
-    servers(tmp_path, ("exploded", "a"))
-    with pytest.raises(ValueError, match="an object with `event`"):
-        read_servers(tmp_path)

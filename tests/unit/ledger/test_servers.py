@@ -1,0 +1,55 @@
+"""The servers of a run in its ledger, on made-up journals."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_ext.ledger.prompts import PromptLedger
+from verl_ext.ledger.servers import ServerJournal, read_servers
+
+
+def command(folder: Path) -> subprocess.CompletedProcess:
+    """Of a run that drew no prompt."""
+    PromptLedger(folder).end_step(1, {}, (), 0)
+    arguments = [sys.executable, "-m", "verl_ext.ledger", str(folder)]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=60)
+
+
+def servers(folder: Path, *events: tuple[str, str]) -> None:
+    journal = ServerJournal(folder)
+    for event, server in events:
+        journal.note(event, server, "")
+
+
+def test_the_command_covers_servers_that_died_and_were_replaced(tmp_path: Path):
+    assert "servers" not in command(tmp_path).stdout
+    servers(tmp_path, ("run", ""), ("started", "a"), ("started", "b"), ("died", "a"), ("start_failed", "in place of a"))
+    servers(tmp_path, ("replaced", "c"), ("run", ""), ("started", "a"))  # a resume: c and b ended with the process
+    shown = command(tmp_path)
+    assert shown.returncode == 0, shown.stdout
+    assert "servers: 4 started, 1 died, 1 of these replaced, 1 starts failed" in shown.stdout
+    assert read_servers(tmp_path).alive == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("events", "fault"),
+    [
+        ([("started", "a"), ("died", "a"), ("died", "a")], "1 servers died or started twice: a."),
+        ([("died", "x")], "1 servers died or started twice: x."),
+        ([("started", "a"), ("replaced", "a")], "1 servers died or started twice: a."),
+        ([("started", "a"), ("replaced", "b")], "1 servers took the place of 0 that died."),
+    ],
+)
+def test_servers_that_do_not_sum_are_told(tmp_path: Path, events: list, fault: str):
+    servers(tmp_path, ("run", ""), *events)
+    assert fault in read_servers(tmp_path).faults()
+    shown = command(tmp_path)
+    assert shown.returncode == 1 and fault in shown.stdout and "It sums" not in shown.stdout
+
+
+def test_another_event_is_no_server(tmp_path: Path):
+    servers(tmp_path, ("exploded", "a"))
+    with pytest.raises(ValueError, match="an object with `event`"):
+        read_servers(tmp_path)

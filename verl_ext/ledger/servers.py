@@ -1,0 +1,93 @@
+"""The servers of a run whose servers are watched (`retool.fleet.health`): their journal, and the sums of it."""
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_ext.records import durable, jsonl
+
+FILE = "servers.jsonl"
+
+
+@dataclass
+class ServerTally:
+    """The servers of a run, all its starts together; those of an earlier start ended with it.
+
+    Attributes:
+        alive: of the newest start.
+        doubled: servers that died twice, or died and were never started, or were started twice.
+    """
+
+    started: int = 0
+    died: int = 0
+    replaced: int = 0
+    failed_starts: int = 0
+    alive: set[str] = field(default_factory=set)
+    doubled: list[str] = field(default_factory=list)
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        event, server = record["event"], record["server"]
+        if event == "run":
+            self.alive = set()
+        elif event in ("started", "replaced"):
+            self.doubled += [server] * (server in self.alive)
+            self.alive.add(server)
+            self.started, self.replaced = self.started + 1, self.replaced + (event == "replaced")
+        elif event == "died":
+            self.doubled += [server] * (server not in self.alive)
+            self.alive.discard(server)
+            self.died += 1
+        elif event == "start_failed":
+            self.failed_starts += 1
+        else:
+            raise ValueError(f"the event {event!r} is none of run, started, replaced, died, start_failed")
+
+    def faults(self) -> list[str]:
+        """What does not sum, a sentence each."""
+        faults = []
+        if self.doubled:
+            faults.append(f"{len(self.doubled)} servers died or started twice: {', '.join(self.doubled[:3])}.")
+        if self.replaced > self.died:
+            faults.append(f"{self.replaced} servers took the place of {self.died} that died.")
+        return faults
+
+    def line(self) -> str:
+        return (
+            f"servers: {self.started} started, {self.died} died, {self.replaced} of these replaced, "
+            f"{self.failed_starts} starts failed"
+        )
+
+
+class ServerJournal:
+    """Writes what becomes of servers. It belongs to no step: a server that died stays dead at a resume."""
+
+    def __init__(self, folder: Path):
+        self._path = folder / FILE
+
+    def begin(self, servers: Iterable[str]) -> None:
+        """A start of the run, with these servers."""
+        self.note("run", "", "")
+        for server in servers:
+            self.note("started", server, "with the run")
+
+    def note(self, event: str, server: str, why: str) -> None:
+        """One of the events of `ServerTally.add`; when this returns, it is on the disk."""
+        durable.make_folder(self._path.parent)
+        record = {"at": time.time(), "event": event, "server": server, "why": why}
+        durable.append_line(self._path, jsonl.dumps(record))
+
+
+def read_servers(folder: Path) -> ServerTally | None:
+    """None where the servers of the run were not watched.
+
+    Raises:
+        ValueError: a line has another form.
+    """
+    path, tally = folder / FILE, ServerTally()
+    if not path.exists():
+        return None
+    for _ in jsonl.read(path, tally.add, "an object with `event` and `server`"):
+        pass
+    return tally

@@ -1,0 +1,106 @@
+"""A run's validations: full or light, without the samples that infrastructure failed. Base of `RunTrainer`.
+
+With no option and no failure, every method does what verl's own does (0.9.1, trainer/ppo/v1/trainer_base.py).
+"""
+
+import logging
+import os
+from typing import Any
+
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.dataset.rl_dataset import collate_fn
+
+from verl_ext.fleet.recovery import Fleet
+from verl_ext.outcome import REMEDIES
+from verl_ext.settings import FailedSamples, LightValidation
+from verl_ext.trainer.early_stop import EarlyStopWatch
+from verl_ext.trainer.exclusions import NothingStored, describe
+from verl_ext.trainer.failed_samples import ALL_RAISED, find_failed, judged_figures
+from verl_ext.trainer.run_records import RunRecords
+from verl_ext.trainer.validation import ValidationPlan, as_light, light_batches
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+
+class RunValidation(PPOTrainer):
+    """Validations of a run. `RunTrainer` sets what they use; what is off is None."""
+
+    _failed_samples: FailedSamples
+    _records: RunRecords | None
+    _plan: ValidationPlan | None
+    _watch: EarlyStopWatch | None
+    _fleet: Fleet | None
+    _is_light = False  # whether the validation that runs is a light one
+    _is_void = False  # whether the newest validation is void
+
+    def _validate(self) -> dict[str, float]:
+        light = self._plan is not None and self._plan.is_light(self.global_steps, self.total_training_steps)
+        self._is_void = False
+        self._validated: set[str] = set()
+        if self._fleet:
+            self._fleet.actor_waits(is_exact=True)
+        try:
+            with self._span("validate"):
+                metrics = self._validate_lightly(self._plan.light) if light else super()._validate()
+        except NothingStored as error:
+            logger.warning("step %d: validation: %s This validation is void.", self.global_steps, error)
+            metrics, self._is_void = as_light(ALL_RAISED) if light else dict(ALL_RAISED), True
+        finally:
+            if self._fleet:
+                self._fleet.actor_works()
+        if self._records:
+            self._records.end_validation(self.global_steps, self._validated)
+        if self._watch and not self._is_void:
+            metrics.update(self._watch.observe(self.global_steps, metrics, light=light))
+            if reason := self._watch.reason():
+                logger.warning("early stop: the run ends after step %d, because %s.", self.global_steps, reason)
+                self.total_training_steps = self.global_steps  # line 470 begins no further step
+        return metrics
+
+    def _validate_lightly(self, light: LightValidation) -> dict[str, float]:
+        full_loader, self._is_light = self.val_dataloader, True
+        self.val_dataloader = light_batches(self.val_dataset, light, collate_fn)
+        try:
+            return as_light(super()._validate())
+        finally:
+            self.val_dataloader, self._is_light = full_loader, False
+
+    def _val_metrics_update(
+        self,
+        data_sources: list[str],
+        sample_uids: list[str],
+        reward_extra_infos_dict: dict[str, list],
+        sample_turns: list[int],
+        expected_acc_counts: dict[tuple[str, str], int] | None = None,
+    ) -> dict[str, float]:
+        """Without the samples that failed outside the model; `failed_samples.py` says how. A void validation has no
+        figure by which a checkpoint could be the best (`Rolling.record`) or the run could stop.
+        """
+        self._validated = {uid for _, uid in expected_acc_counts or ()}
+        failed = find_failed(data_sources, sample_uids, reward_extra_infos_dict, expected_acc_counts)
+        share, limit = failed.share(failed.worst), self._failed_samples.max_failed_share
+        self._is_void = share > limit
+        if failed.total:
+            consequence = "They are in no figure"
+            if self._is_void:
+                consequence = (
+                    f"That is more than retool.validation.max_failed_share={limit}: this validation is void, gives no "
+                    "figure, and moves neither the best checkpoint nor early stop"
+                )
+            logger.warning(
+                "step %d: validation: %d of %d samples failed for reasons outside the model (%s), %.1f%% of those of "
+                "%s. %s. %s.",
+                *(self.global_steps, failed.total.total(), sum(failed.asked.values()), describe(failed.total)),
+                *(100 * share, failed.worst, consequence, REMEDIES[failed.total.most_common(1)[0][0]]),
+            )
+        if self._is_void:
+            return failed.metrics(is_void=True)
+        figures = judged_figures(data_sources, sample_uids, reward_extra_infos_dict, failed)
+        turns = [turns for turns, cause in zip(sample_turns, failed.causes, strict=True) if cause is None]
+        # Of no sample, verl's function gives the figures of the turns alone.
+        return super()._val_metrics_update([], [], {}, turns) | figures | failed.metrics(is_void=False)
+
+    def _dump_generations(self, *args: Any, dump_path: str, **kwargs: Any) -> None:
+        """A folder of their own for light validations: what reads the dumps takes those of a folder for comparable."""
+        super()._dump_generations(*args, dump_path=f"{dump_path}_light" if self._is_light else dump_path, **kwargs)
