@@ -114,7 +114,7 @@ else
     esac
     if [ "$PART" != unit ]; then
         say "end-to-end tests, two at a time: a run often waits (a GPU test skips where there is no GPU)"
-        run_pytest "${SLOW[@]}" -n 2 "${ALONE[@]/#/--ignore=}" tests/e2e tests/gpu
+        run_pytest "${SLOW[@]}" -n 2 --no-loadscope-reorder "${ALONE[@]/#/--ignore=}" tests/e2e tests/gpu
         say "end-to-end tests that run alone"
         run_pytest "${SLOW[@]}" "${ALONE[@]}"
     fi

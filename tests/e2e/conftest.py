@@ -27,7 +27,13 @@ if WORKER and MARK not in os.environ:  # pytest may import this file under two n
     atexit.register(shutil.rmtree, tempfile.tempdir, ignore_errors=True)
 os.environ.setdefault(MARK, uuid4().hex)
 OWN_SERVER = {EXECUTABLE_VARIABLE: ""}  # for `launch` and `pipeline`, see `python`
+# They take the longest. One that began last would keep one process waiting for the other.
+LONG = ("test_failures.py", "test_resume.py", "test_launchers.py", "test_server_deaths.py", "test_gpu_stages.py")
 SMALL_DATA = ["--data=--sft=2000", "--data=--rl=256", "--data=--test=16", "--data=--ood=8"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
 
 
 @pytest.fixture(scope="session")

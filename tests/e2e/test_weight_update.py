@@ -146,8 +146,8 @@ def test_running_requests_go_on_over_their_cache_and_each_token_has_its_version(
         assert sum(tokens for tokens, _ in runs) == len(output.token_ids) == TOKENS
         own = difference(versions, PROMPTS[number], output, runs)
         assert own < SAME
-        if len(runs) == 1:  # waited for a seat, and began again with the weights of its first token
-            assert number >= SEATS and runs[0][1] > 0
+        if len(runs) == 1:  # waited for a seat (Ray decides which), and began with the weights of its first token
+            assert runs[0][1] > 0
             continue
         assert [version for _, version in runs] == [0, 1, 2]
         off = [difference(versions, PROMPTS[number], output, moved(runs, by)) for by in (-1, 1)]
