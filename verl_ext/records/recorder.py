@@ -3,7 +3,8 @@
 The trainer starts it as a Ray actor (`start`), the others find it by its name (`find`); nobody waits for it. A worker
 tells a group when its last rollout has ended, the trainer what a step decided, and of a share of the responses the
 tokens, the actor's processes what the loss had of these. Files of a step are written when the step has ended and its
-groups are there, at the latest a step later. What is lost, or cannot be written, is counted and warned of.
+groups are there, at the latest with its checkpoint or a step later. What is lost, or cannot be written, is counted and
+warned of.
 """
 
 import itertools
@@ -105,7 +106,9 @@ class Recorder:
         self._guard("restored", restore)
 
     def save(self, step: int) -> None:
-        """A checkpoint of the step is whole: keep the groups whose fate is open for a run that goes on from it."""
+        """A checkpoint of the step is whole: keep the groups whose fate is open for a run that goes on from it. Those
+        whose fate is known are written first, as that run would take them for open."""
+        self._write_ended(wait=False)
         rows = (row for group in self._groups.values() if not group.validate for row in pickle.loads(group.packed))
         self._put(step, "waiting", rows)
 

@@ -243,6 +243,25 @@ def test_groups_that_waited_at_a_checkpoint_are_recorded_by_the_run_that_goes_on
     assert {row["advantage"] for row in store.rows(tmp_path) if row["uid"] == "useful"} == {None, -0.5}
 
 
+def test_a_checkpoint_keeps_no_group_whose_fate_is_known(tmp_path):
+    """A worker has died, and one group of step 2 never comes; the run is killed after the checkpoint of that step."""
+    killed = Recorder(tmp_path, SETTINGS)
+    for uid in ("trained", "open"):
+        killed.group(group(uid, step=2))
+    killed.end_step(Fates(2, {"trained": TRAINED, "never": TRAINED}, {"trained_0": 1.0}), 0.0)
+    killed.save(2)
+
+    resumed = Recorder(tmp_path, SETTINGS)
+    resumed.resume(2)
+    resumed.close()
+    found = sorted((row["uid"], row["session"], row["outcome"], row["trained_step"]) for row in store.rows(tmp_path))
+    assert found == [("open", 0, "open", None), ("open", 1, "open", None)] + [
+        ("trained", 0, "trained", 2),
+        ("trained", 1, "trained", None),
+    ]
+    assert killed.lost == 1
+
+
 def test_a_run_that_came_to_its_end_and_goes_on_has_no_row_twice(tmp_path):
     ended = Recorder(tmp_path, SETTINGS)
     for uid in ("done", "open"):
