@@ -220,7 +220,9 @@ class Recorder:
         path = store.path_of(self._run, kind, step, validate=validate)
 
         def write() -> None:
-            self._sizes[step] = self._sizes.get(step, 0) + store.write(path, kind, rows, notes)
+            size = store.write(path, kind, rows, notes)
+            if kind != "waiting":
+                self._sizes[step] = self._sizes.get(step, 0) + size
 
         self._guard("written", write)
 

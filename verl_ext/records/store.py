@@ -31,6 +31,7 @@ Notes = Mapping[bytes, str] | None
 _NAME = re.compile(r"(step|val)_(\d{6,})\.parquet")
 _PART = ".tmp"
 _LONG = ("prompt", "text", "code", "stdout", "stderr", "reward_parts", "tool_use")  # columns that are most of a file
+_OF_STEPS = tuple(kind for kind in SCHEMAS if kind != "waiting")
 _CHUNK = 256  # rows that are in memory at once, and a row group of the file
 
 
@@ -163,26 +164,30 @@ def cpu_seconds(run: Path) -> dict[int, float]:
 
 
 def sizes(run: Path) -> dict[int, int]:
-    """Step -> bytes of all its files. What a killed writer has left half written is removed."""
+    """Step -> bytes of its files, without what waits at a checkpoint. What a killed writer left half written goes."""
     for part in (run / FOLDER).glob(f"*/*{_PART}"):
         part.unlink(missing_ok=True)
     found: dict[int, int] = {}
-    for file in files_of(run, "*"):
+    for file in (file for kind in _OF_STEPS for file in files_of(run, kind)):
         found[file.step] = found.get(file.step, 0) + file.path.stat().st_size
     return found
 
 
 def keep(run: Path, sizes: dict[int, int], limits: RecorderSettings) -> None:
     """Remove the oldest steps, all kinds of a step together, until few and small enough are left; the newest stays.
+    What waits at a checkpoint stays as long as a run can go on from it.
 
     Args:
         sizes: of all steps; those that are removed are taken out. To list the files of 500 steps takes 30 ms.
     """
     while len(sizes) > 1 and (len(sizes) > limits.keep_steps or sum(sizes.values()) > limits.max_gb * 2**30):
         step = min(sizes)
-        for kind, validate in itertools.product(SCHEMAS, (False, True)):
+        for kind, validate in itertools.product(_OF_STEPS, (False, True)):
             path_of(run, kind, step, validate=validate).unlink(missing_ok=True)
         del sizes[step]
+    for file in files_of(run, "waiting")[:-1]:
+        if not (run / f"global_step_{file.step}").is_dir():
+            file.path.unlink(missing_ok=True)
 
 
 def main() -> None:

@@ -262,6 +262,20 @@ def test_a_checkpoint_keeps_no_group_whose_fate_is_known(tmp_path):
     assert killed.lost == 1
 
 
+def test_what_waits_at_the_newest_checkpoint_outlives_the_files_of_its_step(tmp_path):
+    killed = Recorder(tmp_path, RecorderSettings(token_share=0.5, keep_steps=2, max_gb=1))
+    killed.group(group("open"))
+    killed.end_step(Fates(1, {}, {}), 0.0)
+    killed.save(1)
+    for step in (2, 3, 4):
+        killed.end_step(Fates(step, {}, {}), 0.0)
+    assert [file.step for file in store.files_of(tmp_path)] == [3, 4]
+    resumed = Recorder(tmp_path, SETTINGS)
+    resumed.resume(1)
+    resumed.end_step(Fates(2, {"open": TRAINED}, {}), 0.0)
+    assert resumed.lost == 0 and {key for key in outcomes(tmp_path, 2)} == {"open_0", "open_1"}
+
+
 def test_a_run_that_came_to_its_end_and_goes_on_has_no_row_twice(tmp_path):
     ended = Recorder(tmp_path, SETTINGS)
     for uid in ("done", "open"):

@@ -133,3 +133,16 @@ def test_retention_removes_the_oldest_steps_whole_and_keeps_the_newest(tmp_path)
     assert [file.step for file in store.files_of(tmp_path)] == [3, 4]
     store.keep(tmp_path, sizes, limits(1))
     assert [file.step for file in store.files_of(tmp_path)] == [4]
+
+
+def test_retention_keeps_what_waits_at_every_checkpoint_that_is_there(tmp_path):
+    for step in (1, 2, 3, 4, 5, 6):
+        store.write(store.path_of(tmp_path, "trajectories", step), "trajectories", [])
+    for step in (1, 2, 3):
+        store.write(store.path_of(tmp_path, "waiting", step), "waiting", [])
+    (tmp_path / "global_step_2").mkdir()
+    sizes = store.sizes(tmp_path)
+    store.keep(tmp_path, sizes, limits(1e9))
+    assert [file.step for file in store.files_of(tmp_path)] == [4, 5, 6] == sorted(sizes)
+    assert [file.step for file in store.files_of(tmp_path, "waiting")] == [2, 3], "3 is the newest"
+    assert store.sizes(tmp_path) == sizes
