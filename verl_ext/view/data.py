@@ -16,7 +16,7 @@ from verl_ext.records.run_folder import training_folder
 from verl_ext.records.run_record import Metrics, read_metrics
 
 LIGHT = (  # all but the long texts
-    "key, uid, session, index, problem, left(prompt, 300) AS prompt, domain, score, acc, outcome, outcome_why,"
+    "key, uid, session, index, problem, id, left(prompt, 300) AS prompt, domain, score, acc, outcome, outcome_why,"
     " end_reason, exception, len(calls) AS num_calls, coalesce(verdict.normalised, verdict.extracted) AS answer"
 )
 FILES = "SELECT * EXCLUDE filename, parse_filename(filename, true) AS key FROM read_parquet($paths, filename=true)"

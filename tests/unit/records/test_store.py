@@ -49,7 +49,7 @@ def test_every_kind_can_be_empty_and_says_its_version(tmp_path, kind):
     store.write(path, kind, [])
     assert store.read(path).schema.names == SCHEMAS[kind].names
     pa.parquet.write_table(pa.table({"uid": ["a"]}), path)
-    with pytest.raises(store.BrokenRecords, match=f"{path} has records of version none, expected 1"):
+    with pytest.raises(store.BrokenRecords, match=f"{path} has records of version none, expected 2"):
         store.read(path)
 
 
