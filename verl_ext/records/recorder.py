@@ -14,6 +14,7 @@ import pickle
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,20 @@ class Fates:
     taken: Mapping[str, float | None]
     fillers: frozenset[str] = frozenset()
     validate: bool = False
+
+
+_failed: set[tuple[str, type]] = set()  # what has been warned of in this process
+
+
+@contextmanager
+def costs_nothing(what: str) -> Iterator[None]:
+    """Where a run makes records: a bug in it is logged once and fails neither a rollout nor a step."""
+    try:
+        yield
+    except Exception as error:  # whatever it is
+        if (what, type(error)) not in _failed:
+            _failed.add((what, type(error)))
+            logger.exception("A record could not be %s, by an error of verl_ext; the run goes on without it.", what)
 
 
 def pack(rows: Sequence[Mapping[str, Any]]) -> bytes:
