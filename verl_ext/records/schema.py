@@ -58,6 +58,7 @@ TRAJECTORIES = pa.schema(
         "problem": pa.string(),  # a hash of prompt and ground truth: the same over time and runs
         "id": pa.string(),  # `extra_info.id` of the data; problems made from one template share it
         "domain": pa.string(),  # `data_source`
+        "ability": pa.string(),  # by it or by `data_source` the verifier is chosen
         "prompt": pa.string(),  # as the model saw it, with the template's special tokens
         "ground_truth": pa.string(),
         "turns": pa.list_(TURN),

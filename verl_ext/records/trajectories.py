@@ -87,6 +87,7 @@ def _problem(sample: Row, validate: bool) -> dict[str, Any]:
         "problem": problem_of(sample),
         "id": _text((sample.get("extra_info") or {}).get("id")),
         "domain": _text(sample.get("data_source")),
+        "ability": _text(sample.get("ability")),
         "ground_truth": _text((sample.get("reward_model") or {}).get("ground_truth")),
     }
 

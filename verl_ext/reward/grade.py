@@ -192,10 +192,22 @@ def read_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rollouts of a file of records; one that raised has no response, and is an error."""
-    columns = ("uid", "session", "step", "domain", "turns", "ground_truth", "acc", "score", "verdict")
+    columns = (
+        "uid",
+        "session",
+        "step",
+        "domain",
+        "ability",
+        "prompt",
+        "turns",
+        "ground_truth",
+        "acc",
+        "score",
+        "verdict",
+    )
     for number, row in enumerate(store.read(file, columns).to_pylist(), 1):
         turns, verdict = row.pop("turns"), row.pop("verdict") or {}
-        row |= {"data_source": row.pop("domain") or "", "verdict": verdict.get("text")}
+        row |= {"data_source": row.pop("domain") or "", "ability": row["ability"] or "", "verdict": verdict.get("text")}
         if turns is not None:
             row["response"] = "\n".join(turn["text"] for turn in turns if turn["role"] == "model")
         yield f"{file}:{number}", row
