@@ -99,6 +99,7 @@ def has(text: str):
         ({"end": "sandbox_failure"}, lambda row: row["end_reason"] == "sandbox_failure"),
         ({"exception": "no sandbox"}, lambda row: "no sandbox" in (row["exception"] or "")),
         ({"exception": "NameError"}, lambda row: any(call["status"] == "NameError" for call in row["calls"])),
+        ({"exception": "ok"}, lambda row: False),  # the status of a call that raised nothing
         ({"domain": "sums", "outcome": "trained"}, lambda row: (row["domain"], row["outcome"]) == ("sums", "trained")),
         ({"text": "NameError"}, has("NameError")),
         ({"text": "it's 100%_"}, has("it's 100%_")),
