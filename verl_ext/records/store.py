@@ -86,7 +86,7 @@ def write(path: Path, kind: str, rows: Rows, notes: Notes = None) -> int:
     """
     schema = SCHEMAS[kind]
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + _PART)
+    part = path.with_name(f"{path.name}.{os.getpid()}{_PART}")
     try:
         with pa.OSFile(str(part), "wb") as file, pq.ParquetWriter(file, schema, **_OPTIONS[kind]) as writer:
             writer.add_key_value_metadata({VERSION_KEY: VERSION} | dict(notes or {}))
@@ -166,7 +166,10 @@ def cpu_seconds(run: Path) -> dict[int, float]:
 def sizes(run: Path) -> dict[int, int]:
     """Step -> bytes of its files, without what waits at a checkpoint. What a killed writer left half written goes."""
     for part in (run / FOLDER).glob(f"*/*{_PART}"):
-        part.unlink(missing_ok=True)
+        if not Path(
+            "/proc", part.name.split(".")[-2]
+        ).exists():  # its writer: a second start may stand beside a live run
+            part.unlink(missing_ok=True)
     found: dict[int, int] = {}
     for file in (file for kind in _OF_STEPS for file in files_of(run, kind)):
         found[file.step] = found.get(file.step, 0) + file.path.stat().st_size

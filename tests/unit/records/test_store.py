@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pyarrow as pa
 import pytest
@@ -84,6 +85,31 @@ def test_a_kill_before_the_rename_leaves_no_file_of_the_step(tmp_path, monkeypat
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
     assert store.files_of(tmp_path) == [] and len(list(path.parent.iterdir())) == 1
     assert store.sizes(tmp_path) == {}
+    assert list(path.parent.iterdir()) == []
+
+
+def test_what_another_process_is_writing_stays(tmp_path):
+    """A second start of a run that goes on still cleans only what a dead writer has left."""
+    path = store.path_of(tmp_path, "trajectories", 1)
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+
+        def rows():
+            yield ROW
+            os.write(tell, b"x")
+            time.sleep(60)
+
+        store.write(path, "trajectories", rows())
+        os._exit(0)
+    try:
+        os.read(told, 1)
+        store.sizes(tmp_path)
+        assert len(list(path.parent.iterdir())) == 1
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    store.sizes(tmp_path)
     assert list(path.parent.iterdir()) == []
 
 
