@@ -3,7 +3,8 @@
 The trainer starts it as a Ray actor (`start`), the others find it by its name (`find`); nobody waits for it. A worker
 tells a group when its last rollout has ended, the trainer what a step decided, and of a share of the responses the
 tokens, the actor's processes what the loss had of these. Files of a step are written when the step has ended and its
-groups are there, at the latest a step later. What is lost, or cannot be written, is counted and warned of.
+groups are there, at the latest with its checkpoint or a step later. What is lost, or cannot be written, is counted and
+warned of.
 """
 
 import itertools
@@ -13,6 +14,7 @@ import pickle
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +61,20 @@ class Fates:
     validate: bool = False
 
 
+_failed: set[tuple[str, type]] = set()  # what has been warned of in this process
+
+
+@contextmanager
+def costs_nothing(what: str) -> Iterator[None]:
+    """Where a run makes records: a bug in it is logged once and fails neither a rollout nor a step."""
+    try:
+        yield
+    except Exception as error:  # whatever it is
+        if (what, type(error)) not in _failed:
+            _failed.add((what, type(error)))
+            logger.exception("A record could not be %s, by an error of verl_ext; the run goes on without it.", what)
+
+
 def pack(rows: Sequence[Mapping[str, Any]]) -> bytes:
     """As bytes: the recorder has no work with a group until it is written, and knows what it takes of memory."""
     return pickle.dumps(list(rows), protocol=pickle.HIGHEST_PROTOCOL)
@@ -92,7 +108,12 @@ class Recorder:
         waits again; what rolls out once more replaces it."""
 
         def restore() -> None:
-            store.forget_after(self._run, step)
+            if (removed := store.forget_after(self._run, step)) and step == 0:
+                logger.warning(
+                    "recorder: the run begins anew, so %d files of an earlier one are removed from %s. To keep those, "
+                    "give a new run a folder of its own.",
+                    *(removed, self._run / store.FOLDER),
+                )
             waiting, decided = (store.path_of(self._run, kind, step) for kind in ("waiting", "trajectories"))
             rows = store.read(waiting).to_pylist() if waiting.exists() else []
             for uid, own in itertools.groupby(rows, key=lambda row: row["uid"]):
@@ -105,7 +126,9 @@ class Recorder:
         self._guard("restored", restore)
 
     def save(self, step: int) -> None:
-        """A checkpoint of the step is whole: keep the groups whose fate is open for a run that goes on from it."""
+        """A checkpoint of the step is whole: keep the groups whose fate is open for a run that goes on from it. Those
+        whose fate is known are written first, as that run would take them for open."""
+        self._write_ended(wait=False)
         rows = (row for group in self._groups.values() if not group.validate for row in pickle.loads(group.packed))
         self._put(step, "waiting", rows)
 
@@ -217,7 +240,9 @@ class Recorder:
         path = store.path_of(self._run, kind, step, validate=validate)
 
         def write() -> None:
-            self._sizes[step] = self._sizes.get(step, 0) + store.write(path, kind, rows, notes)
+            size = store.write(path, kind, rows, notes)
+            if kind != "waiting":
+                self._sizes[step] = self._sizes.get(step, 0) + size
 
         self._guard("written", write)
 

@@ -1,4 +1,4 @@
-"""The columns of a run's records, version 1: `RUN/records/{trajectories,tokens,timeline,waiting}/<name>.parquet`.
+"""The columns of a run's records, version 2: `RUN/records/{trajectories,tokens,timeline,waiting}/<name>.parquet`.
 
 `recorder.py` writes them, `store.py` reads them. A file is of one step: `step_000017.parquet` of training, whose rows
 are the rollouts of prompts whose fate was decided in step 17; `val_000020.parquet` of the validation after step 20.
@@ -9,7 +9,7 @@ Words are those of verl_ext/outcome.py. Times that are `started_s`, `ended_s`, `
 
 import pyarrow as pa
 
-VERSION = "1"
+VERSION = "2"
 VERSION_KEY = b"retool_schema"  # of a file's metadata
 CPU_KEY = b"retool_cpu_s"  # of the trajectories of a step
 
@@ -55,8 +55,10 @@ TRAJECTORIES = pa.schema(
         "step": pa.int32(),  # in which the prompt was handed to the agent loops; of a validation, its step
         "validate": pa.bool_(),
         "index": pa.int64(),  # row of the data set; null where the data set has no number there
-        "problem": pa.string(),  # `extra_info.id`, else a hash of prompt and ground truth: the same over time and runs
+        "problem": pa.string(),  # a hash of prompt and ground truth: the same over time and runs
+        "id": pa.string(),  # `extra_info.id` of the data; problems made from one template share it
         "domain": pa.string(),  # `data_source`
+        "ability": pa.string(),  # by it or by `data_source` the verifier is chosen
         "prompt": pa.string(),  # as the model saw it, with the template's special tokens
         "ground_truth": pa.string(),
         "turns": pa.list_(TURN),

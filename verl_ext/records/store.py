@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,7 @@ Notes = Mapping[bytes, str] | None
 _NAME = re.compile(r"(step|val)_(\d{6,})\.parquet")
 _PART = ".tmp"
 _LONG = ("prompt", "text", "code", "stdout", "stderr", "reward_parts", "tool_use")  # columns that are most of a file
+_OF_STEPS = tuple(kind for kind in SCHEMAS if kind != "waiting")
 _CHUNK = 256  # rows that are in memory at once, and a row group of the file
 
 
@@ -85,7 +87,7 @@ def write(path: Path, kind: str, rows: Rows, notes: Notes = None) -> int:
     """
     schema = SCHEMAS[kind]
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + _PART)
+    part = path.with_name(f"{path.name}.{os.getpid()}{_PART}")
     try:
         with pa.OSFile(str(part), "wb") as file, pq.ParquetWriter(file, schema, **_OPTIONS[kind]) as writer:
             writer.add_key_value_metadata({VERSION_KEY: VERSION} | dict(notes or {}))
@@ -149,11 +151,12 @@ def rows(run: Path, kind: str = "trajectories", columns: Sequence[str] | None = 
         yield from table.to_pylist()
 
 
-def forget_after(run: Path, step: int) -> None:
-    """Remove the files of later steps."""
-    for file in files_of(run, "*"):
-        if file.step > step:
-            file.path.unlink(missing_ok=True)
+def forget_after(run: Path, step: int) -> int:
+    """Remove the files of later steps; returns their number."""
+    later = [file.path for file in files_of(run, "*") if file.step > step]
+    for path in later:
+        path.unlink(missing_ok=True)
+    return len(later)
 
 
 def cpu_seconds(run: Path) -> dict[int, float]:
@@ -163,37 +166,53 @@ def cpu_seconds(run: Path) -> dict[int, float]:
 
 
 def sizes(run: Path) -> dict[int, int]:
-    """Step -> bytes of all its files. What a killed writer has left half written is removed."""
+    """Step -> bytes of its files, without what waits at a checkpoint. What a killed writer left half written goes."""
     for part in (run / FOLDER).glob(f"*/*{_PART}"):
-        part.unlink(missing_ok=True)
+        # Its writer may live: a second start beside a run.
+        if not Path("/proc", part.name.split(".")[-2]).exists():
+            part.unlink(missing_ok=True)
     found: dict[int, int] = {}
-    for file in files_of(run, "*"):
+    for file in (file for kind in _OF_STEPS for file in files_of(run, kind)):
         found[file.step] = found.get(file.step, 0) + file.path.stat().st_size
     return found
 
 
 def keep(run: Path, sizes: dict[int, int], limits: RecorderSettings) -> None:
     """Remove the oldest steps, all kinds of a step together, until few and small enough are left; the newest stays.
+    What waits at a checkpoint stays as long as a run can go on from it.
 
     Args:
         sizes: of all steps; those that are removed are taken out. To list the files of 500 steps takes 30 ms.
     """
     while len(sizes) > 1 and (len(sizes) > limits.keep_steps or sum(sizes.values()) > limits.max_gb * 2**30):
         step = min(sizes)
-        for kind, validate in itertools.product(SCHEMAS, (False, True)):
+        for kind, validate in itertools.product(_OF_STEPS, (False, True)):
             path_of(run, kind, step, validate=validate).unlink(missing_ok=True)
         del sizes[step]
+    for file in files_of(run, "waiting")[:-1]:
+        if not (run / f"global_step_{file.step}").is_dir():
+            file.path.unlink(missing_ok=True)
 
 
 def main() -> None:
+    from verl_ext.records.run_folder import NoRun, training_folder  # which lists our files
+
     parser = argparse.ArgumentParser(description="The records of a run as JSON lines.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of an RL run")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of an RL run, or of the quickstart")
     parser.add_argument("--kind", choices=SCHEMAS, default="trajectories")
     parser.add_argument("--step", type=int, help="all by default")
     args = parser.parse_args()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
-    for file, table in tables(args.run, args.kind):
-        if args.step in (None, file.step):
+    try:
+        run = training_folder(args.run, "rl")
+    except NoRun as error:
+        sys.exit(str(error))
+    steps = sorted({file.step for file in files_of(run, args.kind)})
+    if not steps or args.step not in (None, *steps):
+        has = f"of step {args.step}. It has those of {steps[0]} to {steps[-1]}" if steps else "(retool.recorder)"
+        sys.exit(f"{run} has no records of the kind {args.kind} {has}.")
+    for file, table in tables(run, args.kind):
+        if args.step in (None, file.step) and table.num_rows:
             print(*map(jsonl.dumps, table.to_pylist()), sep="\n")
 
 

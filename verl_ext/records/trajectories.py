@@ -64,9 +64,7 @@ def raised_row(sample: Row, error: BaseException, *, validate: bool, **times: fl
 
 
 def problem_of(sample: Row) -> str:
-    """A name of the problem that is the same in all steps and runs: its id, or a hash of prompt and ground truth."""
-    if name := (sample.get("extra_info") or {}).get("id"):
-        return str(name)
+    """A name of the problem that is the same in all steps and runs: a hash of prompt and ground truth."""
     content = [sample.get("raw_prompt"), (sample.get("reward_model") or {}).get("ground_truth")]
     return hashlib.blake2b(json.dumps(content, default=str).encode(), digest_size=8).hexdigest()
 
@@ -87,7 +85,9 @@ def _problem(sample: Row, validate: bool) -> dict[str, Any]:
         "validate": validate,
         "index": index if type(index) is int else None,  # some data sets have a text there
         "problem": problem_of(sample),
+        "id": _text((sample.get("extra_info") or {}).get("id")),
         "domain": _text(sample.get("data_source")),
+        "ability": _text(sample.get("ability")),
         "ground_truth": _text((sample.get("reward_model") or {}).get("ground_truth")),
     }
 

@@ -1,7 +1,8 @@
 """Grade files of responses: `python -m verl_ext.reward.score --input rows.jsonl --output graded.jsonl`.
 
-The input may be a run, too, or the quickstart's folder above it: its validation dumps, else the evaluations of its
-checkpoints or of the quickstart, else its records, else its rollout dumps. A file of records (`.parquet`) can be named.
+The input may be a run, too, or the quickstart's folder above it: its validations (in its records, else verl's dumps),
+else the evaluations of its checkpoints or of the quickstart, else all its records, else its rollout dumps. A file of
+records (`.parquet`) can be named.
 
 A row is JSON with `response` (or `messages`, of which the assistant's count) and `ground_truth`; rollout and validation
 dumps of verl (`output`, `gts`) and the files of `unverified_dir` are such rows, too. Each row comes back with `acc`,
@@ -192,10 +193,22 @@ def read_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rollouts of a file of records; one that raised has no response, and is an error."""
-    columns = ("uid", "session", "step", "domain", "turns", "ground_truth", "acc", "score", "verdict")
+    columns = (
+        "uid",
+        "session",
+        "step",
+        "domain",
+        "ability",
+        "prompt",
+        "turns",
+        "ground_truth",
+        "acc",
+        "score",
+        "verdict",
+    )
     for number, row in enumerate(store.read(file, columns).to_pylist(), 1):
         turns, verdict = row.pop("turns"), row.pop("verdict") or {}
-        row |= {"data_source": row.pop("domain") or "", "verdict": verdict.get("text")}
+        row |= {"data_source": row.pop("domain") or "", "ability": row["ability"] or "", "verdict": verdict.get("text")}
         if turns is not None:
             row["response"] = "\n".join(turn["text"] for turn in turns if turn["role"] == "model")
         yield f"{file}:{number}", row

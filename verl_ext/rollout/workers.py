@@ -10,8 +10,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,7 @@ from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from verl_ext.outcome import RolloutEnd, infrastructure_failure
-from verl_ext.records.recorder import Group, find, pack
+from verl_ext.records.recorder import Group, costs_nothing, find, pack
 from verl_ext.records.trajectories import raised_row, rollout_row
 from verl_ext.rollout.loop import RETRY_PAUSE_S
 from verl_ext.settings import FailedSamples
@@ -113,19 +112,19 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         group, validate, started = running_group, trajectory["validate"], time.time()
         try:
             outputs = await self._roll_out(agent_loop, sampling_params, validate, sample)
-            with _costs_no_rollout("made"):
+            with costs_nothing("made"):
                 self._record(group, outputs, validate, sample, started)
             self._add_rows(group, outputs, validate, sample)
         except Exception as error:  # whatever it is: verl gets it, the record says so
             if self._recorder is not None:
                 times = {"started_s": started, "ended_s": time.time()}
-                with _costs_no_rollout("made"):
+                with costs_nothing("made"):
                     group.records.append(raised_row(sample, error, validate=validate, **times))
             raise
         finally:
             group.running -= 1
             if group.running == 0 and group.records:
-                with _costs_no_rollout("sent"):
+                with costs_nothing("sent"):
                     self._send(group, validate, sample)
             if group.running == 0 and group.keys:  # also where this one raised: validation counts the others
                 rows = list_of_dict_to_tensordict(group.rows)
@@ -261,14 +260,6 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         final.reward_score = result["reward_score"]
         final.extra_fields["reward_extra_info"] = result["reward_extra_info"]
         final.metrics.compute_score = timing["compute_score"]
-
-
-@contextmanager
-def _costs_no_rollout(done: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception:  # whatever it is: a bug in a record must not fail a group that could train
-        logger.exception("A record could not be %s, by an error of verl_ext; the rollout goes on without it.", done)
 
 
 class LeanAgentLoopManager(AgentLoopManagerTQ):

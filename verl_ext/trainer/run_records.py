@@ -23,7 +23,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.outcome import PromptEnd
 from verl_ext.records import recorder
-from verl_ext.records.recorder import Fates
+from verl_ext.records.recorder import Fates, costs_nothing
 from verl_ext.settings import RecorderSettings
 
 RECORD = "record"  # column: step * 2**32 + number of the response in the step; -1 of those that are not recorded
@@ -79,6 +79,7 @@ class RunRecords:
         finally:
             self._intervals.append({"what": what, "start_s": start, "end_s": time.time()})
 
+    @costs_nothing("made of a batch")
     def take(self, step: int, batch: KVBatchMeta, fillers: Collection[str], tokenizer: Any) -> None:
         """Before the update: note what is taken with which advantage, tell the tokens of a share of the groups, and
         mark these responses for the actor's processes. Its CPU seconds are those of all threads of this process, as
@@ -109,10 +110,11 @@ class RunRecords:
             fields = ["responses", "response_mask", "loss_mask", "extra_fields", *_OF_TOKENS]
             told = token_columns(records, get(keys=chosen, select_fields=fields))
             new = set(told["id"].tolist()) - self._known
-            self._known |= new
             self._recorder.tokens.remote(step, told, {each: tokenizer.decode([each]) for each in new})
+            self._known |= new
         self._cpu_s += time.process_time() - began
 
+    @costs_nothing("made of a step")
     def end_step(self, step: int, ends: Mapping[str, PromptEnd], waiting: Collection[str]) -> None:
         """What became of prompts; that of groups which wait in the queue may change, and is told with a later step.
 

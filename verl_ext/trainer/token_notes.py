@@ -34,7 +34,8 @@ def note_losses(losses: ModuleType) -> None:
             return verls(config, model_output, data, dp_group)
         with noted_decisions() as noted:
             result = verls(config, model_output, data, dp_group)
-        _tell(config, losses.no_padding_2_padding(model_output["log_probs"], data).detach(), data, records, noted)
+        with recorder.costs_nothing("made of a loss"):
+            _tell(config, losses.no_padding_2_padding(model_output["log_probs"], data).detach(), data, records, noted)
         return result
 
     losses.ppo_loss = ppo_loss

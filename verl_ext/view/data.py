@@ -16,7 +16,7 @@ from verl_ext.records.run_folder import training_folder
 from verl_ext.records.run_record import Metrics, read_metrics
 
 LIGHT = (  # all but the long texts
-    "key, uid, session, index, problem, left(prompt, 300) AS prompt, domain, score, acc, outcome, outcome_why,"
+    "key, uid, session, index, problem, id, left(prompt, 300) AS prompt, domain, score, acc, outcome, outcome_why,"
     " end_reason, exception, len(calls) AS num_calls, coalesce(verdict.normalised, verdict.extracted) AS answer"
 )
 FILES = "SELECT * EXCLUDE filename, parse_filename(filename, true) AS key FROM read_parquet($paths, filename=true)"
@@ -127,8 +127,9 @@ FILTERS = {
     "outcome": "outcome = $outcome",
     "end": "end_reason = $end",
     "domain": "domain = $domain",
-    # what ended the rollout, or the class of what a program raised
-    "exception": "contains(concat(exception, list_transform(calls, lambda c: c.status)::TEXT), $exception)",
+    # what ended the rollout, or the class of what a program raised; "ok" is no exception
+    "exception": "(contains(exception, $exception) OR"
+    " len(list_filter(calls, lambda c: c.fault IS NOT NULL AND contains(c.status, $exception))) > 0)",
     "text": "(contains(prompt, $text) OR len(list_filter(turns, lambda t: contains(t.text, $text))) > 0"
     " OR len(list_filter(calls, lambda c: contains(c.stdout, $text) OR contains(c.stderr, $text))) > 0)",
 }  # name in a page's address -> condition on a rollout

@@ -5,21 +5,14 @@ from statistics import fmean
 from typing import Any
 
 from verl_ext.evaluation import figures
-from verl_ext.outcome import RolloutEnd
-from verl_ext.records.samples import Sample
+from verl_ext.records.samples import Sample, sample_of
 from verl_ext.view.data import Run
 
 DRAWS = 2000  # bootstrap resamples: the end of an interval is known to about 0.03 of its width
-_RAN = "list_filter(calls, lambda c: c.attempts IS NOT NULL)"  # also what `tool_calls` of an evaluation counts
-_SAMPLE = (  # the fields of `Sample`
-    "uid || '_' || session || '_0' AS uid, problem AS input, '' AS output, '' AS gts, problem, acc,"
-    " domain AS data_source, coalesce(verdict.normalised, verdict.extracted, '') AS pred, end_reason AS finish_reason,"
-    " coalesce(score, 0) AS score, model_tokens AS response_tokens,"
-    f" len({_RAN}) AS tool_calls, len(list_filter({_RAN}, lambda c: c.fault = 'model')) AS tool_errors,"
-    " len(list_filter(calls, lambda c: c.status = 'timeout')) AS tool_timeouts,"
-    " len(list_filter(turns, lambda t: t.role = 'model')) AS model_turns, (acc IS NULL)::INT AS unverified,"
-    f" (end_reason = '{RolloutEnd.MAX_TOKENS}')::INT AS truncated,"
-    f" (end_reason = '{RolloutEnd.SANDBOX_FAILURE}')::INT AS sandbox_failure"
+_LIGHT = (  # what `sample_of` asks for, without texts
+    "uid, session, NULL AS prompt, ground_truth, problem, id, acc, domain, verdict, end_reason, score, model_tokens,"
+    " list_transform(calls, lambda c: {'attempts': c.attempts, 'fault': c.fault, 'status': c.status}) AS calls,"
+    " list_transform(turns, lambda t: {'role': t.role}) AS turns"
 )
 
 
@@ -36,28 +29,30 @@ def samples(run: Run, side: str) -> list[Sample]:
     if end := {"first": "min", "last": "max"}.get(side):
         keys = [key for key in run.files() if key.startswith("step")]
         only = f" QUALIFY key = {end}(key) OVER (PARTITION BY problem)"
-    rows = run.ask(f"SELECT {_SAMPLE} FROM records WHERE outcome IS DISTINCT FROM 'open'{only}", keys=keys)
-    return [Sample(**row) for row in rows]
+    rows = run.ask(f"SELECT {_LIGHT} FROM records WHERE outcome IS DISTINCT FROM 'open'{only}", keys=keys)
+    return [sample_of(row) for row in rows]
 
 
 def compare(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Any]:
-    """`tables` of verl_ext/evaluation/figures.py, and the `problems` that changed most, [name, before, after]."""
+    """`tables` of verl_ext/evaluation/figures.py, and the `problems` that changed most: name, id, before, after."""
     both = [figures.evaluate(side, draws=DRAWS) for side in (before, after)]
     difference = figures.compare(before, after, draws=DRAWS)
     accs: dict[str, tuple[list[float], list[float]]] = {}
     for side, rows in enumerate((before, after)):
         for row in rows:
             accs.setdefault(row.problem, ([], []))[side].extend([] if row.acc is None else [row.acc])
-    moved = [(name, *map(fmean, each)) for name, each in accs.items() if all(each)]
-    moved.sort(key=lambda row: (-abs(row[2] - row[1]), row[0]))
+    ids = {row.problem: row.id for row in (*before, *after)}
+    moved = [(name, ids[name], *map(fmean, each)) for name, each in accs.items() if all(each)]
+    moved.sort(key=lambda row: (-abs(row[3] - row[2]), row[0]))
     return {"tables": figures.comparison_tables(*both, difference), "problems": moved[:100], "common": len(moved)}
 
 
 def draws(runs: Sequence[Run], problem: str) -> list[dict[str, Any]]:
-    """Every group of a problem: run, key, uid, judged, acc, score, calls, tokens; by run, then time."""
+    """Every group of a problem: run, key, uid, judged, acc, score, calls, tokens, id; by run, then time."""
     sql = (
         "SELECT key[-6:] AS moment, key, uid, count(acc) AS judged, avg(acc) AS acc, avg(score) AS score,"
-        " avg(len(calls)) AS calls, avg(response_tokens) AS tokens, min(outcome) AS outcome"
+        " avg(len(calls)) AS calls, avg(response_tokens) AS tokens, min(outcome) AS outcome,"
+        " min(id) AS id"
         " FROM records WHERE problem = $problem GROUP BY ALL ORDER BY moment, key, uid"
     )
     return [{"run": run} | row for run in runs for row in run.ask(sql, {"problem": problem})]

@@ -243,6 +243,39 @@ def test_groups_that_waited_at_a_checkpoint_are_recorded_by_the_run_that_goes_on
     assert {row["advantage"] for row in store.rows(tmp_path) if row["uid"] == "useful"} == {None, -0.5}
 
 
+def test_a_checkpoint_keeps_no_group_whose_fate_is_known(tmp_path):
+    """A worker has died, and one group of step 2 never comes; the run is killed after the checkpoint of that step."""
+    killed = Recorder(tmp_path, SETTINGS)
+    for uid in ("trained", "open"):
+        killed.group(group(uid, step=2))
+    killed.end_step(Fates(2, {"trained": TRAINED, "never": TRAINED}, {"trained_0": 1.0}), 0.0)
+    killed.save(2)
+
+    resumed = Recorder(tmp_path, SETTINGS)
+    resumed.resume(2)
+    resumed.close()
+    found = sorted((row["uid"], row["session"], row["outcome"], row["trained_step"]) for row in store.rows(tmp_path))
+    assert found == [("open", 0, "open", None), ("open", 1, "open", None)] + [
+        ("trained", 0, "trained", 2),
+        ("trained", 1, "trained", None),
+    ]
+    assert killed.lost == 1
+
+
+def test_what_waits_at_the_newest_checkpoint_outlives_the_files_of_its_step(tmp_path):
+    killed = Recorder(tmp_path, RecorderSettings(token_share=0.5, keep_steps=2, max_gb=1))
+    killed.group(group("open"))
+    killed.end_step(Fates(1, {}, {}), 0.0)
+    killed.save(1)
+    for step in (2, 3, 4):
+        killed.end_step(Fates(step, {}, {}), 0.0)
+    assert [file.step for file in store.files_of(tmp_path)] == [3, 4]
+    resumed = Recorder(tmp_path, SETTINGS)
+    resumed.resume(1)
+    resumed.end_step(Fates(2, {"open": TRAINED}, {}), 0.0)
+    assert resumed.lost == 0 and {key for key in outcomes(tmp_path, 2)} == {"open_0", "open_1"}
+
+
 def test_a_run_that_came_to_its_end_and_goes_on_has_no_row_twice(tmp_path):
     ended = Recorder(tmp_path, SETTINGS)
     for uid in ("done", "open"):
@@ -280,6 +313,17 @@ def test_a_start_removes_half_files_and_a_resume_later_steps(tmp_path):
     half.write_bytes(b"PAR1")
     Recorder(tmp_path, SETTINGS).resume(2)
     assert [file.step for file in store.files_of(tmp_path)] == [1, 2] and not half.exists()
+
+
+def test_a_run_that_begins_anew_says_how_many_files_of_an_earlier_one_it_removes(tmp_path, caplog):
+    for step in (1, 2, 3):
+        store.write(store.path_of(tmp_path, "trajectories", step), "trajectories", [])
+    Recorder(tmp_path, SETTINGS).resume(2)
+    assert not caplog.records
+    Recorder(tmp_path, SETTINGS).resume(0)
+    assert "so 2 files of an earlier one are removed" in caplog.text and not store.files_of(tmp_path)
+    Recorder(tmp_path, SETTINGS).resume(0)
+    assert len(caplog.records) == 1
 
 
 def test_files_say_the_cpu_seconds_of_recorder_and_senders(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 
 import pyarrow as pa
 import pytest
@@ -49,7 +50,7 @@ def test_every_kind_can_be_empty_and_says_its_version(tmp_path, kind):
     store.write(path, kind, [])
     assert store.read(path).schema.names == SCHEMAS[kind].names
     pa.parquet.write_table(pa.table({"uid": ["a"]}), path)
-    with pytest.raises(store.BrokenRecords, match=f"{path} has records of version none, expected 1"):
+    with pytest.raises(store.BrokenRecords, match=f"{path} has records of version none, expected 2"):
         store.read(path)
 
 
@@ -87,6 +88,31 @@ def test_a_kill_before_the_rename_leaves_no_file_of_the_step(tmp_path, monkeypat
     assert list(path.parent.iterdir()) == []
 
 
+def test_what_another_process_is_writing_stays(tmp_path):
+    """A second start of a run that goes on still cleans only what a dead writer has left."""
+    path = store.path_of(tmp_path, "trajectories", 1)
+    told, tell = os.pipe()
+    child = os.fork()
+    if child == 0:
+
+        def rows():
+            yield ROW
+            os.write(tell, b"x")
+            time.sleep(60)
+
+        store.write(path, "trajectories", rows())
+        os._exit(0)
+    try:
+        os.read(told, 1)
+        store.sizes(tmp_path)
+        assert len(list(path.parent.iterdir())) == 1
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    store.sizes(tmp_path)
+    assert list(path.parent.iterdir()) == []
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path, monkeypatch):
     path = store.path_of(tmp_path, "trajectories", 1)
     store.write(path, "trajectories", [ROW])
@@ -107,6 +133,24 @@ def test_the_command_prints_a_line_a_row(tmp_path, monkeypatch, capsys):
     store.main()
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["step"] == 2 and json.loads(line)["turns"] == ROW["turns"]
+
+
+def test_the_command_takes_the_quickstarts_folder_and_says_what_is_not_there(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "rl"
+    store.write(store.path_of(run, "trajectories", 1), "trajectories", [ROW])
+
+    def said(*arguments):
+        monkeypatch.setattr("sys.argv", ["store", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            store.main()
+        return ended.value.code
+
+    monkeypatch.setattr("sys.argv", ["store", str(tmp_path)])
+    store.main()
+    assert json.loads(capsys.readouterr().out)["uid"] == "u1"
+    assert said(run, "--step", 7) == f"{run} has no records of the kind trajectories of step 7. It has those of 1 to 1."
+    assert said(run, "--kind", "tokens") == f"{run} has no records of the kind tokens (retool.recorder)."
+    assert said(tmp_path / "misspelt").startswith(f"No run at {tmp_path / 'misspelt'}")
 
 
 def test_a_file_written_again_keeps_its_notes(tmp_path):
@@ -133,3 +177,16 @@ def test_retention_removes_the_oldest_steps_whole_and_keeps_the_newest(tmp_path)
     assert [file.step for file in store.files_of(tmp_path)] == [3, 4]
     store.keep(tmp_path, sizes, limits(1))
     assert [file.step for file in store.files_of(tmp_path)] == [4]
+
+
+def test_retention_keeps_what_waits_at_every_checkpoint_that_is_there(tmp_path):
+    for step in (1, 2, 3, 4, 5, 6):
+        store.write(store.path_of(tmp_path, "trajectories", step), "trajectories", [])
+    for step in (1, 2, 3):
+        store.write(store.path_of(tmp_path, "waiting", step), "waiting", [])
+    (tmp_path / "global_step_2").mkdir()
+    sizes = store.sizes(tmp_path)
+    store.keep(tmp_path, sizes, limits(1e9))
+    assert [file.step for file in store.files_of(tmp_path)] == [4, 5, 6] == sorted(sizes)
+    assert [file.step for file in store.files_of(tmp_path, "waiting")] == [2, 3], "3 is the newest"
+    assert store.sizes(tmp_path) == sizes

@@ -102,9 +102,10 @@ def test_a_rollout_that_raised_has_a_row_of_its_own():
     assert row["uid"] == "u" and row["validate"] is True
 
 
-def test_a_problem_is_the_same_in_all_runs_by_its_id_or_its_content():
-    assert problem_of(SAMPLE | {"extra_info": {"id": "p7"}}) == "p7"
-    assert problem_of(SAMPLE) == problem_of(SAMPLE | {"uid": "other", "index": 1})
+def test_a_problem_is_the_same_in_all_runs_by_its_content_which_its_id_does_not_say():
+    other = SAMPLE | {"uid": "other", "index": 1, "extra_info": {"id": "template 7"}}
+    assert problem_of(SAMPLE) == problem_of(other)
+    assert raised_row(other, KeyError("x"), validate=True)["id"] == "template 7"
     assert problem_of(SAMPLE) != problem_of(SAMPLE | {"reward_model": {"ground_truth": "3"}})
 
 

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from verl_ext.records import store
+from verl_ext.records.trajectories import rollout_row
 from verl_ext.reward import Score
 from verl_ext.reward.grade import find_files, judge_by_math_verify, main, read_row
 
@@ -218,6 +219,9 @@ def test_run_and_the_quickstart_above_it_give_the_runs_responses(tmp_path):
     touch(run, "validation/10.jsonl", "validation/2.jsonl")
     expected = [run / "validation/2.jsonl", run / "validation/10.jsonl"]
     assert find_files([run.parent]) == find_files([run]) == find_files([run / "validation"]) == expected
+    touch(run, "records/trajectories/step_000002.parquet", "records/trajectories/val_000002.parquet")
+    assert find_files([run.parent]) == find_files([run]) == [run / "records/trajectories/val_000002.parquet"]
+    assert find_files([run / "validation"]) == expected
 
 
 def test_the_records_of_a_run_are_graded_without_what_the_tools_said(tmp_path):
@@ -234,6 +238,17 @@ def test_the_records_of_a_run_are_graded_without_what_the_tools_said(tmp_path):
     assert (graded["verdict"], graded["pred"], graded["uid"], graded["session"]) == ("correct", "42", "u", 1)
     assert graded["recorded"]["acc"] == 0.0 and graded["recorded"]["verdict"] == "wrong"
     assert grade(store.path_of(run, "trajectories", 3), tmp_path / "file.jsonl") == 0
+
+
+def test_records_are_graded_by_the_verifier_of_their_ability(tmp_path):
+    sample = {"uid": "u", "session_id": 0, "data_source": "own", "ability": "multiple_choice", "raw_prompt": "Which?"}
+    sample["reward_model"] = {"ground_truth": "B"}
+    turn = {"text": "The answer is B.", "tokens": 5, "start": 0, "calls": []}
+    row = rollout_row(sample, {"prompt": "Which?", "turns": [turn]}, {"finish_reason": "answer"}, validate=True)
+    store.write(store.path_of(tmp_path / "run", "trajectories", 3), "trajectories", [row])
+    assert grade(tmp_path / "run", tmp_path / "graded.jsonl") == 0
+    (graded,) = read(tmp_path / "graded.jsonl")
+    assert (graded["verdict"], graded["method"], graded["prompt"]) == ("correct", "choice", "Which?")
 
 
 def test_run_without_responses_is_refused(tmp_path):

@@ -152,6 +152,20 @@ def test_a_second_batch_of_the_step_has_other_numbers_and_no_text_twice(make):
     assert texts and again == {}
 
 
+def test_a_bug_in_the_records_fails_no_step_and_is_told_once(make, caplog):
+    records, handle, batch, _ = make(1.0)
+
+    def decode(ids):
+        raise ValueError("no such token")
+
+    for step in (3, 4):
+        records.take(step, batch, (), SimpleNamespace(decode=decode))
+        records.end_step(step, {}, None)
+    assert caplog.text.count("could not be made of a batch, by an error of verl_ext") == 1
+    assert caplog.text.count("could not be made of a step, by an error of verl_ext") == 1
+    assert handle.of("tokens") == [] and "no such token" in caplog.text
+
+
 def test_a_response_has_its_advantage_where_all_its_tokens_that_train_have_one(make):
     records, handle, batch, _ = make(0.0)
     records.take(3, batch, {"c"}, TOKENIZER)

@@ -88,6 +88,15 @@ def test_the_second_response_is_told_without_its_padding(ask):
     assert columns["lengths"].tolist() == [2] and columns["decision"].tolist() == [CLIPPED_LOW, KEPT]
 
 
+def test_a_bug_in_what_is_told_fails_no_update_and_is_told_once(ask, monkeypatch, caplog):
+    from verl_ext.trainer import token_notes
+
+    monkeypatch.setattr(token_notes, "_verls", lambda *_: 1 / 0)
+    for _ in range(2):
+        told, gradient = ask(LOG_PROB, [0, 1])
+    assert told == [] and gradient[0, 0] != 0 and caplog.text.count("could not be made of a loss") == 1
+
+
 @pytest.mark.parametrize("records", [None, [-1, -1]])
 def test_a_micro_batch_without_a_recorded_response_tells_nothing(ask, records):
     assert ask(LOG_PROB, records)[0] == []

@@ -104,7 +104,7 @@ def _group(rng: random.Random, step: int, p: int, samples: int, words: int, vali
         turns[-1] |= dict(server=server, started_s=resumed, generate_s=started + 12 + session - 0.1 - resumed)
         group.append(dict(
             uid=f"{'v' if validate else 's'}{step}-p{p}", session=session, step=step, validate=validate, index=p,
-            problem=f"sum/{p}", domain="sums" if p % 2 else "adds", prompt=f"What is {a} + {b}?",
+            problem=f"p{p}", id=f"sum/{p}", domain="sums" if p % 2 else "adds", prompt=f"What is {a} + {b}?",
             ground_truth=right, turns=turns, calls=calls,
             version_spans=[dict(start=0, end=total, version=max(0, step - 1 - session % 2))],
             end_reason="sandbox_failure" if failed else "answer",

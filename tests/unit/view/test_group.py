@@ -122,6 +122,6 @@ def test_a_rollout_that_raised_is_shown_on_every_page(client: TestClient, run_fo
         answer = client.get(page, params={"uid": "s1-p1", "session": 7})
         assert answer.status_code == 200 and "ended by" in answer.text.lower() and "None" not in answer.text
     assert "OSError: a lost server" in answer.text
-    for page in ("/run/0/step_000001", "/problems?a=0:first&b=0:last", "/problem?problem=sum/1", "/code",
+    for page in ("/run/0/step_000001", "/problems?a=0:first&b=0:last", "/problem?problem=p1", "/code",
                  "/run/0/export.eval"):  # fmt: skip
         assert client.get(page).status_code == 200

@@ -1,14 +1,18 @@
 """The same problem over time and between runs: figures as `python -m verl_ext.evaluate` has them."""
 
+import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from starlette.testclient import TestClient
 
 from tests.unit.view.synthetic import write_run
+from verl_ext.evaluation import figures
 from verl_ext.evaluation.estimators import paired_test
 from verl_ext.records import store
+from verl_ext.records.samples import read_dump
 from verl_ext.view import problems
 from verl_ext.view.data import Run
 
@@ -26,13 +30,46 @@ def test_first_against_last_draw_is_tested_as_an_evaluation_tests_it(run_folder:
     sides = [problems.samples(run, side) for side in ("first", "last")]
     before, after = means(run_folder, 1), means(run_folder, 4)  # every step draws the same five problems
     found = problems.compare(*sides)
-    assert found["common"] == 5 and {name: (b, a) for name, b, a in found["problems"]} == {
+    assert found["common"] == 5 and {name: (b, a) for name, _, b, a in found["problems"]} == {
         name: (before[name], after[name]) for name in before
     }
     test = paired_test(np.array([after[name] - before[name] for name in before]), draws=1000, seed=0)
     overall = found["tables"][-1][-1]
     assert overall[:4] == ["overall", str(test.better), str(test.worse), str(test.equal)]
     assert overall[5] == f"{test.p_sign_test:.3g}"
+
+
+def test_problems_of_one_template_are_compared_as_an_evaluation_compares_them(run_folder: Path, tmp_path: Path) -> None:
+    """Two problems share an id: they are two pairs, and one unit of the intervals. `evaluate` has their texts."""
+    sides = []
+    for step in (1, 4):
+        path = store.path_of(run_folder, "trajectories", step)
+        store.rewrite(path, lambda rows: [row | {"id": "template" if row["index"] < 2 else row["id"]} for row in rows])
+        dump = tmp_path / f"{step}.jsonl"
+        lines = [dump_row(row) for row in store.read(path).to_pylist()]
+        dump.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        sides.append(read_dump(dump))
+    expected = figures.comparison_tables(
+        *(figures.evaluate(side, draws=problems.DRAWS) for side in sides), figures.compare(*sides, draws=problems.DRAWS)
+    )
+    run = Run(run_folder, "run_a", 0)
+    found = problems.compare(*(problems.samples(run, side) for side in ("first", "last")))
+    assert found["tables"] == expected and found["common"] == 5
+    assert [id for _, id, _, _ in found["problems"]].count("template") == 2
+
+
+def dump_row(row: dict[str, Any]) -> dict[str, Any]:
+    """What `evaluate` writes of a response: pairs are found by the problem's text."""
+    calls = [call for call in row["calls"] if call["attempts"] is not None]
+    return {
+        "uid": f"{row['uid']}_{row['session']}_0", "input": row["prompt"], "problem": row["prompt"], "id": row["id"],
+        "output": "", "gts": row["ground_truth"], "pred": row["verdict"]["extracted"], "data_source": row["domain"],
+        "finish_reason": row["end_reason"], "acc": row["acc"], "score": row["score"] or 0.0, "tool_calls": len(calls),
+        "tool_errors": len([call for call in calls if call["fault"] == "model"]), "tool_timeouts": 0,
+        "model_turns": len([turn for turn in row["turns"] if turn["role"] == "model"]),
+        "response_tokens": row["model_tokens"], "truncated": 0, "unverified": row["acc"] is None,
+        "sandbox_failure": row["end_reason"] == "sandbox_failure",
+    }  # fmt: skip
 
 
 def test_a_sample_that_was_not_judged_is_in_no_accuracy(run_folder: Path) -> None:
@@ -44,11 +81,11 @@ def test_two_runs_are_compared_and_a_problem_leads_to_all_its_draws(viewer, run_
     client: TestClient = viewer(run_folder, write_run(tmp_path / "run_b", seed=19))
     page = client.get("/problems?a=0:val_000004&b=1:val_000004").text
     assert "5 problems have judged samples on both sides" in page and "p (sign flips)" in page
-    page = client.get("/problem", params={"problem": "sum/1"}).text
+    page = client.get("/problem", params={"problem": "p1"}).text
     for number, folder in enumerate((run_folder, tmp_path / "run_b")):
         for step in (1, 2, 3, 4):
             assert f'/run/{number}/step_{step:06d}/group?uid=s{step}-p1"' in page
-            share = means(folder, step)["sum/1"]
+            share = means(folder, step)["p1"]
             assert f'<td class="num">{share:.4g}</td>' in page
     assert "No group of this problem" in client.get("/problem?problem=none").text
     assert client.get("/problems?a=9:first&b=0:nothing").status_code == 200

@@ -19,7 +19,7 @@ def hostile(run_folder: Path) -> Path:
         rows = store.read(path).to_pylist()
         for row in rows:
             if kind == "trajectories":
-                for name in ("prompt", "ground_truth", "problem", "domain", "exception", "end_reason", "outcome",
+                for name in ("prompt", "ground_truth", "problem", "id", "domain", "exception", "end_reason", "outcome",
                              "outcome_why", "reward_parts", "fault"):  # fmt: skip
                     row[name] = NASTY
                 long = "A" * 1_000_000 * (row["uid"] == "s2-p1")
