@@ -9,9 +9,11 @@
 each with the checksums of all: a larger wheel is cut into pieces, which `install` joins and checks. So the parts can be
 sent one by one. A part appears when all are whole; where `make` was broken off, the same command goes on.
 
-flash-attn has no wheel: its source archive is sent, and the stage `flash_attn` of scripts/gpu_acceptance.sh builds it.
-Its setup.py imports torch, when pip fetches the archive and when it is built: `make` without torch needs
-`--skip flash-attn`. `check` and `install` need pip and the standard library alone, and the Python that `make` was told.
+flash-attn has no wheel: its source archive is sent, which takes half an hour to build. A wheel made of it once, put
+into the folder as `flash_attn-*.whl`, is what the stage `flash_attn` of scripts/gpu_acceptance.sh installs. Its
+setup.py imports torch, when pip fetches the archive and when it is built: `make` without torch needs
+`--skip flash-attn`.
+`check` and `install` need pip and the standard library alone, and the Python that `make` was told.
 Their exit status is 0 if nothing is missing, 3 if something is, and 1 if they could not do their work.
 """
 

@@ -30,8 +30,8 @@ class Context:
     Args:
         device: cuda or cpu; on a CPU everything is small.
         folder: for what the stage writes, its log included.
-        site: a folder on sys.path, where packages of `wheels` and those that a stage builds are installed.
-        wheels: a folder of wheels and source archives, or None.
+        site: a folder on sys.path, where packages of `wheels` are installed.
+        wheels: a folder of wheels, or None.
         shape: of the model of a training step, as `read_shape` takes it: a model folder, or a name; empty for the 4B.
         tokens: of a micro-batch of a training step; 0 for the stage's own.
         checkpointing: gradient checkpointing of a training step.
@@ -74,7 +74,6 @@ class Stage:
     run: Callable[[Context], Iterator[Row]]
     limit_s: int = LIMIT_S
     cuda_only: bool = False
-    keeps_folder: bool = False  # goes on with what an earlier start of it wrote
 
 
 @dataclass
@@ -142,9 +141,8 @@ def run_stage(stage: Stage, context: Context, show: Callable[[Row], None] = lamb
     if result.not_run:
         return result
     folder = context.folder / stage.name
-    if not stage.keeps_folder:
-        shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     receiver, sender = multiprocessing.Pipe(duplex=False)
     log, start = context.folder / f"{stage.name}.log", time.monotonic()
     process = multiprocessing.get_context("fork").Process(target=_in_child, args=(stage, context, folder, log, sender))

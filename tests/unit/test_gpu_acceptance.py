@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.gpu import runs, training
+from tests.gpu import machine, runs, training
 from tests.gpu.report import summary, table
 from tests.gpu.stage import Context, NotRun, Row, Stage, run_stage
 from verl_ext.memory.shape import ModelShape
@@ -121,6 +122,27 @@ def test_what_cannot_run_says_why_and_is_neither_passed_nor_failed(stage, reason
     assert reason in result.not_run and not result.rows and not result.passed
     assert summary([result]) == "0 passed, 0 failed, 1 not run (one)"
     assert "| one | not run |" in table([result])
+
+
+def test_flash_attention_is_not_built_and_a_wheel_of_it_is_installed(context, tmp_path, monkeypatch):
+    wheels, stage = tmp_path / "wheels", of(machine.check_flash_attention)
+    wheels.mkdir()
+    (wheels / "flash_attn-2.8.3.tar.gz").write_bytes(b"the source")
+    found = run_stage(stage, replace(context, wheels=wheels))
+    assert "no wheel of it is in --wheels FOLDER. It is not built here: 22 of its 73 files took 9" in found.not_run
+    with zipfile.ZipFile(wheels / "flash_attn-2.8.3-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("flash_attn.py", "__version__ = '2.8.3'\n")
+        wheel.writestr(
+            "flash_attn-2.8.3.dist-info/METADATA", "Metadata-Version: 2.1\nName: flash_attn\nVersion: 2.8.3\n"
+        )
+        wheel.writestr(
+            "flash_attn-2.8.3.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("flash_attn-2.8.3.dist-info/RECORD", "")
+    context.site.mkdir()
+    monkeypatch.syspath_prepend(context.site)
+    found = run_stage(stage, replace(context, wheels=wheels))
+    assert found.passed and found.rows == [Row("flash-attn", "2.8.3", "2.8.3", True)]
 
 
 def test_no_stage_is_longer_than_eight_minutes_and_each_has_a_name_of_its_own():

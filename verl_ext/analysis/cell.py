@@ -16,6 +16,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+from verl.utils.torch_functional import get_constant_schedule_with_warmup
 
 from verl_ext.analysis.preset import Batch, Preset, Update, read_preset
 from verl_ext.analysis.tiny_model import Rollout, TinyModel, Weights
@@ -124,6 +125,9 @@ def run_cell(cell: Cell, config: dict, start: Weights, task: Task, *, steps: int
     optimizer = torch.optim.AdamW(
         weights.values(), lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay
     )
+    schedule = get_constant_schedule_with_warmup(
+        optimizer, optim.lr_warmup_steps
+    )  # step 1 has learning rate 0, as in verl
     past: deque[Weights] = deque(maxlen=cell.staleness + 1)
     before, rows = held_out_accuracy(trainer, weights, task), []
     for step in range(1, steps + 1):
@@ -137,8 +141,8 @@ def run_cell(cell: Cell, config: dict, start: Weights, task: Task, *, steps: int
             fresh = [roll_out(trainer, weights, problems, task, generator) for _ in range(FRESH)]
             found, *wanted = (gradient(preset, trainer, weights, each) for each in (sampled, *fresh))
             row["cosine"] = cosine(found, sum(wanted))
-        optimizer.param_groups[0]["lr"] = optim.lr * min(1.0, step / optim.lr_warmup_steps)
         rows.append(row | _update(preset, trainer, weights, optimizer, sampled))
+        schedule.step()
     after = held_out_accuracy(trainer, weights, task)
     return {"cell": asdict(cell), "steps": steps, "before": before, "after": after, "rows": rows}
 

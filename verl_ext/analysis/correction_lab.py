@@ -31,7 +31,7 @@ from torch import Tensor
 from verl_ext.analysis.preset import RUN, Batch, Preset
 from verl_ext.objectives.group_mean import rows_of_groups
 from verl_ext.objectives.grpo_roc import keep, penalty
-from verl_ext.objectives.tir_otb import tir_otb
+from verl_ext.objectives.tir_otb import at_last_own, tir_otb
 from verl_ext.plots.drawing import write_heat_map
 from verl_ext.records.batch_file import RecordedBatch, read_batch
 from verl_ext.records.durable import write_text
@@ -104,10 +104,7 @@ def _advantages(
     """float64[rows, T], or [rows, 1]: as the preset's estimator, filter of groups and filter of turns have them."""
     algorithm = preset.config.algorithm
     if algorithm.adv_estimator == "tir_otb":
-        rewards = torch.zeros_like(old)
-        last = batch.mask.shape[-1] - 1 - batch.mask.flip(-1).int().argmax(-1)  # of the policy's own tokens
-        rewards[torch.arange(len(rows)), last] = batch.rewards
-        found = tir_otb(rewards, batch.mask, batch.groups, old, squares)
+        found = tir_otb(at_last_own(batch.rewards, batch.mask), batch.mask, batch.groups, old, squares)
     else:
         found = preset.advantages(batch)[:, None]
     counts = torch.ones(len(rows), dtype=torch.bool)

@@ -7,6 +7,7 @@ distributions "this token, or another" is above its threshold: total variation |
 (dppo_kl). Ratios are truncated at C = 20 (section 5.4). pi_old are the rollout engine's log-probs.
 The same as verl's `dppo_tv` and `dppo_kl` (core_algos.py:1379, 1460, 0.9.1), where C is clip_ratio_c, 3 by default, so
 that r = 12 would weigh 3. Departures: log r is held within +-20; the KL has 1e-8 in numerator and denominator, as verl.
+A token of advantage 0 is never counted as left out; verl's pg_clipfrac counts it where its probability fell.
 """
 
 import torch
@@ -29,7 +30,7 @@ def binary_kl(log_prob: Tensor, old_log_prob: Tensor) -> Tensor:
 def _dppo(tokens: Tokens, divergence: Tensor, low: float, high: float, truncation: float) -> Terms:
     moved = (tokens.log_prob - tokens.old_log_prob).detach()
     above = (tokens.advantages > 0) & (moved > 0) & (divergence > high)
-    below = (tokens.advantages <= 0) & (moved < 0) & (divergence > low)
+    below = (tokens.advantages < 0) & (moved < 0) & (divergence > low)
     weight = log_ratio(tokens).exp().detach().clamp(max=truncation)
     objective = torch.where(above | below, 0, weight * tokens.advantages * tokens.log_prob)
     return Terms(objective, below, above, none_of(above))

@@ -6,7 +6,9 @@
 G_t is the reward from token t on, W_t the squared norm of the gradient by logits so far. t counts the policy's own
 tokens: those of a tool are left out before responses are laid side by side. Where one response alone goes on, its
 baseline is 0. With weights against the rollout engine, each term of W_t is multiplied by their square.
-Departures: 1e-8 in the denominator, as verl; a group of one gets 0, where verl gives it its reward.
+Departures: 1e-8 in the denominator, as verl; a group of one gets 0, where verl gives it its reward. verl notes a score
+at a response's last token. Where a tool wrote that one (`retool.run_last_code`), verl's function drops the score; here
+it counts at the policy's last token (`at_last_own`).
 """
 
 from collections.abc import Sequence
@@ -15,6 +17,12 @@ import torch
 from torch import Tensor
 
 from verl_ext.objectives.group_mean import rows_of_groups
+
+
+def at_last_own(scores: Tensor, mask: Tensor) -> Tensor:
+    """float[B, T]: `scores` (float[B]) at the last token of `mask` in each response, 0 elsewhere."""
+    is_last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    return torch.where(is_last, scores.unsqueeze(-1), 0)
 
 
 def tir_otb(

@@ -17,7 +17,7 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.objectives.maxrl import maxrl
 from verl_ext.objectives.mean import unit_factors
-from verl_ext.objectives.tir_otb import tir_otb
+from verl_ext.objectives.tir_otb import at_last_own, tir_otb
 from verl_ext.versions import VERL, require_versions
 
 ESTIMATORS = ["maxrl", "tir_otb"]  # names of algorithm.adv_estimator, beside verl's; the doctor reads them here
@@ -45,8 +45,10 @@ def _tir_otb(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     mask = response_mask.bool()
-    result = tir_otb(token_level_rewards, mask, list(index), old_log_probs, sum_pi_squared, rollout_is_weights)
-    return result, (token_level_rewards * mask).flip(-1).cumsum(-1).flip(-1)
+    of_others = torch.where(mask, 0, token_level_rewards).sum(-1)  # a score noted at a tool's token
+    rewards = torch.where(mask, token_level_rewards, 0) + at_last_own(of_others, mask)
+    result = tir_otb(rewards, mask, list(index), old_log_probs, sum_pi_squared, rollout_is_weights)
+    return result, rewards.flip(-1).cumsum(-1).flip(-1)
 
 
 def replace_in(trainer_base: ModuleType) -> None:

@@ -36,7 +36,9 @@ from verl_ext.records.token_rows import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, KEPT
 from verl_ext.versions import VERL, require_versions
 
 _noted: ContextVar[list[tuple[str, Tensor]] | None] = ContextVar("noted", default=None)
-COUNT = "actor/count/"  # metrics that are added up over micro-batches and ranks; shares are made of them
+# Metrics that are added up over micro-batches and ranks, and over a step's batches by verl's MetricsAggregator, which
+# goes by "sum" in a name (trainer/ppo/v1/utils.py:107, 0.9.1). Shares are made of them at a step's end.
+COUNT = "actor/sum/"
 LOSS_MODES = [  # names of actor.policy_loss.loss_mode, beside verl's; the doctor reads them here
     "retool_ppo",
     "retool_olmorl",

@@ -183,6 +183,7 @@ class RunTrainer(RunValidation):
 
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         batch = super().step(metrics, timing_raw)
+        make_shares(metrics)
         if self._exclusions:
             metrics.update(self._exclusions.end_step(self.global_steps, self.replay_buffer.take_ended()))
         if self._sampling:
@@ -306,18 +307,14 @@ class RunTrainer(RunValidation):
     def _update(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """Line 1809 takes ppo_mini_batch_size x rollout.n as the responses of a mini-batch."""
         if not self._sampling:
-            batch = super()._update_actor(batch, metrics)
-            make_shares(metrics)
-            return batch
+            return super()._update_actor(batch, metrics)
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
         configured = actor.ppo_mini_batch_size, rollout.n
         actor.ppo_mini_batch_size, rollout.n = len(batch) // self._updates_per_step(), 1
         try:
-            batch = super()._update_actor(batch, metrics)
+            return super()._update_actor(batch, metrics)
         finally:
             actor.ppo_mini_batch_size, rollout.n = configured
-        make_shares(metrics)
-        return batch
 
     # Validation ------------------------------------------------------------------------------------------------------
 

@@ -266,37 +266,48 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._version = global_steps - 1
         raised = self.failure_keys[partition_id]  # a loop of the group raised: nothing of it is used
         ended = (self.finished_keys[partition_id] | raised) - self._groups.keys()
-        rows: dict[str, list[tuple[str, dict]]] = {uid: [] for uid in sorted(ended)}
+        rows: dict[str, list[tuple[str, dict, str | None]]] = {uid: [] for uid in sorted(ended)}
         keys = [key for key in self.partitions[partition_id] if key.split("_")[0] in ended - raised]
         if keys:
             data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["extra_fields"])
             for key, value in zip(keys, data["extra_fields"], strict=True):
-                rows[key.split("_")[0]].append((key, getattr(value, "data", value)))
+                extra = getattr(value, "data", value)
+                rows[key.split("_")[0]].append((key, extra, exclusion(extra, self.void_turn_filter)))
         for uid, group in rows.items():
-            self._add_group(
-                uid, [(key, extra, exclusion(extra, self.void_turn_filter)) for key, extra in group], uid in raised
+            self._groups[uid] = end_group(
+                group,
+                metric=self.filter_metric,
+                void_turn_filter=self.void_turn_filter,
+                resample=self.resample,
+                rng=self._rng,
             )
+        first_seen = rows.keys() - self.seen_before
         if self.max_staleness is not None:
-            for uid in sorted(self._uids(*_USEFUL)):
-                group = self._groups[uid]
-                self._counts.dropped_as_stale += group.drop_older_than(self._version - self.max_staleness)
-                if group.is_lost() or group.are_equal():
-                    self._end({uid}, PromptEnd.STALE if group.is_lost() else PromptEnd.EQUAL)
+            self._drop_too_old(first_seen)
+        for uid, group in rows.items():
+            if uid in first_seen:
+                self._count_group(uid, group, uid in raised)
 
-    def _add_group(self, uid: str, rows: list[tuple[str, dict, str | None]], raised: bool) -> None:
+    def _drop_too_old(self, first_seen: set[str]) -> None:
+        """Of all useful groups that wait; those of `first_seen` are not counted yet."""
+        for uid in sorted(self._uids(*_USEFUL)):
+            group = self._groups[uid]
+            self._counts.dropped_as_stale += group.drop_older_than(self._version - self.max_staleness)
+            if not (group.is_lost() or group.are_equal()):
+                continue
+            end = PromptEnd.STALE if group.is_lost() else PromptEnd.EQUAL
+            if uid in first_seen:
+                group.end = end
+            else:
+                self._end({uid}, end)
+                self._counts.aged += end is PromptEnd.EQUAL
+
+    def _count_group(self, uid: str, rows: list[tuple[str, dict, str | None]], raised: bool) -> None:
         """`rows`: key, `extra_fields` and reason of exclusion of each rollout; none where one raised."""
-        group = self._groups[uid] = end_group(
-            rows,
-            metric=self.filter_metric,
-            void_turn_filter=self.void_turn_filter,
-            resample=self.resample,
-            rng=self._rng,
-        )
-        if uid in self.seen_before:
-            return
-        self._counts.ends[group.end] += 1
-        if group.end is not PromptEnd.OPEN:
-            self._prompt_ends[uid] = group.end
+        end = self._groups[uid].end
+        self._counts.ends[end] += 1
+        if end is not PromptEnd.OPEN:
+            self._prompt_ends[uid] = end
         excluded = Counter(reason for *_, reason in rows if reason is not None)
         excluded[RolloutEnd.RAISED] = int(raised)
         self._counts.seen += Ended(len(rows), 1, excluded)

@@ -23,6 +23,7 @@ class StepCounts:
     seen: Ended = field(default_factory=Ended)
     judged: list[dict[str, Any]] = field(default_factory=list)  # `extra_fields` of rollouts that were not failed
     ends: Counter = field(default_factory=Counter)  # PromptEnd -> groups; OPEN: of those that ended, the useful ones
+    aged: int = 0  # groups that were useful when they ended, and EQUAL since their oldest rollouts were left out
     dropped_as_stale: int = 0  # rollouts
     ages: list[int] = field(default_factory=list)  # in versions, of the useful rollouts that were taken
     filled: int = 0  # groups that were taken and had failed or stale rollouts
@@ -32,6 +33,7 @@ class StepCounts:
         self.seen += other.seen
         self.judged += other.judged
         self.ends.update(other.ends)
+        self.aged += other.aged
         self.dropped_as_stale += other.dropped_as_stale
         self.ages += other.ages
         self.filled += other.filled
@@ -42,9 +44,12 @@ class StepCounts:
         return sum(self.ends[end] for end in REPLACEABLE)
 
     def keep_rate(self) -> float | None:
-        """Share of the useful groups among those that ended and did not fail; None where there is none."""
+        """Share of the useful groups among those that ended, neither failed nor too old; None where there is none.
+
+        A group counts once, as what it was when it ended.
+        """
         useful = self.ends[PromptEnd.OPEN]
-        ended = useful + self.num_replaceable()
+        ended = useful + self.num_replaceable() - self.aged
         return useful / ended if ended else None
 
     def metrics(self) -> dict[str, float]:

@@ -33,14 +33,25 @@ def play(tiny, task, monkeypatch, *, steps=4, **changes):
 
 
 def test_rollouts_are_as_stale_as_the_cell_says(tiny, short, monkeypatch):
-    """Staleness 2: steps 1 to 3 have the first weights, step 4 those of step 2; without, each step has its own."""
-    _, fresh = play(tiny, short, monkeypatch)
-    assert not any(torch.equal(a, b) for a, b in zip(fresh, fresh[1:], strict=False))
-    result, stale = play(tiny, short, monkeypatch, staleness=2)
-    assert torch.equal(stale[0], stale[2]) and not torch.equal(stale[0], stale[3])
-    # step 1 trains on the same rollouts in both cells, so what step 2 starts from is the same
-    assert torch.equal(stale[3], fresh[1])
-    assert [row["log_prob_difference"] > 1e-4 for row in result["rows"]] == [False, True, True, True]
+    """Staleness 2: steps 1 to 3 have the first weights, step 5 those of step 3; without, each step has its own.
+
+    Step 1 has learning rate 0, so that step 2 begins with the first weights, too.
+    """
+    _, fresh = play(tiny, short, monkeypatch, steps=5)
+    assert [torch.equal(a, b) for a, b in zip(fresh, fresh[1:], strict=False)] == [True, False, False, False]
+    result, stale = play(tiny, short, monkeypatch, steps=5, staleness=2)
+    assert torch.equal(stale[0], stale[3]) and not torch.equal(stale[0], stale[4])
+    # steps 1 and 2 train on the same rollouts in both cells, so what step 3 starts from is the same
+    assert torch.equal(stale[4], fresh[2])
+    assert [row["log_prob_difference"] > 1e-4 for row in result["rows"]] == [False, False, True, True, True]
+
+
+def test_the_learning_rate_rises_as_in_the_run(tiny, short, monkeypatch):
+    """tiny_dapo: 3e-4 after a warm-up of 3 steps, which verl begins at 0. A step has two updates."""
+    rates, real = [], torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: rates.append(self.param_groups[0]["lr"]) or real(self))
+    play(tiny, short, monkeypatch, steps=4)
+    assert rates == pytest.approx([0, 0, 1e-4, 1e-4, 2e-4, 2e-4, 3e-4, 3e-4])
 
 
 def test_a_cell_is_repeated_by_its_seed(tiny, short, monkeypatch):

@@ -10,24 +10,26 @@ from verl_ext.objectives.gspo import gspo
 from verl_ext.objectives.icepop import icepop
 from verl_ext.objectives.icepop_onpolicy import icepop_onpolicy
 from verl_ext.objectives.mean import mean_loss
-from verl_ext.objectives.mis import mis
+from verl_ext.objectives.mis import masked, mis, response_ratio
 from verl_ext.objectives.olmorl import olmorl
 from verl_ext.objectives.ppo import ppo
 from verl_ext.objectives.sapo import sapo
 from verl_ext.objectives.terms import Tokens
 
 BOUNDS = {"low": 0.2, "high": 0.28}
-TOKENS, RESPONSES = "token-mean", "seq-mean-token-mean"
-# name: objective, its settings, mean, whether it takes weights
+TOKENS, RESPONSES, FIXED = "token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+# name: objective, its settings, mean, whether it takes weights: true for one a token, "response" for one a response
 OBJECTIVES = {
     "ppo": (ppo, BOUNDS, TOKENS, False),
     "ppo_dual_clip": (ppo, BOUNDS | {"dual_clip": 1.5}, TOKENS, False),
     "grpo": (ppo, BOUNDS, RESPONSES, False),
+    "dr_grpo": (ppo, BOUNDS, FIXED, False),
     "olmorl": (olmorl, BOUNDS, TOKENS, True),
     "icepop": (icepop, BOUNDS, TOKENS, True),
     "icepop_onpolicy": (icepop_onpolicy, {"low": 0.5, "high": 1.0}, TOKENS, False),
     "glm5_async": (glm5_async, BOUNDS, TOKENS, False),
-    "mis": (mis, BOUNDS, TOKENS, True),
+    "mis_token": (mis, BOUNDS, TOKENS, True),
+    "mis_seq": (mis, BOUNDS, TOKENS, "response"),
     "gspo": (gspo, {"low": 0.05, "high": 0.07}, RESPONSES, False),
     "gmpo": (gmpo, {"low": 0.2, "high": 0.2}, RESPONSES, False),
     "sapo": (sapo, {"tau_pos": 1.0, "tau_neg": 1.05}, RESPONSES, False),
@@ -76,4 +78,6 @@ def random_batch(seed=0, responses=8, width=6, weighted=False):
     mask[::4, 2] = False
     advantages = normal(responses, 1).expand(responses, width).contiguous()
     weights = torch.where(normal(responses, width) > 1, 0.0, normal(responses, width).exp()) if weighted else None
+    if weighted == "response":
+        weights = masked(response_ratio(0.4 * normal(responses, width), mask), 2.0)
     return Tokens(log_prob, old, advantages, mask, weights)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import verl_ext.objectives
-from tests.unit.objectives.cases import OBJECTIVES, random_batch
+from tests.unit.objectives.cases import FIXED, OBJECTIVES, random_batch
 from verl_ext.objectives.mean import mean_loss
 from verl_ext.objectives.terms import Tokens
 
@@ -24,7 +24,8 @@ def rows_of(given, rows):
 
 def loss_of(name, given, **numbers):
     objective, settings, mode, _ = OBJECTIVES[name]
-    return mean_loss(objective(given, **settings).objective, given.mask, mode=mode, **numbers)
+    scale = 8 if mode == FIXED else None  # tokens, whatever the padding
+    return mean_loss(objective(given, **settings).objective, given.mask, mode=mode, scale=scale, **numbers)
 
 
 def gradient_of(name, given, **numbers):

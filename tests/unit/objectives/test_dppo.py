@@ -27,6 +27,12 @@ def test_a_token_that_moved_too_far_is_left_out_and_one_that_comes_back_is_not()
     assert terms.clipped_low.tolist() == [[False, False, False, True]]
 
 
+def test_a_token_without_advantage_is_not_clipped_wherever_it_moved():
+    """pi_old .5; pi .75 and .25 are .25 > .2 away. A = 0, as a filler's: no gradient is lost."""
+    _, _, terms = evaluate(dppo_tv, tokens([1.5, 0.5], [0.0, 0.0], old=math.log(0.5)), **TV)
+    assert not terms.clipped_high.any() and not terms.clipped_low.any()
+
+
 def test_the_kl_of_a_token():
     """KL(.5, .75) = .5 ln(.5 / .75) + .5 ln(.5 / .25) = .1438410 nats: left out at .14, kept at .15."""
     given = tokens([1.5], [1.0], old=math.log(0.5))

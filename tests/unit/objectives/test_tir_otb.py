@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.unit.objectives.cases import float64
-from verl_ext.objectives.tir_otb import tir_otb
+from verl_ext.objectives.tir_otb import at_last_own, tir_otb
 
 
 def test_two_responses_by_hand():
@@ -38,3 +38,41 @@ def test_weights_count_squared():
 def test_a_group_of_one_has_0():
     ones = torch.ones(1, 2, dtype=torch.float64)
     assert tir_otb(ones, ones.bool(), ["a"], -ones, ones).tolist() == [[0.0, 0.0]]
+
+
+def test_a_score_stands_at_the_policys_last_token():
+    """Behind it a tool's token, padding, or nothing; a response without a token of the policy has none."""
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 1], [0, 0, 0]]).bool()
+    found = at_last_own(float64([1.0, 2.0, 3.0, 4.0]), mask)
+    assert found.tolist() == [[0, 1, 0], [2, 0, 0], [0, 0, 3], [0, 0, 0]]
+
+
+def batch():
+    """Five responses of two groups, one without a token of the policy, tools' tokens within, weights."""
+    generator = torch.Generator().manual_seed(6)
+
+    def uniform():
+        return torch.rand(5, 6, generator=generator, dtype=torch.float64)
+
+    rows = [[1, 1, 0, 1, 1, 0], [1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], [1, 0, 1, 1, 0, 0]]
+    mask = torch.tensor(rows).bool()
+    return uniform(), mask, ["a", "a", "b", "a", "b"], uniform().log(), uniform(), 2 * uniform()
+
+
+def test_tool_tokens_and_padding_do_not_matter():
+    rewards, mask, groups, *numbers = batch()
+    expected = tir_otb(rewards, mask, groups, *numbers)
+    others = [torch.where(mask, each, -7.0) for each in (rewards, *numbers)]
+    padded = [torch.nn.functional.pad(each, (0, 3), value=-7.0) for each in others]
+    found = tir_otb(padded[0], torch.nn.functional.pad(mask, (0, 3)), groups, *padded[1:])
+    assert torch.allclose(found[:, :6], expected, atol=1e-12, rtol=0) and expected[mask].abs().min() > 1e-3
+    assert found[:, 6:].abs().sum() == 0 == expected[~mask].abs().sum()
+
+
+def test_the_order_of_responses_does_not_matter():
+    rewards, mask, groups, *numbers = batch()
+    expected = tir_otb(rewards, mask, groups, *numbers)
+    order = [3, 1, 4, 2, 0]
+    moved = [each[order] for each in (rewards, mask, *numbers)]
+    found = tir_otb(moved[0], moved[1], [groups[row] for row in order], *moved[2:])
+    assert torch.allclose(found, expected[order], atol=1e-12, rtol=0)

@@ -111,16 +111,25 @@ def advantages(make, monkeypatch):
     import transfer_queue as tq
     from verl.utils import tensordict_utils as tu
 
-    def advantages(rewards, fillers, estimator, *overrides, baseline_only=(), lengths=None, objective=None, **others):
-        """`rewards`: key -> reward of a response of three tokens, the second of which a tool wrote.
+    def advantages(
+        rewards,
+        fillers,
+        estimator,
+        *overrides,
+        baseline_only=(),
+        lengths=None,
+        objective=None,
+        mask=(1, 0, 1),
+        **others,
+    ):
+        """`rewards`: key -> reward of a response of three tokens, the second of which a tool wrote: `mask`.
 
         `lengths`: key -> tokens of a response, all its own, instead; `others`: further columns, values by row.
         """
         settings = [f"algorithm.adv_estimator={estimator}", "algorithm.use_kl_in_reward=false", *overrides]
         trainer, _ = make(*settings, objective=objective)
         trainer.replay_buffer.fillers, trainer.replay_buffer.baseline_only = set(fillers), set(baseline_only)
-        mask = torch.tensor([1, 0, 1])
-        masks = [torch.ones(lengths[key], dtype=torch.long) if lengths else mask for key in rewards]
+        masks = [torch.ones(lengths[key], dtype=torch.long) if lengths else torch.tensor(mask) for key in rewards]
         scores = [torch.zeros(len(own)) for own in masks]
         for score, reward in zip(scores, rewards.values(), strict=True):
             score[-1] = reward

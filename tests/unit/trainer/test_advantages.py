@@ -104,6 +104,21 @@ def test_verls_trainer_gets_the_sum_of_squared_probabilities(advantages, estimat
     assert found["a_1_0"] == pytest.approx([-0.4, 0.0, -0.4])
 
 
+def test_a_reward_noted_at_the_last_token_of_a_tool_counts_at_the_policys_last_one(advantages):
+    """The same, and the reply to the last code ends the response: verl notes the score there."""
+    ones = torch.ones(3)
+    found = advantages(
+        {"a_0_0": 1.0, "a_1_0": 0.0},
+        (),
+        "tir_otb",
+        objective="tir_otb",
+        mask=(1, 1, 0),
+        old_log_probs=[ones * math.log(0.5), ones * math.log(0.25)],
+        sum_pi_squared=[ones, ones],
+    )
+    assert found["a_0_0"] == pytest.approx([0.6, 0.6, 0.0]) and found["a_1_0"] == pytest.approx([-0.4, -0.4, 0.0])
+
+
 def test_advantages_are_verls_where_the_formula_is(cpu_platform):
     import numpy as np
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn
@@ -120,6 +135,7 @@ def test_advantages_are_verls_where_the_formula_is(cpu_platform):
         verls, _ = get_adv_estimator_fn("grpo")(**arguments, **settings)
         ours = group_mean(rewards.sum(-1), groups, by_std=by_std)
         assert torch.allclose(ours[:, None] * given.mask, verls, atol=1e-12)
+    rewards = rewards * given.mask  # verl drops what is noted elsewhere
     squares = torch.rand(8, 6, generator=generator, dtype=torch.float64)
     more = {"old_log_probs": given.log_prob, "sum_pi_squared": squares}
     for weights in (None, torch.rand(8, 6, generator=generator, dtype=torch.float64)):

@@ -123,7 +123,7 @@ def test_what_is_not_a_number_is_dropped_and_stays_in_the_mean(call, name, field
     getattr(broken, field)[0, 1] = bad
     loss, gradient, metrics = call(name, broken, mode=mode)
     assert math.isfinite(loss) and gradient.isfinite().all() and gradient[0, 1] == 0
-    assert metrics["actor/count/not_finite"] == 1 and metrics["actor/count/dropped"] >= 1
+    assert metrics["actor/sum/not_finite"] == 1 and metrics["actor/sum/dropped"] >= 1
     if mode == TOKENS:
         whole = call(name, given, mode=mode)[1]
         whole[0, 1] = 0

@@ -131,6 +131,35 @@ def test_a_step_submits_as_many_prompts_less_as_groups_wait_for_it(make, monkeyp
     assert submitted == ["a batch", 13]
 
 
+def test_shares_of_a_step_are_of_its_tokens_however_many_each_of_its_batches_has(make, monkeypatch):
+    """50 of 100 tokens clipped, then 0 of 900: 50 of 1000. The mean of shares, as both have 8 responses, is .25."""
+    from transfer_queue import KVBatchMeta
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    from verl_ext.trainer.objective import COUNT
+
+    verls = PPOTrainer.step
+    trainer, _ = make("retool.recorder.enable=false", mode="separate_async")
+    counts = iter([{"tokens": 100.0, "clipped_low": 50.0}, {"tokens": 900.0, "clipped_low": 0.0}])
+
+    def update_actor(self, batch, metrics):
+        metrics.update({COUNT + name: value for name, value in ({"clipped_high": 0.0} | next(counts)).items()})
+        return batch
+
+    def step_once(self, metrics, timing_raw, sample_batch_size):
+        keys = [f"{self.local_trigger_step}_{i}_0" for i in range(8)]
+        return self._update_actor(KVBatchMeta(partition_id="train", keys=keys, tags=[{} for _ in keys]), metrics)
+
+    monkeypatch.setattr(PPOTrainer, "step", verls)
+    monkeypatch.setattr(PPOTrainer, "_step_once", step_once)
+    monkeypatch.setattr(PPOTrainer, "_update_actor", update_actor)
+    monkeypatch.setattr(type(trainer), "prepare_step", lambda self: {})
+    metrics = {}
+    trainer.step(metrics, {})
+    assert metrics["actor/clipped_low"] == metrics["actor/pg_clipfrac"] == 0.05
+    assert not any(name.startswith(COUNT) for name in metrics)
+
+
 def test_exclusions_are_logged_per_step_and_per_run_and_follow_a_resume(make, caplog, tmp_path):
     from collections import Counter
 

@@ -58,6 +58,24 @@ def test_a_group_that_waits_ages(make, mode):
     assert buffer.take_prompt_ends()[0]["uid-2"] == "stale" and metrics["staleness/dropped"] == 4
 
 
+def test_a_group_that_is_equal_without_its_old_responses_was_never_useful(make):
+    _, buffer = make([EQUAL_WITHOUT_OLD, *[FRESH] * 2], batch_size=2, mode="colocate_async", max_staleness=0)
+    _, metrics = buffer.sample(5, "train", 1)
+    assert metrics["filter_groups/keep_rate"] == 0.5  # of two that ended, one
+
+
+def test_a_group_that_turns_equal_as_it_waits_is_no_group_that_ended(make):
+    """It was useful when it ended, in step 5: two of two. In step 6 one group ends: one of one."""
+    turns_equal = group((1, [4]), (1, [4]), (1, [4]), (0, [3]))
+    queue, buffer = make([FRESH, turns_equal, *[FRESH] * 2], batch_size=2, mode="colocate_async", max_staleness=1)
+    _, metrics = buffer.sample(5, "train", 1)
+    assert metrics["filter_groups/keep_rate"] == 1.0
+    queue.submit(1)
+    _, metrics = buffer.sample(6, "train", 1)
+    assert metrics["filter_groups/keep_rate"] == 1.0
+    assert buffer.take_prompt_ends()[0]["uid-1"] == "equal"
+
+
 def test_surplus_that_was_kept_ages_too(make):
     options = {"keep_surplus": True, "max_off_policy_threshold": 9, "max_staleness": 0}
     newer = group((0, [5]), (1, [5]), (1, [5]), (0, [5]))
