@@ -141,6 +141,7 @@ class RunTrainer(PPOTrainer):
             self.standalone_checkpoint_manager = weights
             self._fleet = Fleet.of_run(Path(self.config.trainer.default_local_dir), limits, weights, manager)
             self._fleet.watch()
+            self._fleet.ends_waiting(self.replay_buffer)
 
     def get_llm_client(self) -> LLMServerClient:
         if limits := read_settings(self.config, "fleet.health", HealthSettings):

@@ -130,15 +130,15 @@ class Scene:
         self.balancer = GlobalRequestLoadBalancer(handles | {"of another pool": None})
         self.now, self.stopped, self.started, self.failing_starts = 0.0, [], [], 0
         self.hanging: list = []
-        journal = ServerJournal(folder)
-        journal.begin(each.server_address for each in self.replicas)
+        self.journal, self.disk_is_full = ServerJournal(folder), False
+        self.journal.begin(each.server_address for each in self.replicas)
         self.fleet = Fleet(
             HealthSettings(**vars(LIMITS) | changes),
             self.weights,
             Remote(self.balancer),
             start=self.start,
             stop=lambda replica, hanging: (self.stopped.append(replica), self.hanging.append(hanging)),
-            note=journal.note,
+            note=self.note,
             clock=lambda: self.now,
         )
 
@@ -148,6 +148,11 @@ class Scene:
             raise OSError("no GPU")
         self.started.append(Replica(number))
         return self.started[-1]
+
+    def note(self, *event: str) -> None:
+        if self.disk_is_full:
+            raise OSError(28, "No space left on device")
+        self.journal.note(*event)
 
     def routed(self) -> list[str]:
         return [each for each in self.balancer.get_all_servers() if each != "of another pool"]
