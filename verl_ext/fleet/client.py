@@ -12,7 +12,7 @@ import time
 from contextvars import ContextVar
 from typing import Any
 
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
+from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 FAILED = "server_failed"  # among the extra fields of an output that its server broke off: the rest comes from another
-GONE = (RayActorError, OutOfMemoryError, NodeDiedError)  # what a call to a process that is gone raises
+# Of a call whose process is gone, or whose answer went with its node; OwnerDiedError is an ObjectLostError.
+GONE = (RayActorError, OutOfMemoryError, NodeDiedError, ObjectLostError)
 GAVE_UP = "error"  # the reason of a turn's end for which the rollout is an infrastructure failure (rollout/loop.py)
 NO_SERVER_PAUSE_S = 0.5
 _server: ContextVar[str] = ContextVar("server")  # of the newest request of this turn
