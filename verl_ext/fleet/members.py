@@ -85,8 +85,11 @@ class Members:
 
         def look() -> None:
             while not ended.wait(LOOK_S):
-                for command in commands.take(run):
-                    self.obey(command)
+                try:
+                    for command in commands.take(run):
+                        self.obey(command)
+                except (OSError, ValueError):  # a full disk takes no answer; a file that is no command
+                    logger.exception("fleet: a command in %s was not obeyed, or not answered", run / commands.FOLDER)
 
         thread = threading.Thread(target=look, name="fleet commands", daemon=True)
         thread.start()

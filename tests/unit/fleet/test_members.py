@@ -257,6 +257,23 @@ def test_commands_are_obeyed_while_the_run_goes_on_and_what_fails_is_told(world,
         commands.ask(tmp_path, ["list"], take_s=0.2)
 
 
+def test_commands_are_obeyed_after_one_that_a_full_disk_took_no_answer_to(world, tmp_path, monkeypatch, caplog):
+    write, is_full = commands.durable.write_text, [True]
+
+    def write_text(path, text):
+        if is_full[0] and path.name.endswith(".answer.json"):
+            raise OSError(28, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(commands.durable, "write_text", write_text)
+    with world.members.obeying(tmp_path):
+        with pytest.raises(commands.NoAnswer, match="did not answer"):
+            commands.ask(tmp_path, ["list"], answer_s=0.3)
+        assert "was not obeyed, or not answered" in caplog.text
+        is_full[0] = False
+        assert len(commands.ask(tmp_path, ["list"])) == 2
+
+
 def test_what_this_takes_of_verl_is_there(cpu_platform):
     import inspect
 
