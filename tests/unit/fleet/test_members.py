@@ -305,6 +305,20 @@ def test_where_servers_are_watched_a_new_one_joins_as_a_replacement_does(world):
     assert ("join", "10.0.0.1:5") not in world.log, "the watch tells the router"
 
 
+def test_a_server_that_dies_before_its_first_weights_does_not_stay_in_the_list(world):
+    from verl_ext.fleet.members import Members
+
+    watched = world.checkpoints
+    watched.lock, watched.numbers, watched.newcomers, watched.dead = threading.RLock(), itertools.count(5), [], set()
+    world.members = Members(world.servers, watched)
+    world.members.add()
+    wait_until(lambda: watched.newcomers)
+    watched.dead.add(watched.newcomers[0])
+    assert states(world) == {0: "serves", 1: "serves", 5: "dead"}
+    watched.newcomers.clear()  # as FleetCheckpointManager's update, which it does not live to
+    assert states(world) == {0: "serves", 1: "serves"}
+
+
 def test_no_server_leaves_while_the_watch_gives_weights(world):
     from verl_ext.fleet.members import Members
 
