@@ -36,6 +36,16 @@ def test_the_command_prints_what_became_of_every_prompt(tmp_path: Path):
     assert "problems: 4 drawn 1x, 1 drawn 2x" in shown.stdout and "It sums" in shown.stdout
 
 
+def test_rollouts_by_end_and_requests_that_lost_their_server_are_summed(tmp_path: Path):
+    made = ledger(tmp_path)
+    made.end_step(3, {}, {"c", "d"}, 4, {"answer": 6, "aborted": 1}, {"a:80": 2})
+    made.end_step(4, {}, {"c", "d"}, 4, {"answer": 1}, {"b:80": 3, "a:80": 2})
+    shown = command(tmp_path)
+    assert "rollouts: 7 answer, 1 aborted\nrequests that lost their server: 4 a:80, 3 b:80\n" in shown.stdout
+    PromptLedger(tmp_path).resume(3, set("cdef"))  # what came behind the checkpoint is forgotten
+    assert read_tally(tmp_path).retries == {"a:80": 2} and read_tally(tmp_path).rollouts["answer"] == 6
+
+
 def test_a_folder_without_a_ledger_is_named(tmp_path: Path):
     shown = command(tmp_path)
     assert (
@@ -101,19 +111,22 @@ def test_the_command_covers_servers_that_died_and_were_replaced(tmp_path: Path):
     ledger(tmp_path)
     assert "servers" not in command(tmp_path).stdout
     servers(tmp_path, ("run", ""), ("started", "a"), ("started", "b"), ("died", "a"), ("start_failed", "in place of a"))
-    servers(tmp_path, ("replaced", "c"), ("run", ""), ("started", "a"))  # a resume: c and b ended with the process
+    servers(
+        tmp_path, ("replaced", "c"), ("removed", "b"), ("started", "b"), ("run", ""), ("started", "a")
+    )  # a resume: c and b ended with the process
     shown = command(tmp_path)
     assert shown.returncode == 0, shown.stdout
-    assert "servers: 4 started, 1 died, 1 of these replaced, 1 starts failed" in shown.stdout
+    assert "servers: 5 started, 1 died, 1 of these replaced, 1 removed, 1 starts failed" in shown.stdout
     assert read_servers(tmp_path).alive == {"a"}
 
 
 @pytest.mark.parametrize(
     ("events", "fault"),
     [
-        ([("started", "a"), ("died", "a"), ("died", "a")], "1 servers died or started twice: a."),
-        ([("died", "x")], "1 servers died or started twice: x."),
-        ([("started", "a"), ("replaced", "a")], "1 servers died or started twice: a."),
+        ([("started", "a"), ("died", "a"), ("died", "a")], "1 servers died, left or started twice: a."),
+        ([("started", "a"), ("removed", "a"), ("died", "a")], "1 servers died, left or started twice: a."),
+        ([("died", "x")], "1 servers died, left or started twice: x."),
+        ([("started", "a"), ("replaced", "a")], "1 servers died, left or started twice: a."),
         ([("started", "a"), ("replaced", "b")], "1 servers took the place of 0 that died."),
     ],
 )
