@@ -16,6 +16,7 @@ from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, Ray
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_ext.rollout.weight_versions import note_lost
 from verl_ext.settings import HealthSettings
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class _Request(LLMServerClient):
                 return output
         name, lost = _server.get().split("/")[0], _lost.get() + 1  # a router may name a rank of it: server/rank
         _lost.set(lost)
+        note_lost(name)
         await self._load_balancer.remove_servers.remote(server_ids=[name])  # before the next request, anyone's
         logger.warning(
             "Server %s failed (%s): a request goes on elsewhere with its %d tokens (attempt %d of %d).",

@@ -189,12 +189,14 @@ class RunTrainer(PPOTrainer):
     def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
         batch = super().step(metrics, timing_raw)
         if self._exclusions:
-            metrics.update(self._exclusions.end_step(self.global_steps, self.replay_buffer.take_ended()))
+            ended = self.replay_buffer.take_ended()
+            metrics.update(self._exclusions.end_step(self.global_steps, ended))
         if self._sampling:
             metrics.update(self._sampling.end_step(self.global_steps))
         ends, waiting = self.replay_buffer.take_prompt_ends() if self._ledger else ({}, ())
         if self._ledger:
-            self._ledger.end_step(self.global_steps, ends, waiting, len(prompts_in_queue()))
+            in_queue = len(prompts_in_queue())
+            self._ledger.end_step(self.global_steps, ends, waiting, in_queue, ended.ends, ended.lost)
         if self._records:
             self._records.end_step(self.global_steps, ends, waiting)
         if self._is_repeatable:

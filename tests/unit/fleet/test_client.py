@@ -78,7 +78,7 @@ def test_a_turn_goes_on_elsewhere_with_the_tokens_log_probs_and_versions_that_it
     monkeypatch.setattr("random.choice", lambda names: names[0])
     output, attempts, balancer = ask({"a": first, "b": second})
     assert output.token_ids == TEXT[:8] and output.log_probs == [-float(each) for each in TEXT[:8]]
-    assert attempts == [(5, 3), (3, 4)]
+    assert attempts == [(5, 3), (3, 4)] and attempts.lost == ["a"]
     assert first.asked == [([1], 8)] and second.asked == [([1, *TEXT[:5]], 3)]
     assert output.stop_reason in ("completed", "length")
 
