@@ -12,17 +12,19 @@ import time
 from contextvars import ContextVar
 from typing import Any
 
-from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
+from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_ext.rollout.weight_versions import note_lost
 from verl_ext.settings import HealthSettings
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 FAILED = "server_failed"  # among the extra fields of an output that its server broke off: the rest comes from another
-GONE = (RayActorError, OutOfMemoryError, NodeDiedError)  # what a call to a process that is gone raises
+# Of a call whose process is gone, or whose answer went with its node; OwnerDiedError is an ObjectLostError.
+GONE = (RayActorError, OutOfMemoryError, NodeDiedError, ObjectLostError)
 GAVE_UP = "error"  # the reason of a turn's end for which the rollout is an infrastructure failure (rollout/loop.py)
 NO_SERVER_PAUSE_S = 0.5
 _server: ContextVar[str] = ContextVar("server")  # of the newest request of this turn
@@ -68,6 +70,7 @@ class _Request(LLMServerClient):
                 return output
         name, lost = _server.get().split("/")[0], _lost.get() + 1  # a router may name a rank of it: server/rank
         _lost.set(lost)
+        note_lost(name)
         await self._load_balancer.remove_servers.remote(server_ids=[name])  # before the next request, anyone's
         logger.warning(
             "Server %s failed (%s): a request goes on elsewhere with its %d tokens (attempt %d of %d).",

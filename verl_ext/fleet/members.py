@@ -85,8 +85,11 @@ class Members:
 
         def look() -> None:
             while not ended.wait(LOOK_S):
-                for command in commands.take(run):
-                    self.obey(command)
+                try:
+                    for command in commands.take(run):
+                        self.obey(command)
+                except (OSError, ValueError):  # a full disk takes no answer; a file that is no command
+                    logger.exception("fleet: a command in %s was not obeyed, or not answered", run / commands.FOLDER)
 
         thread = threading.Thread(target=look, name="fleet commands", daemon=True)
         thread.start()
@@ -118,9 +121,6 @@ class Members:
         """Every server: its number, address, state, requests (of each rank as well), and the step of its weights."""
         status = ray.get(self._servers.global_load_balancer.get_status.remote())
         slots = status.get("slots", status["servers"])
-        if self._newcomers is not None:  # they join behind our back
-            for each in self._checkpoints.replicas:
-                self._coming.pop(each.replica_rank, None)
         waiting = {each.replica_rank: DEAD if each in self._dead else WAITS for each in self._newcomers or ()}
         rows, coming = [], self._coming | waiting
         there = [each for each in self._checkpoints.replicas if each.replica_rank not in coming]
@@ -164,8 +164,12 @@ class Members:
             self._coming[server] = f"did not start: {error!r}"
             return
         with self._lock:
-            self._coming[server] = WAITS
-            (self._ready if self._newcomers is None else self._newcomers).append(replica)
+            if self._newcomers is None:
+                self._coming[server] = WAITS
+                self._ready.append(replica)
+            else:  # they join, or die, behind our back
+                del self._coming[server]
+                self._newcomers.append(replica)
         logger.info("fleet: server %d has started and waits for weights", server)
 
     def remove(self, server: int) -> str:

@@ -9,11 +9,12 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ray.exceptions import ActorUnavailableError, RayError
 from verl.workers.rollout.llm_server import LLMServerManager
@@ -25,6 +26,9 @@ from verl_ext.fleet.replicas import start_replica, stop_replica
 from verl_ext.fleet.transfer import FleetCheckpointManager, is_death
 from verl_ext.ledger.servers import ServerJournal
 from verl_ext.settings import HealthSettings
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -73,13 +77,15 @@ class Fleet:
         self._limits, self._weights, self._router, self._clock = limits, weights, router, clock
         self._start_replica, self._stop_replica, self._note = start, stop, note
         self._servers: list[_Server] = []
-        self._noted = {*weights.replicas}  # whose start the journal has
+        self._noted = {*weights.replicas}  # whose start is told
+        self._events: deque[tuple[str, str, str]] = deque()  # that the journal does not have yet
+        self._unwritten = 0
         self._left: set[str] = set()  # names of servers that died
         self._starts = 0
         self._burials: set[asyncio.Task] = set()
         self._arrival: asyncio.Future | None = None  # of newcomers, under way
         self._actor_is_idle = self._is_exact = False
-        self._closing, self._error = threading.Event(), None
+        self._closing = threading.Event()
         self._follow()
 
     @classmethod
@@ -96,12 +102,22 @@ class Fleet:
 
     def watch(self) -> None:
         """Begin, in a thread of its own."""
-        self._thread = threading.Thread(target=self._run, daemon=True, name="fleet")
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._watch()), daemon=True, name="fleet")
         self._thread.start()
 
     def close(self) -> None:
         self._closing.set()
         self._thread.join(timeout=GIVE_UP_S)
+
+    def ends_waiting(self, queue: "ReplayBuffer") -> None:
+        """Have the wait for rollouts raise what `actor_works` does: verl's replay_buffer.py:408 (0.9.1)."""
+        poll = queue._wait_for_next_poll
+
+        def checked_poll(*args: Any) -> float:
+            self._weights.check()
+            return poll(*args)
+
+        queue._wait_for_next_poll = checked_poll
 
     def actor_waits(self, *, is_exact: bool) -> None:
         """The actor does nothing until `actor_works`: newcomers can get weights from it.
@@ -120,23 +136,21 @@ class Fleet:
         """
         with self._weights.lock:
             self._actor_is_idle = False
-        if self._error is not None:
-            raise RuntimeError("the servers are not watched any more: see the error below.") from self._error
+        self._weights.check()
 
     # The fleet's thread ----------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            asyncio.run(self._watch())
-        except Exception as error:  # whatever it is: the trainer raises it
-            logger.exception("watching the rollout servers failed")
-            self._error = error
-
     async def _watch(self) -> None:
-        while not self._closing.is_set():
-            began = self._clock()
-            await self.round()
-            await asyncio.sleep(max(0.0, self._limits.every_s - (self._clock() - began)))
+        try:
+            while not self._closing.is_set():
+                began = self._clock()
+                await self.round()
+                await asyncio.sleep(max(0.0, self._limits.every_s - (self._clock() - began)))
+        except Exception as error:  # whatever it is: the trainer raises it, also where it waits
+            logger.exception("watching the rollout servers failed")
+            self._weights.fault = error
+        finally:
+            self._write_events()
 
     async def round(self) -> None:
         """Ask each server, judge it, tell the router."""
@@ -158,6 +172,7 @@ class Fleet:
         for burial in [each for each in self._burials if each.done()]:
             self._burials.discard(burial)
             burial.result()
+        self._write_events()
 
     def _follow(self) -> None:
         """Watch who belongs to the run now: servers may also be added and removed while none of them is dead."""
@@ -170,7 +185,18 @@ class Fleet:
                 self._servers.append(_Server(replica, Health(self._limits, self._clock)))
             if replica not in self._noted:
                 self._noted.add(replica)
-                self._note("started", replica.server_address, "by command")
+                self._events.append(("started", replica.server_address, "by command"))
+
+    def _write_events(self) -> None:
+        """To the journal, in their order. What a full disk does not take waits for the next round."""
+        try:
+            while self._events:
+                self._note(*self._events[0])
+                self._events.popleft()
+        except OSError as error:
+            if len(self._events) != self._unwritten:
+                logger.error("%d events of servers wait for the disk: %r", len(self._events), error)
+        self._unwritten = len(self._events)
 
     def _judge(self, server: _Server) -> None:
         before, health = server.health.state, server.health
@@ -237,7 +263,7 @@ class Fleet:
 
     async def _bury(self, server: _Server) -> None:
         """Get back what its requests have, free what it holds, start another."""
-        self._note("died", server.name, server.health.why)
+        self._events.append(("died", server.name, server.health.why))
         hanging = None
         try:
             await asyncio.wait_for(_answer(server.replica.server_handle.give_up), GIVE_UP_S)
@@ -255,11 +281,11 @@ class Fleet:
                 replica = await asyncio.to_thread(self._start_replica, next(self._weights.numbers))
             except Exception as error:  # of vLLM, Ray, the machine: what keeps a server from starting may pass
                 logger.exception("a server in place of %s did not start", name)
-                self._note("start_failed", f"in place of {name}", repr(error))
+                self._events.append(("start_failed", f"in place of {name}", repr(error)))
                 await asyncio.sleep(START_PAUSE_S)
                 continue
             logger.info("server %s takes the place of %s, and waits for weights", replica.server_address, name)
-            self._note("replaced", replica.server_address, f"in place of {name}")
+            self._events.append(("replaced", replica.server_address, f"in place of {name}"))
             self._noted.add(replica)
             self._weights.newcomers.append(replica)
             return

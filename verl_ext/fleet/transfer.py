@@ -35,6 +35,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         version: of the newest update of all replicas.
         lock: held by what needs the actor's weights, or who has weights, to stay as they are.
         numbers: for new replicas, each given once.
+        fault: why nobody watches the replicas any more: one that hangs would be declared dead by nobody.
     """
 
     def __init__(self, config: Any, actor_wg: RayWorkerGroup, replicas: Sequence[RolloutReplica]):
@@ -45,6 +46,15 @@ class FleetCheckpointManager(CheckpointEngineManager):
         self.lock = threading.RLock()
         self.numbers = itertools.count(1 + max((each.replica_rank for each in replicas), default=-1))
         self.is_updating = False
+        self.fault: Exception | None = None
+
+    def check(self) -> None:
+        """Raises RuntimeError: nobody watches the replicas any more."""
+        if self.fault is not None:
+            raise RuntimeError(
+                "The rollout servers are not watched any more, by the error above. Start the run again: it goes on "
+                "from its newest checkpoint."
+            ) from self.fault
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
@@ -131,11 +141,12 @@ class FleetCheckpointManager(CheckpointEngineManager):
         """Call each replica; returns those that answered. Who dies under the call, or is declared dead, is left out.
 
         Raises:
-            Exception: a call failed for another reason than the replica's death.
+            Exception: a call failed for another reason than the replica's death, or nobody watches.
         """
         calls = {replica: asyncio.ensure_future(call(replica)) for replica in replicas if replica not in self.dead}
         while waiting := [each for replica, each in calls.items() if replica not in self.dead and not each.done()]:
             await asyncio.wait(waiting, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            self.check()
         for replica, each in calls.items():
             if replica in self.dead:
                 each.cancel()

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,10 +54,9 @@ class WatchedServer(vLLMHttpServer):
                 yield self._part(request_id)
 
         self.engine.generate = generate_or_part
-        self._reaper = start_reaper(self._engine_pids())
-
-    def _engine_pids(self) -> list[int]:
-        return [process.pid for process in self.engine.engine_core.resources.engine_manager.processes]
+        pids = [process.pid for process in self.engine.engine_core.resources.engine_manager.processes]
+        self._engines = [psutil.Process(pid) for pid in pids]  # psutil leaves a later process of the same number alone
+        self._reaper = start_reaper(pids)
 
     def _part(self, request_id: str) -> Any:
         """The tokens of a request that the engine leaves behind, as vLLM gives those of one that was aborted."""
@@ -120,15 +120,29 @@ class WatchedServer(vLLMHttpServer):
 
     def _kill_engine(self) -> None:
         """Its processes, and those that they started for further GPUs; also ones that are stopped."""
-        for pid in self._engine_pids():
+        for core in self._engines:
             with suppress(psutil.NoSuchProcess):
-                core = psutil.Process(pid)
                 for each in [*core.children(recursive=True), core]:
                     with suppress(psutil.NoSuchProcess):
                         each.kill()
 
 
+_REAPER = """
+cat > /dev/null
+for each; do
+    read -r stat < "/proc/${each%:*}/stat"
+    set -- ${stat##*) }
+    [ "${20}" = "${each#*:}" ] && kill -9 "${each%:*}"
+done
+"""
+
+
 def start_reaper(pids: list[int]) -> subprocess.Popen:
-    """A shell that kills processes when this one is gone: killed, it could not end its engine, which has the GPU."""
-    command = ["sh", "-c", 'cat > /dev/null; kill -9 "$@" 2> /dev/null', "sh", *map(str, pids)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    """A shell that kills processes when this one is gone: killed, it could not end its engine, which has the GPU.
+
+    A process is known by its number and its start, as numbers are given again: field 22 of /proc/PID/stat, which is the
+    20th behind the name.
+    """
+    known = [f"{pid}:{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}" for pid in pids]
+    command = ["sh", "-c", _REAPER, "sh", *known]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)

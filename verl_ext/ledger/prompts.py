@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from verl_ext.outcome import PromptEnd
@@ -29,6 +30,8 @@ class Tally:
             group that may become a filler.
         in_queue: prompts in the queue by its own count at the newest record.
         problems: problem -> times drawn.
+        rollouts: `outcome.RolloutEnd` -> training rollouts that ended so.
+        retries: server -> requests of these rollouts that it was lost with, and that went on elsewhere.
     """
 
     ends: dict[str, PromptEnd] = field(default_factory=dict)
@@ -39,6 +42,8 @@ class Tally:
     in_queue: int = 0
     step: int = 0
     problems: Counter = field(default_factory=Counter)
+    rollouts: Counter = field(default_factory=Counter)
+    retries: Counter = field(default_factory=Counter)
 
     @property
     def open(self) -> set[str]:
@@ -58,6 +63,8 @@ class Tally:
         for uid in record.get("lost", ()):
             del self.ends[uid]
             self.lost.append(uid)
+        self.rollouts.update(record.get("rollouts", {}))
+        self.retries.update(record.get("retries", {}))
         self.step, self.seen, self.in_queue = record["step"], set(record["seen"]), record["in_queue"]
 
     def faults(self) -> list[str]:
@@ -81,7 +88,14 @@ class Tally:
         rows += [("lost", len(self.lost))] * bool(self.lost)
         times = ", ".join(f"{n} drawn {times}x" for times, n in sorted(Counter(self.problems.values()).items()))
         lines = [f"{name:<10}{number:>10,}" for name, number in rows]
-        return "\n".join([f"prompts up to step {self.step}", *lines, f"problems: {times or 'none'}"])
+        lines += [f"problems: {times or 'none'}"]
+        lines += [f"rollouts: {_listed(self.rollouts)}"] * bool(self.rollouts)
+        lines += [f"requests that lost their server: {_listed(self.retries)}"] * bool(self.retries)
+        return "\n".join([f"prompts up to step {self.step}", *lines])
+
+
+def _listed(counts: Counter) -> str:
+    return ", ".join(f"{number:,} {name}" for name, number in counts.most_common())
 
 
 class PromptLedger:
@@ -114,15 +128,25 @@ class PromptLedger:
         """uid -> problem, of prompts that are handed to the agent loops."""
         self._drawn |= prompts
 
-    def end_step(self, step: int, ends: Mapping[str, PromptEnd], seen: Iterable[str], in_queue: int) -> None:
+    def end_step(
+        self,
+        step: int,
+        ends: Mapping[str, PromptEnd],
+        seen: Iterable[str],
+        in_queue: int,
+        rollouts: Mapping[str, int] = MappingProxyType({}),
+        retries: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """Note a step.
 
         Args:
             ends: uid -> end, of all that was decided since the last step.
             seen: uids of ended groups that wait in the queue.
             in_queue: prompts in the queue, by the queue's own count.
+            rollouts, retries: as `Tally`'s, since the last step.
         """
-        self._journal.append(step, drawn=self._drawn, ends=dict(ends), seen=sorted(seen), in_queue=in_queue)
+        counts = {"rollouts": dict(rollouts), "retries": dict(retries)}
+        self._journal.append(step, drawn=self._drawn, ends=dict(ends), seen=sorted(seen), in_queue=in_queue, **counts)
         self._drawn = {}
 
 

@@ -17,12 +17,13 @@ class ServerTally:
 
     Attributes:
         alive: of the newest start.
-        doubled: servers that died twice, or died and were never started, or were started twice.
+        doubled: servers that died or were removed twice, or were never started, or were started twice.
     """
 
     started: int = 0
     died: int = 0
     replaced: int = 0
+    removed: int = 0
     failed_starts: int = 0
     alive: set[str] = field(default_factory=set)
     doubled: list[str] = field(default_factory=list)
@@ -39,16 +40,20 @@ class ServerTally:
             self.doubled += [server] * (server not in self.alive)
             self.alive.discard(server)
             self.died += 1
+        elif event == "removed":
+            self.doubled += [server] * (server not in self.alive)
+            self.alive.discard(server)
+            self.removed += 1
         elif event == "start_failed":
             self.failed_starts += 1
         else:
-            raise ValueError(f"the event {event!r} is none of run, started, replaced, died, start_failed")
+            raise ValueError(f"the event {event!r} is none of run, started, replaced, died, removed, start_failed")
 
     def faults(self) -> list[str]:
         """What does not sum, a sentence each."""
         faults = []
         if self.doubled:
-            faults.append(f"{len(self.doubled)} servers died or started twice: {', '.join(self.doubled[:3])}.")
+            faults.append(f"{len(self.doubled)} servers died, left or started twice: {', '.join(self.doubled[:3])}.")
         if self.replaced > self.died:
             faults.append(f"{self.replaced} servers took the place of {self.died} that died.")
         return faults
@@ -56,7 +61,7 @@ class ServerTally:
     def line(self) -> str:
         return (
             f"servers: {self.started} started, {self.died} died, {self.replaced} of these replaced, "
-            f"{self.failed_starts} starts failed"
+            f"{self.removed} removed, {self.failed_starts} starts failed"
         )
 
 

@@ -74,10 +74,20 @@ def write_text(path: Path, text: str) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Add a line to a file, which is made if it is not there. A power loss cuts at most this line short."""
+    """Add a line to a file, which is made if it is not there. A power loss cuts at most this line short.
+
+    Raises:
+        OSError: as on a full disk. The part of the line that was written is taken back, where the disk lets us.
+    """
     is_new = not path.exists()
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(f"{line}\n")
+    length = 0 if is_new else path.stat().st_size
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, length)
+        raise
     sync(path)
     if is_new:
         sync(path.parent)

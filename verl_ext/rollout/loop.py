@@ -66,6 +66,7 @@ class Rollout:
     turns: list[dict[str, Any]] = field(default_factory=list)  # for the records
     tool_rewards: list[float] = field(default_factory=list)
     version_spans: list[Span] = field(default_factory=list)  # see rollout/weight_versions.py
+    lost_servers: list[str] = field(default_factory=list)  # that died under a request, which went on elsewhere
     from_server: dict[str, Any] = field(default_factory=dict)  # what else the server sent with the newest turn
 
     @property
@@ -204,6 +205,7 @@ class RetoolAgentLoop(AgentLoopBase):
         spans = spans_of(told, len(rollout.ids), len(ids))
         rollout.version_spans = joined(rollout.version_spans, spans)
         rollout.from_server = output.extra_fields
+        rollout.lost_servers += attempts.lost
         turn = {"text": text, "tokens": len(ids), "start": len(rollout.ids), "calls": []}
         rollout.turns.append(turn | {"server": attempts.server, "started_s": started_s, "generate_s": seconds})
         rollout.add_turn(ids, log_probs)
@@ -325,6 +327,7 @@ class RetoolAgentLoop(AgentLoopBase):
         extra_fields = {
             **rollout.from_server,
             "version_spans": rollout.version_spans,
+            "lost_servers": rollout.lost_servers,
             "min_global_steps": min(versions, default=None),
             "max_global_steps": max(versions, default=None),
             "tool_calls": use.calls,

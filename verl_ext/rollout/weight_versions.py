@@ -21,6 +21,10 @@ class Attempts(list[tuple[int, int | None]]):
 
     server: str | None = None  # address and port of the one that answered last
 
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.lost: list[str] = []  # servers that died under a request, one entry for each request
+
 
 _attempts: ContextVar[Attempts | None] = ContextVar("attempts", default=None)
 
@@ -34,6 +38,12 @@ def noted_attempts() -> Iterator[Attempts]:
         yield attempts
     finally:
         _attempts.reset(token)
+
+
+def note_lost(server: str) -> None:
+    """A request of this turn lost its server, and goes on elsewhere."""
+    if (attempts := _attempts.get()) is not None:
+        attempts.lost.append(server)
 
 
 def spans_of(attempts: Iterable[tuple[int, int | None]], start: int, kept: int) -> list[Span]:

@@ -33,11 +33,14 @@ class Ended:
     rollouts: int = 0  # of groups in which no rollout raised
     groups: int = 0
     excluded: Counter = field(default_factory=Counter)  # EXCLUSIONS -> rollouts; "raised" counts groups
+    ends: Counter = field(default_factory=Counter)  # RolloutEnd -> rollouts; "raised" as above
+    lost: Counter = field(default_factory=Counter)  # server -> requests that it was lost with
 
     def __iadd__(self, other: "Ended") -> "Ended":
         self.rollouts += other.rollouts
         self.groups += other.groups
-        self.excluded.update(other.excluded)
+        for mine, added in ((self.excluded, other.excluded), (self.ends, other.ends), (self.lost, other.lost)):
+            mine.update(added)
         return self
 
     def out_of(self, cause: str) -> int:

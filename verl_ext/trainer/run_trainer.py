@@ -137,6 +137,7 @@ class RunTrainer(RunValidation):
             self.standalone_checkpoint_manager = weights
             self._fleet = Fleet.of_run(Path(self.config.trainer.default_local_dir), limits, weights, manager)
             self._fleet.watch()
+            self._fleet.ends_waiting(self.replay_buffer)
 
     def get_llm_client(self) -> LLMServerClient:
         if limits := read_settings(self.config, "fleet.health", HealthSettings):
@@ -185,12 +186,14 @@ class RunTrainer(RunValidation):
         batch = super().step(metrics, timing_raw)
         make_shares(metrics)
         if self._exclusions:
-            metrics.update(self._exclusions.end_step(self.global_steps, self.replay_buffer.take_ended()))
+            ended = self.replay_buffer.take_ended()
+            metrics.update(self._exclusions.end_step(self.global_steps, ended))
         if self._sampling:
             metrics.update(self._sampling.end_step(self.global_steps))
         ends, waiting = self.replay_buffer.take_prompt_ends() if self._ledger else ({}, ())
         if self._ledger:
-            self._ledger.end_step(self.global_steps, ends, waiting, len(prompts_in_queue()))
+            in_queue = len(prompts_in_queue())
+            self._ledger.end_step(self.global_steps, ends, waiting, in_queue, ended.ends, ended.lost)
         if self._records:
             self._records.end_step(self.global_steps, ends, waiting)
         if self._is_repeatable:

@@ -30,7 +30,7 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from verl_ext.outcome import INFRASTRUCTURE_FAILURES, REMEDIES, PromptEnd, RolloutEnd
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES, REMEDIES, PromptEnd, RolloutEnd, rollout_end
 from verl_ext.trainer.exclusions import Ended, NothingStored, describe, stop_if_most_failed
 from verl_ext.trainer.group_rules import EndedGroup, end_group, exclusion
 from verl_ext.trainer.queue import copy_rollouts, remove
@@ -310,8 +310,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
             self._prompt_ends[uid] = end
         excluded = Counter(reason for *_, reason in rows if reason is not None)
         excluded[RolloutEnd.RAISED] = int(raised)
-        self._counts.seen += Ended(len(rows), 1, excluded)
-        self._ended += Ended(len(rows), 1, excluded)
+        infos = [{"finish_reason": extra.get("finish_reason"), **extra["reward_extra_info"]} for _, extra, _ in rows]
+        ends = Counter(str(rollout_end(each)) for each in infos) + Counter({str(RolloutEnd.RAISED): int(raised)})
+        lost = Counter(server for _, extra, _ in rows for server in extra.get("lost_servers", ()))
+        for total in (self._counts.seen, self._ended):
+            total += Ended(len(rows), 1, excluded, ends, lost)
         judged = [extra for _, extra, reason in rows if reason not in INFRASTRUCTURE_FAILURES]
         self._counts.judged += judged
         if self.on_group_end:

@@ -32,7 +32,8 @@ class Server:
         end = min(len(TEXT), done + sampling_params["max_tokens"])
         died = self.dies_after is not None
         if died and self.loses:
-            raise getattr(exceptions, self.loses)("its process is gone")
+            rest = (None, "") if issubclass(getattr(exceptions, self.loses), exceptions.ObjectLostError) else ()
+            raise getattr(exceptions, self.loses)("its process is gone", *rest)
         ids = TEXT[done : min(end, done + self.dies_after) if died else end]
         return TokenOutput(
             token_ids=ids,
@@ -77,7 +78,7 @@ def test_a_turn_goes_on_elsewhere_with_the_tokens_log_probs_and_versions_that_it
     monkeypatch.setattr("random.choice", lambda names: names[0])
     output, attempts, balancer = ask({"a": first, "b": second})
     assert output.token_ids == TEXT[:8] and output.log_probs == [-float(each) for each in TEXT[:8]]
-    assert attempts == [(5, 3), (3, 4)]
+    assert attempts == [(5, 3), (3, 4)] and attempts.lost == ["a"]
     assert first.asked == [([1], 8)] and second.asked == [([1, *TEXT[:5]], 3)]
     assert output.stop_reason in ("completed", "length")
 
@@ -88,7 +89,9 @@ def test_a_dead_server_gets_no_further_request(ask, monkeypatch):
     assert balancer.get_all_servers() == ["b"] and balancer.get_total_inflight() == 0
 
 
-@pytest.mark.parametrize("error", ["RayActorError", "OutOfMemoryError", "NodeDiedError"])
+@pytest.mark.parametrize(
+    "error", ["RayActorError", "OutOfMemoryError", "NodeDiedError", "ObjectLostError", "OwnerDiedError"]
+)
 def test_a_server_whose_process_is_gone_takes_the_tokens_of_its_request_with_it(ask, monkeypatch, error):
     monkeypatch.setattr("random.choice", lambda names: names[0])
     output, attempts, balancer = ask({"a": Server(3, dies_after=5, loses=error), "b": Server(4)})

@@ -257,6 +257,23 @@ def test_commands_are_obeyed_while_the_run_goes_on_and_what_fails_is_told(world,
         commands.ask(tmp_path, ["list"], take_s=0.2)
 
 
+def test_commands_are_obeyed_after_one_that_a_full_disk_took_no_answer_to(world, tmp_path, monkeypatch, caplog):
+    write, is_full = commands.durable.write_text, [True]
+
+    def write_text(path, text):
+        if is_full[0] and path.name.endswith(".answer.json"):
+            raise OSError(28, "No space left on device")
+        write(path, text)
+
+    monkeypatch.setattr(commands.durable, "write_text", write_text)
+    with world.members.obeying(tmp_path):
+        with pytest.raises(commands.NoAnswer, match="did not answer"):
+            commands.ask(tmp_path, ["list"], answer_s=0.3)
+        assert "was not obeyed, or not answered" in caplog.text
+        is_full[0] = False
+        assert len(commands.ask(tmp_path, ["list"])) == 2
+
+
 def test_what_this_takes_of_verl_is_there(cpu_platform):
     import inspect
 
@@ -286,6 +303,20 @@ def test_where_servers_are_watched_a_new_one_joins_as_a_replacement_does(world):
     assert states(world) == {0: "serves", 1: "serves", 5: "serves"}
     assert [each.replica_rank for each in world.servers.rollout_replicas] == [0, 1, 5]
     assert ("join", "10.0.0.1:5") not in world.log, "the watch tells the router"
+
+
+def test_a_server_that_dies_before_its_first_weights_does_not_stay_in_the_list(world):
+    from verl_ext.fleet.members import Members
+
+    watched = world.checkpoints
+    watched.lock, watched.numbers, watched.newcomers, watched.dead = threading.RLock(), itertools.count(5), [], set()
+    world.members = Members(world.servers, watched)
+    world.members.add()
+    wait_until(lambda: watched.newcomers)
+    watched.dead.add(watched.newcomers[0])
+    assert states(world) == {0: "serves", 1: "serves", 5: "dead"}
+    watched.newcomers.clear()  # as FleetCheckpointManager's update, which it does not live to
+    assert states(world) == {0: "serves", 1: "serves"}
 
 
 def test_no_server_leaves_while_the_watch_gives_weights(world):

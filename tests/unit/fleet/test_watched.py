@@ -3,6 +3,7 @@
 import asyncio
 import os
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -216,6 +217,27 @@ def test_an_engine_ends_with_the_process_of_its_server(scene):
         assert await asyncio.to_thread(engine.process.wait, 10) == -9
 
     scene(script)
+
+
+def test_a_stranger_with_the_number_of_an_engine_that_has_ended_lives_on(cpu_platform, monkeypatch):
+    from verl_ext.fleet import watched
+
+    engine, stranger = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    read = Path.read_text  # the engine was another process, which began at 17 ticks
+
+    def began_earlier(self: Path, *args: Any) -> str:
+        text = read(self, *args)
+        return text if str(stranger.pid) not in str(self) else f"{stranger.pid} (a) b) S {'0 ' * 18}17 0"
+
+    monkeypatch.setattr(Path, "read_text", began_earlier)
+    reaper = watched.start_reaper([stranger.pid, engine.pid])
+    try:
+        reaper.stdin.close()
+        assert engine.wait(10) == -9 and reaper.wait(10) == 0 and stranger.poll() is None
+    finally:
+        for each in (engine, stranger):
+            each.kill()
+            each.wait()
 
 
 def test_the_heartbeat_goes_through_the_core_and_tells_a_dead_engine(scene):

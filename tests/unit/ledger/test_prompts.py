@@ -37,6 +37,16 @@ def test_the_command_prints_what_became_of_every_prompt(tmp_path: Path):
     assert "problems: 4 drawn 1x, 1 drawn 2x" in shown.stdout and "It sums" in shown.stdout
 
 
+def test_rollouts_by_end_and_requests_that_lost_their_server_are_summed(tmp_path: Path):
+    made = ledger(tmp_path)
+    made.end_step(3, {}, {"c", "d"}, 4, {"answer": 6, "aborted": 1}, {"a:80": 2})
+    made.end_step(4, {}, {"c", "d"}, 4, {"answer": 1}, {"b:80": 3, "a:80": 2})
+    shown = command(tmp_path)
+    assert "rollouts: 7 answer, 1 aborted\nrequests that lost their server: 4 a:80, 3 b:80\n" in shown.stdout
+    PromptLedger(tmp_path).resume(3, set("cdef"))  # what came behind the checkpoint is forgotten
+    assert read_tally(tmp_path).retries == {"a:80": 2} and read_tally(tmp_path).rollouts["answer"] == 6
+
+
 def test_a_folder_without_a_ledger_is_named(tmp_path: Path):
     shown = command(tmp_path)
     assert shown.returncode == 1 and f"No run at {tmp_path}: it holds nothing." in shown.stderr

@@ -26,19 +26,22 @@ def servers(folder: Path, *events: tuple[str, str]) -> None:
 def test_the_command_covers_servers_that_died_and_were_replaced(tmp_path: Path):
     assert "servers" not in command(tmp_path).stdout
     servers(tmp_path, ("run", ""), ("started", "a"), ("started", "b"), ("died", "a"), ("start_failed", "in place of a"))
-    servers(tmp_path, ("replaced", "c"), ("run", ""), ("started", "a"))  # a resume: c and b ended with the process
+    servers(
+        tmp_path, ("replaced", "c"), ("removed", "b"), ("started", "b"), ("run", ""), ("started", "a")
+    )  # a resume: c and b ended with the process
     shown = command(tmp_path)
     assert shown.returncode == 0, shown.stdout
-    assert "servers: 4 started, 1 died, 1 of these replaced, 1 starts failed" in shown.stdout
+    assert "servers: 5 started, 1 died, 1 of these replaced, 1 removed, 1 starts failed" in shown.stdout
     assert read_servers(tmp_path).alive == {"a"}
 
 
 @pytest.mark.parametrize(
     ("events", "fault"),
     [
-        ([("started", "a"), ("died", "a"), ("died", "a")], "1 servers died or started twice: a."),
-        ([("died", "x")], "1 servers died or started twice: x."),
-        ([("started", "a"), ("replaced", "a")], "1 servers died or started twice: a."),
+        ([("started", "a"), ("died", "a"), ("died", "a")], "1 servers died, left or started twice: a."),
+        ([("started", "a"), ("removed", "a"), ("died", "a")], "1 servers died, left or started twice: a."),
+        ([("died", "x")], "1 servers died, left or started twice: x."),
+        ([("started", "a"), ("replaced", "a")], "1 servers died, left or started twice: a."),
         ([("started", "a"), ("replaced", "b")], "1 servers took the place of 0 that died."),
     ],
 )

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,20 @@ def test_a_file_is_replaced_and_added_to(tmp_path: Path):
     assert path.read_text() == "one\ntwo\n"
     durable.write_text(path, "three")
     assert path.read_text() == "three" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_line_that_finds_no_room_is_taken_back(tmp_path: Path):
+    path = tmp_path / "file"
+    durable.append_line(path, "one")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, before[1]))  # bytes: the first four of the next line have room
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            durable.append_line(path, "a longer one")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    durable.append_line(path, "two")
+    assert path.read_text() == "one\ntwo\n"
 
 
 def test_a_file_that_goes_while_its_folder_is_synced_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -91,6 +91,7 @@ def test_a_response_says_which_version_wrote_which_token(roll_out, tokenizer, en
         def __enter__(self):
             attempts = Attempts(next(turns))
             attempts.server = next(servers)
+            attempts.lost = ["c:1"]
             return attempts
 
         def __exit__(self, *_):
@@ -102,6 +103,7 @@ def test_a_response_says_which_version_wrote_which_token(roll_out, tokenizer, en
     start, end = output.extra_fields["model_spans"][1]
     expected = [(0, len(call), 6), (start, start + 2, 7), (start + 2, end, 9)]
     assert output.extra_fields["version_spans"] == expected
+    assert output.extra_fields["lost_servers"] == ["c:1", "c:1"]
     assert [output.extra_fields[f"{bound}_global_steps"] for bound in ("min", "max")] == [6, 9]
     assert [turn["server"] for turn in output.extra_fields["trajectory"]["turns"]] == ["a:1", "b:1"]
 

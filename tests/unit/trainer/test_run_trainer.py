@@ -1,6 +1,7 @@
 """How a run with our options starts, and what a step submits and logs; test_run_*.py have the single options."""
 
 import logging
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,6 +193,7 @@ def test_every_prompt_that_is_submitted_is_in_the_ledger(make, submitted, monkey
 
     from verl_ext.ledger.prompts import PromptLedger, read_tally
     from verl_ext.outcome import PromptEnd
+    from verl_ext.trainer.exclusions import Ended
 
     PromptLedger(tmp_path).end_step(3, {}, {}, 0)  # of a start whose step 3 no checkpoint has
     trainer, _ = make(mode=mode, resume_at=2, steps=3)
@@ -204,6 +206,7 @@ def test_every_prompt_that_is_submitted_is_in_the_ledger(make, submitted, monkey
         prompts = [[{"role": "user", "content": text}] for text in ("1+1", "2+2")]
         self._submit_batch_to_rollout(tu.get_tensordict({"uid": ["c", "d"], "raw_prompt": prompts}))
         self.replay_buffer._prompt_ends = {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL}
+        self.replay_buffer._ended = Ended(4, 2, ends=Counter(answer=4), lost=Counter({"a:80": 1}))
         queue.clear()
         queue.update(d={"is_prompt": True})
         return SimpleNamespace(keys=[], partition_id="train")
@@ -214,6 +217,7 @@ def test_every_prompt_that_is_submitted_is_in_the_ledger(make, submitted, monkey
     tally = read_tally(tmp_path)
     assert tally.ends == {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL, "d": PromptEnd.OPEN}
     assert tally.faults() == [] and tally.step == 3 and len(tally.problems) == 3
+    assert tally.rollouts == {"answer": 4} and tally.retries == {"a:80": 1}
 
 
 @pytest.fixture

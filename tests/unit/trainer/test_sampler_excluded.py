@@ -193,4 +193,12 @@ def test_the_trainer_is_told_what_ended_once(make, mode):
     assert ended.groups == len(queue.groups) and not queue.in_flight
     assert +ended.excluded == {"sandbox_failure": 1, "verifier_unknown": 1, "raised": 1, "void_turn": 1}
     assert ended.rollouts == 2 * (ended.groups - 2) + 3  # all but the group that raised; one has three
+    assert ended.ends.total() == ended.rollouts + 1 and ended.ends["raised"] == ended.ends["sandbox_failure"] == 1
     assert buffer.take_ended().groups == 0
+
+
+def test_the_trainer_is_told_which_servers_were_lost_under_requests(make):
+    first, second = info(1) | {"lost_servers": ["a:80", "b:80", "a:80"]}, info(0) | {"lost_servers": ["a:80"]}
+    _, buffer = make([[first, second]], batch_size=1)
+    buffer.sample(1, "train", 1)
+    assert buffer.take_ended().lost == {"a:80": 3, "b:80": 1} and not buffer.take_ended().lost

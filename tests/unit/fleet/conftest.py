@@ -1,0 +1,42 @@
+"""Fixtures over the made-up replicas of `fleet_scene.py`."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.fleet.fleet_scene import Actor, Group, Replica, Scene
+
+
+@pytest.fixture
+def make(cpu_platform, monkeypatch):
+    """Makes the manager of the weights of some replicas."""
+    from verl_ext.fleet import recovery, transfer
+
+    monkeypatch.setattr(transfer, "_group", Group)
+    monkeypatch.setattr(transfer, "POLL_S", 0.01)
+    monkeypatch.setattr(recovery, "GIVE_UP_S", 0.05)
+    monkeypatch.setattr(recovery, "ON_THEIR_WAY_S", 0.0)
+    monkeypatch.setattr(recovery, "START_PAUSE_S", 0.0)
+
+    def makes(*replicas: Replica) -> Any:
+        engine = SimpleNamespace(backend="shared_file", custom_backend_module="verl_ext.cpu.checkpoint_engine")
+        return transfer.FleetCheckpointManager(engine, Actor(), replicas)
+
+    return makes
+
+
+@pytest.fixture
+def scene(make, tmp_path):
+    def play(script: Any, **changes: Any) -> Any:
+        made = Scene(make, tmp_path, **changes)
+
+        async def run() -> Any:
+            result = await asyncio.wait_for(script(made), 30)
+            assert "of another pool" in made.balancer.get_all_servers()
+            return result
+
+        return asyncio.run(run())
+
+    return play

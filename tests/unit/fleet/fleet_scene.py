@@ -1,0 +1,169 @@
+"""A fleet over made-up replicas: servers, their workers, the actor, and a clock of its own."""
+
+import asyncio
+import time
+from typing import Any
+
+from tests.unit.fleet.remote import Remote
+from verl_ext.ledger.servers import ServerJournal
+from verl_ext.settings import HealthSettings
+
+LIMITS = HealthSettings(
+    every_s=0.01, suspect_s=0.035, dead_s=0.1, update_s=1, start_s=0, attempts=3, wait_s=1, max_replacements=3
+)
+
+
+class EngineDeadError(Exception):
+    """As vLLM's."""
+
+
+class Worker:
+    """What Ray's handle leads to. `mode`: well, dead (says so), hangs, unreachable, or gone or oom (the process)."""
+
+    def __init__(self) -> None:
+        self.mode, self.given_up = "well", 0
+
+    async def __ray_ready__(self) -> None:
+        await self._answer()
+
+    async def _answer(self) -> None:
+        from ray.exceptions import ActorUnavailableError, OutOfMemoryError, RayActorError
+
+        if self.mode == "hangs":
+            await asyncio.sleep(3600)
+        if self.mode == "gone":
+            raise RayActorError()
+        if self.mode == "oom":
+            raise OutOfMemoryError("Ray's memory monitor killed it")
+        if self.mode == "unreachable":
+            raise ActorUnavailableError("no route", None)
+        if self.mode == "dead":
+            raise EngineDeadError()
+
+
+class Server(Worker):
+    """With vLLM's engine."""
+
+    async def beat(self) -> tuple[str, int]:
+        await self._answer()
+        return "node", 123
+
+    async def give_up(self) -> None:
+        self.given_up += 1
+        if self.mode == "gone":
+            await self._answer()
+
+
+class Replica:
+    """As verl's; its calls behave as `at` says: name of a call -> mode of the server."""
+
+    def __init__(self, number: int, log: list | None = None, **at: str):
+        self.replica_rank, self.at, self.log = number, at, [] if log is None else log
+        self.server, self.worker = Server(), Worker()
+        self.workers = [Remote(self.worker)]
+        self.server_handle, self.server_address = Remote(self.server), f"server {number}"
+
+    def __repr__(self) -> str:
+        return self.server_address
+
+    async def call(self, name: str) -> None:
+        self.log.append((name, self.replica_rank))
+        self.server.mode = self.at.get(name, self.server.mode)
+        await self.server._answer()
+
+    async def abort_all_requests(self):
+        await self.call("abort")
+
+    async def release_kv_cache(self):
+        await self.call("release")
+
+    async def resume_kv_cache(self):
+        await self.call("refill")
+
+    async def resume_generation(self):
+        await self.call("resume")
+
+
+class Group:
+    """verl's worker group of some replicas."""
+
+    def __init__(self, replicas: list[Replica]):
+        self.replicas, self.world_size = list(replicas), len(replicas)
+
+    def update_weights(self, global_steps: int) -> list[Any]:
+        return [each.call("load") for each in self.replicas]
+
+    def execute_checkpoint_engine(self, method: list[str], **arguments: list[Any]) -> list[Any]:
+        assert {len(each) for each in (method, *arguments.values())} == {self.world_size}
+        return [each.call(method[0]) for each in self.replicas]
+
+
+class Actor:
+    world_size = 1
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def update_weights(self, global_steps: int, mode: str) -> list[Any]:
+        async def send() -> dict:
+            self.sent.append(global_steps)
+            return {"sent": 1.0}
+
+        return [send()]
+
+    def execute_checkpoint_engine(self, method: list[str], **arguments: list[Any]) -> list[Any]:
+        return [asyncio.sleep(0)]
+
+
+class Scene:
+    """A fleet of two servers that have weights of version 1; a round is a hundredth of a second."""
+
+    def __init__(self, make: Any, folder: Any, **changes: Any):
+        from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+        from verl_ext.fleet.recovery import Fleet
+
+        self.replicas = [Replica(0), Replica(1)]
+        self.weights = make(*self.replicas)
+        self.weights.version = 1
+        handles = {each.server_address: each.server_handle for each in self.replicas}
+        self.balancer = GlobalRequestLoadBalancer(handles | {"of another pool": None})
+        self.now, self.stopped, self.started, self.failing_starts = 0.0, [], [], 0
+        self.hanging: list = []
+        self.journal, self.disk_is_full = ServerJournal(folder), False
+        self.journal.begin(each.server_address for each in self.replicas)
+        self.fleet = Fleet(
+            HealthSettings(**vars(LIMITS) | changes),
+            self.weights,
+            Remote(self.balancer),
+            start=self.start,
+            stop=lambda replica, hanging: (self.stopped.append(replica), self.hanging.append(hanging)),
+            note=self.note,
+            clock=lambda: self.now,
+        )
+
+    def start(self, number: int) -> Replica:
+        if self.failing_starts:
+            self.failing_starts -= 1
+            raise OSError("no GPU")
+        self.started.append(Replica(number))
+        return self.started[-1]
+
+    def note(self, *event: str) -> None:
+        if self.disk_is_full:
+            raise OSError(28, "No space left on device")
+        self.journal.note(*event)
+
+    def routed(self) -> list[str]:
+        return [each for each in self.balancer.get_all_servers() if each != "of another pool"]
+
+    async def rounds(self, number: int) -> None:
+        for _ in range(number):
+            self.now += 0.01
+            await self.fleet.round()
+
+    async def until(self, is_so: Any) -> None:
+        deadline = time.monotonic() + 10
+        while not is_so():
+            assert time.monotonic() < deadline, "it did not come to pass in 10 s"
+            await self.rounds(1)

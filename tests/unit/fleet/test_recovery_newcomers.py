@@ -1,0 +1,65 @@
+"""When a server that has started gets its first weights."""
+
+import asyncio
+import time
+
+import pytest
+
+from tests.unit.fleet.fleet_scene import Replica
+
+pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports
+
+
+@pytest.mark.parametrize(
+    ("is_exact", "others_live", "comes_in"), [(True, True, True), (False, True, False), (False, False, True)]
+)
+def test_a_newcomer_is_let_in_while_the_actor_waits_with_the_weights_of_the_others(
+    scene, is_exact, others_live, comes_in
+):
+    async def script(made):
+        for each in made.replicas[: 1 if others_live else 2]:
+            each.server.mode = "dead"
+        await made.until(lambda: made.weights.newcomers)
+        await made.rounds(3)
+        assert "server 2" not in made.routed()
+        made.fleet.actor_waits(is_exact=is_exact)
+        await made.rounds(1)
+        if comes_in:
+            await made.until(lambda: "server 2" in made.routed())
+        else:
+            await made.until(lambda: made.fleet._arrival is None)
+            await made.rounds(2)
+            assert "server 2" not in made.routed()
+        assert made.weights.actor_wg.sent == [1] * comes_in
+        made.fleet.actor_works()
+
+    scene(script)
+
+
+def test_the_actor_goes_on_only_when_a_newcomer_has_its_weights(scene):
+    async def script(made):
+        made.weights.newcomers.append(Replica(7, load="hangs"))
+        made.fleet.actor_waits(is_exact=True)
+        asyncio.get_running_loop().call_later(0.2, made.weights.dead.add, made.weights.newcomers[0])
+        letting_in = asyncio.ensure_future(made.rounds(1))
+        await asyncio.sleep(0.1)
+        began = time.monotonic()
+        await asyncio.to_thread(made.fleet.actor_works)
+        assert time.monotonic() - began > 0.05
+        await letting_in
+
+    scene(script)
+
+
+def test_a_newcomer_that_hangs_while_it_is_let_in_does_not_hold_the_actor_for_good(scene):
+    async def script(made):
+        made.replicas[0].server.mode = "dead"
+        await made.until(lambda: made.weights.newcomers)
+        made.weights.newcomers[0].at["load"] = "hangs"
+        made.fleet.actor_waits(is_exact=True)
+        await made.until(lambda: made.weights.is_updating)
+        goes_on = asyncio.ensure_future(asyncio.to_thread(made.fleet.actor_works))
+        await made.until(goes_on.done)
+        assert made.weights.replicas == [made.replicas[1]] and len(made.weights.dead) == 2
+
+    scene(script)

@@ -1,0 +1,89 @@
+"""Updates of the weights of made-up replicas: none waits for the dead."""
+
+import threading
+import time
+
+import pytest
+
+from tests.unit.fleet.fleet_scene import Replica
+
+pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports
+
+STEPS = ["abort", "release", "prepare", "init_process_group", "load", "finalize", "refill", "resume"]
+
+
+def test_an_update_is_verls_where_all_live(make):
+    log: list = []
+    replicas = [Replica(0, log), Replica(1, log)]
+    manager = make(*replicas)
+    assert manager.update_weights(global_steps=4) == {"sent": 1.0}
+    assert log == [(name, number) for name in STEPS for number in (0, 1)]
+    assert manager.replicas == replicas and manager.actor_wg.sent == [4] and manager.version == 4
+    assert not manager.dead and not manager.is_updating
+
+
+@pytest.mark.parametrize("mode", ["dead", "gone", "oom"])
+@pytest.mark.parametrize("step", STEPS)
+def test_an_update_goes_on_without_a_replica_that_dies_in_it(make, step, mode):
+    dying, other = Replica(0, **{step: mode}), Replica(1)
+    manager = make(dying, other)
+    manager.update_weights(global_steps=4)
+    assert manager.replicas == [other] and manager.dead == {dying}
+    assert [name for name, _ in other.log] == STEPS
+    assert dying.log[-1][0] == step
+
+
+@pytest.mark.parametrize("step", ["abort", "prepare", "load", "resume"])
+def test_an_update_waits_for_one_that_hangs_until_it_is_declared_dead(make, step):
+    hanging, other = Replica(0, **{step: "hangs"}), Replica(1)
+    manager = make(hanging, other)
+    threading.Timer(0.3, manager.dead.add, [hanging]).start()  # the fleet's thread
+    began = time.monotonic()
+    manager.update_weights(global_steps=4)
+    assert 0.25 < time.monotonic() - began < 5
+    assert manager.replicas == [other] and other.log[-1][0] == "resume"
+
+
+def test_what_was_declared_dead_before_is_not_asked(make):
+    dead, other = Replica(0), Replica(1)
+    manager = make(dead, other)
+    manager.dead.add(dead)
+    manager.update_weights(global_steps=4)
+    assert not dead.log and [name for name, _ in other.log] == STEPS and manager.replicas == [other]
+
+
+def test_an_error_that_is_no_death_is_raised(make):
+    class Wrong(Replica):
+        async def resume_generation(self):
+            raise TimeoutError("2 requests were admitted and did not reach vLLM's engine")
+
+    manager = make(Wrong(0), Replica(1))
+    with pytest.raises(TimeoutError, match="2 requests"):
+        manager.update_weights(global_steps=4)
+    assert not manager.is_updating
+
+
+def test_an_update_without_a_server_left_sends_nothing(make):
+    manager = make(Replica(0, abort="dead"))
+    assert manager.update_weights(global_steps=4) == {}
+    assert manager.replicas == [] and manager.actor_wg.sent == [] and manager.version == 4
+
+
+def test_newcomers_get_the_next_update_and_belong_to_it_then(make):
+    old, new = Replica(0), Replica(1)
+    manager = make(old)
+    manager.newcomers.append(new)
+    manager.update_weights(global_steps=4)
+    assert manager.replicas == [old, new] and manager.newcomers == []
+    assert [name for name, _ in new.log] == [name for name, _ in old.log] == STEPS
+
+
+def test_newcomers_alone_get_the_weights_that_the_others_have(make):
+    old, new = Replica(0), Replica(1)
+    manager = make(old)
+    manager.update_weights(global_steps=4)
+    old.log.clear()
+    manager.newcomers.append(new)
+    manager.let_newcomers_in()
+    assert manager.actor_wg.sent == [4, 4] and [name for name, _ in new.log] == STEPS and not old.log
+    assert manager.replicas == [old, new] and manager.newcomers == []
