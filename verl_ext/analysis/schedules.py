@@ -6,11 +6,12 @@ A step trains `prompts` groups. What a mode does beside that:
 - partial: holds two steps' groups in flight (verl's num_warmup_batches: 1). As soon as one step's are there, servers
   stop, the trainer takes the GPUs, and unfinished responses go on afterwards where they were.
 - asynchronous: servers and trainer have GPUs of their own. At most `staleness + 1` steps' groups more than were trained
-  are issued (AReaL's rule), and finished groups are trained in the order in which they end.
+  are issued (AReaL's rule).
+Where more groups have ended than a step trains, it takes those that were issued first, as the sampler does
+(trainer/sampler.py).
 """
 
 import random
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -146,7 +147,7 @@ def partial(
     played = []
     for number in range(2 * steps):
         begin = player.simulation.now_s
-        player.simulation.run(lambda: len(player.done) >= shape.prompts)
+        player.simulation.run(lambda: player.ended >= shape.prompts)
         batch, oldest = player.take(number)
         player.simulation.pause(True)
         rollout_s = player.simulation.now_s - begin + machine.switch_s
@@ -187,7 +188,7 @@ def asynchronous(
     played, skipped = [], steps + STOCK_LASTS * staleness
     for number in range(skipped + steps):
         begin = simulation.now_s
-        simulation.run(lambda: len(player.done) >= shape.prompts)
+        simulation.run(lambda: player.ended >= shape.prompts)
         batch, oldest = player.take(number)
         rollout_s = simulation.now_s - begin
         train_s = _train_s(machine, sum(group.tokens for group in batch), machine.gpus - rollout_gpus, log_probs)
@@ -202,22 +203,31 @@ def asynchronous(
 
 
 class _Player:
-    """Rollouts that never end: issues groups, and keeps those that are done."""
+    """Rollouts that never end: issues groups, and keeps them until they are trained."""
 
     def __init__(self, machine: Machine, gpus: int, shape: Shape, useful: float, seed: int):
-        self.done: deque[Group] = deque()
         self.version = 0
+        self.ended = 0  # groups that wait for the trainer
+        self._groups: list[Group] = []  # in the order of their issue, until they are trained
         self._shape, self._useful, self._rng = shape, useful, random.Random(seed)
-        self.simulation = _simulation(machine, gpus, shape, self.done.append)
+        self.simulation = _simulation(machine, gpus, shape, self._on_group)
 
     def issue(self, groups: int) -> None:
         for group in draw(self._shape, groups, self._useful, self._rng):
             group.version = self.version
+            self._groups.append(group)
             self.simulation.issue(group)
 
+    def _on_group(self, _: Group) -> None:
+        self.ended += 1
+
     def take(self, version: int) -> tuple[list[Group], int]:
-        """A step's groups in the order in which they ended, and the versions that the oldest one is behind."""
-        batch = [self.done.popleft() for _ in range(self._shape.prompts)]
+        """A step's groups, those of the ended ones that were issued first, and the versions the oldest is behind."""
+        places = [place for place, group in enumerate(self._groups) if not group.open][: self._shape.prompts]
+        batch = [self._groups[place] for place in places]
+        for place in reversed(places):
+            del self._groups[place]
+        self.ended -= len(batch)
         return batch, max(version - group.version for group in batch)
 
     def wait(self, seconds: float) -> None:

@@ -2,9 +2,10 @@
 
 import pytest
 
+from verl_ext.analysis import schedules
 from verl_ext.analysis.events import Speed
 from verl_ext.analysis.schedules import Machine, asynchronous, coarser, partial, sync
-from verl_ext.analysis.workload import Shape
+from verl_ext.analysis.workload import Shape, draw
 
 # One group of one response without a call; quantiles above .001 are all as long as the longest.
 ONE = Shape(1, 1, 0.0, 9.99999, 10.0, 0.999, 1.0, 0.0, 1, 0.0)
@@ -83,6 +84,28 @@ def test_groups_are_at_most_as_old_as_the_staleness_where_none_overtakes(stalene
     """One slot: groups end in the order in which they were issued."""
     step = asynchronous(machine(gpus=2, update_s=0.6), ONE, staleness=staleness, rollout_gpus=1, steps=3)
     assert step.oldest == staleness
+
+
+def test_of_the_groups_that_ended_those_issued_first_are_trained_first(monkeypatch):
+    """Three slots, one group a step, 20 tokens and 10 and 10: the last two have ended at 10 s, the first one at 20 s.
+
+    At 10 s the second one is trained, and at 20 s the first one, which the third one overtook.
+    """
+
+    def draw_one_long(*arguments):
+        groups = draw(*arguments)
+        groups[0].responses[0].turn_tokens = 20.0
+        return groups
+
+    monkeypatch.setattr(schedules, "draw", draw_one_long)
+    player = schedules._Player(machine(slots=3), 1, ONE, 1.0, 0)
+    player.issue(3)
+    first, second, third = player._groups
+    player.simulation.run(lambda: player.ended == 2)
+    assert player.simulation.now_s == 10 and player.take(0) == ([second], 0)
+    player.simulation.run(lambda: player.ended == 2)
+    assert player.simulation.now_s == 20 and player.take(1) == ([first], 1)
+    assert player.take(2) == ([third], 2) and player.ended == 0
 
 
 def test_the_trainer_needs_gpus():
