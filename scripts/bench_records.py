@@ -32,6 +32,7 @@ from verl_ext.records.trajectories import rollout_row  # noqa: E402
 from verl_ext.settings import RecorderSettings  # noqa: E402
 
 WARM_UP = 2
+TOGETHER = 6  # groups of a message: 32 end in half a step of 2.5 s, and it takes those of SEND_AFTER_S
 WORDS = [a + b for a in ("ba", "do", "ki", "lu", "me", "no") for b in ("n", "r", "sing", "ted", "ver", "x")]
 CODE = "total = 0\nfor i in range({n}):\n    total += i * {n}\nprint(total)"
 
@@ -126,9 +127,9 @@ def one_step(writer: Recorder | Actor, clock: Clock, step: int, args: argparse.N
     ends = {uid: PromptEnd.TRAINED if uid in set(trained) else PromptEnd.EQUAL for uid in uids}
     ends_at = time.monotonic() + args.step_s
     with clock("telling, in the agent loops" if args.ray else "files, in the recorder"):
-        for group in groups:
-            writer.group(group)
-            time.sleep(args.step_s / 2 / len(groups))  # a run's groups end one by one
+        for first in range(0, len(groups), TOGETHER):
+            writer.groups(groups[first : first + TOGETHER])
+            time.sleep(args.step_s / 2 * TOGETHER / len(groups))
         if len(keys):
             writer.tokens(step, columns, {int(token): f"<{token}>" for token in set(columns["id"].tolist())})
             writer.loss(step, told, 0.0)

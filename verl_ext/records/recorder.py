@@ -132,6 +132,10 @@ class Recorder:
         rows = (row for group in self._groups.values() if not group.validate for row in pickle.loads(group.packed))
         self._put(step, "waiting", rows)
 
+    def groups(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            self.group(group)
+
     def group(self, group: Group) -> None:
         self._cpu_s += group.cpu_s
         if group.uid in self._missed:  # counted as lost

@@ -44,6 +44,8 @@ from verl_ext.settings import FailedSamples
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
+SEND_AFTER_S = 0.25  # groups that end within this time are one message to the recorder
+
 
 @dataclass
 class _RunningGroup:
@@ -83,6 +85,8 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         if self.config.trainer.v1.trainer_mode == "sync" and number_of_slots(self.config) == 1:
             skip_load_balancer(self.llm_client)
         self._recorder = find() if self.config.retool.recorder.enable else None
+        self._num_prompts = 0  # under way
+        self._unsent: list[Group] = []
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -91,7 +95,11 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         rollout = self.config.actor_rollout_ref.rollout
         n = (rollout.val_kwargs if trajectory["validate"] else rollout).n
         group = _RunningGroup(running=prompt.get("__rollout_n__", n))
-        await super()._run_prompt(prompt | {"running_group": group}, sampling_params, trajectory, trace)
+        self._num_prompts += 1
+        try:
+            await super()._run_prompt(prompt | {"running_group": group}, sampling_params, trajectory, trace)
+        finally:
+            self._num_prompts -= 1
 
     async def _run_agent_loop(
         self,
@@ -242,11 +250,21 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         group.cpu_s += time.thread_time() - began
 
     def _send(self, group: _RunningGroup, validate: bool, sample: dict[str, Any]) -> None:
-        """To the recorder, without waiting for it."""
+        """To the recorder, together with what ends soon after: a message costs more than a group."""
         began = time.thread_time()
         packed = pack(group.records)
         cpu_s = group.cpu_s + time.thread_time() - began
-        self._recorder.group.remote(Group(sample["uid"], sample["global_steps"], validate, packed, cpu_s))
+        self._unsent.append(Group(sample["uid"], sample["global_steps"], validate, packed, cpu_s))
+        if self._num_prompts == 1:  # the last one: the step may be over when it is stored
+            self._send_all()
+        elif len(self._unsent) == 1:
+            asyncio.get_running_loop().call_later(SEND_AFTER_S, self._send_all)
+
+    def _send_all(self) -> None:
+        groups, self._unsent = self._unsent, []
+        with costs_nothing("sent"):
+            if groups:
+                self._recorder.groups.remote(groups)
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
         """As verl/experimental/agent_loop/agent_loop.py:967 (0.9.1), without the trip to a reward worker."""

@@ -1,9 +1,79 @@
-"""The last turn of most responses."""
+"""The last turn of most responses, and the rollouts of a prompt by a real worker."""
+
+import asyncio
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 
 @pytest.fixture
 def answer(encode, tokenizer):
     """The last turn, with its end token."""
     return encode("\\boxed{2}") + [tokenizer.eos_token_id]
+
+
+@pytest.fixture
+def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
+    """The real `_run_prompt` of a worker, over a loop whose samples are the functions given; returns what it stored."""
+    import transfer_queue
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    from verl_ext.rollout.workers import LeanAgentLoopWorker
+
+    stored: list[tuple[str, Any]] = []
+    asked: list[int | None] = []  # of the loop, as `call_retries`
+
+    async def put(key: str, partition_id: str, tag: dict) -> None:
+        stored.append((f"{partition_id}:{key}", tag["status"]))
+
+    async def batch_put(keys: list[str], fields: Any, tags: list[dict], partition_id: str) -> None:
+        stored.append((f"{partition_id}:{keys}", (fields, tags)))
+
+    monkeypatch.setattr(transfer_queue, "async_kv_put", put)
+    monkeypatch.setattr(transfer_queue, "async_kv_batch_put", batch_put)
+
+    class Loop:
+        def __init__(self, samples: list) -> None:
+            self.samples = samples
+
+        async def run(self, sampling_params: dict, session_id: int, **kwargs: Any) -> AgentLoopOutput:
+            asked.append(kwargs.get("call_retries"))
+            response = await self.samples[session_id]()
+            response, info = response if isinstance(response, tuple) else (response, {})
+            fields = {"reward_extra_info": info, "min_global_steps": 6, "max_global_steps": 7}
+            turn = {"text": "x" * len(response), "tokens": len(response), "start": 0, "calls": []}
+            fields["trajectory"] = {"prompt": "1+1?", "turns": [turn | {"started_s": 1.0, "generate_s": 0.5}]}
+            return AgentLoopOutput(
+                prompt_ids=[1, 2],
+                response_ids=response,
+                response_mask=[1] * len(response),
+                reward_score=float(len(response)) if info is not None else None,
+                metrics=AgentLoopMetrics(),
+                extra_fields=fields,
+            )
+
+    def run(
+        samples: list,
+        recorder: Any = None,
+        validate: bool = False,
+        retool: dict | None = None,
+        score: Any = None,
+        **prompt: Any,
+    ) -> list[tuple[str, Any]]:
+        worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
+        rollout = {"n": len(samples), "val_kwargs": {"n": 1}}
+        if validate:
+            rollout["val_kwargs"]["n"] = len(samples)
+        worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool or {}})
+        worker._stored_columns, worker._score_rollout = ["uid", "reward_model"], score
+        worker._recorder, worker._num_prompts, worker._unsent = recorder, 0, []
+        worker.reward_loop_worker_handles = None
+        worker._shared_loops = {"retool_code": Loop(samples)}
+        prompt = {"uid": "p", "agent_name": "retool_code", "global_steps": 7, "reward_model": {"a": 1}} | prompt
+        asyncio.run(worker._run_prompt(prompt, {}, {"validate": validate}))
+        retries = ((retool or {}).get("validation") or {"retries": 2})["retries"]
+        assert set(asked) == {retries if validate else None}
+        return stored
+
+    return run

@@ -2,92 +2,16 @@
 
 import ast
 import asyncio
-import pickle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
+from tests.unit.rollout.rollouts import samples_of
+
 ROOT = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
-    """The real `_run_prompt` of a worker, over a loop whose samples are the functions given; returns what it stored."""
-    import transfer_queue
-    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
-
-    from verl_ext.rollout.workers import LeanAgentLoopWorker
-
-    stored: list[tuple[str, Any]] = []
-    asked: list[int | None] = []  # of the loop, as `call_retries`
-
-    async def put(key: str, partition_id: str, tag: dict) -> None:
-        stored.append((f"{partition_id}:{key}", tag["status"]))
-
-    async def batch_put(keys: list[str], fields: Any, tags: list[dict], partition_id: str) -> None:
-        stored.append((f"{partition_id}:{keys}", (fields, tags)))
-
-    monkeypatch.setattr(transfer_queue, "async_kv_put", put)
-    monkeypatch.setattr(transfer_queue, "async_kv_batch_put", batch_put)
-
-    class Loop:
-        def __init__(self, samples: list) -> None:
-            self.samples = samples
-
-        async def run(self, sampling_params: dict, session_id: int, **kwargs: Any) -> AgentLoopOutput:
-            asked.append(kwargs.get("call_retries"))
-            response = await self.samples[session_id]()
-            response, info = response if isinstance(response, tuple) else (response, {})
-            fields = {"reward_extra_info": info, "min_global_steps": 6, "max_global_steps": 7}
-            turn = {"text": "x" * len(response), "tokens": len(response), "start": 0, "calls": []}
-            fields["trajectory"] = {"prompt": "1+1?", "turns": [turn | {"started_s": 1.0, "generate_s": 0.5}]}
-            return AgentLoopOutput(
-                prompt_ids=[1, 2],
-                response_ids=response,
-                response_mask=[1] * len(response),
-                reward_score=float(len(response)) if info is not None else None,
-                metrics=AgentLoopMetrics(),
-                extra_fields=fields,
-            )
-
-    def run(
-        samples: list,
-        recorder: Any = None,
-        validate: bool = False,
-        retool: dict | None = None,
-        score: Any = None,
-        **prompt: Any,
-    ) -> list[tuple[str, Any]]:
-        worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
-        rollout = {"n": len(samples), "val_kwargs": {"n": 1}}
-        if validate:
-            rollout["val_kwargs"]["n"] = len(samples)
-        worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool or {}})
-        worker._stored_columns, worker._score_rollout = ["uid", "reward_model"], score
-        worker._recorder = recorder
-        worker.reward_loop_worker_handles = None
-        worker._shared_loops = {"retool_code": Loop(samples)}
-        prompt = {"uid": "p", "agent_name": "retool_code", "global_steps": 7, "reward_model": {"a": 1}} | prompt
-        asyncio.run(worker._run_prompt(prompt, {}, {"validate": validate}))
-        retries = ((retool or {}).get("validation") or {"retries": 2})["retries"]
-        assert set(asked) == {retries if validate else None}
-        return stored
-
-    return run
-
-
-def samples_of(lengths: list[int]) -> list:
-    """Samples that end in the order opposite to their number."""
-
-    async def sample(number: int, length: int) -> list[int]:
-        await asyncio.sleep(0.01 * (len(lengths) - number))
-        return list(range(length))
-
-    return [lambda number=number, length=length: sample(number, length) for number, length in enumerate(lengths)]
 
 
 def test_a_group_is_stored_at_once_when_its_last_sample_has_ended(roll_out_prompt) -> None:
@@ -119,59 +43,6 @@ def test_a_prompt_may_say_its_own_number_of_samples(roll_out_prompt, number: int
     """As `retool.adaptive_n` makes it do; `rollout.n` is 4."""
     running, (stored, _), finished = roll_out_prompt(samples_of([3, 1, 2, 2]), __rollout_n__=number)
     assert stored == keys and finished == ("train:p", "finished")
-
-
-class Recorder:
-    """A handle of the actor: what it is sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-        self.group = SimpleNamespace(remote=self.sent.append)
-
-    def rows(self) -> list[dict]:
-        (group,) = self.sent
-        return pickle.loads(group.packed)
-
-
-def test_a_group_goes_to_the_recorder_in_one_message_and_not_into_the_storage(roll_out_prompt) -> None:
-    recorder = Recorder()
-    _, (_, (fields, _)), _ = roll_out_prompt(samples_of([2, 1]), recorder=recorder)
-    texts = [(row["uid"], row["session"], row["step"], row["turns"][0]["text"]) for row in recorder.rows()]
-    assert texts == [("p", 1, 7, "x"), ("p", 0, 7, "xx")]
-    assert [row["score"] for row in recorder.rows()] == [1.0, 2.0]
-    assert (recorder.sent[0].uid, recorder.sent[0].step, recorder.sent[0].validate) == ("p", 7, False)
-    assert recorder.sent[0].cpu_s > 0
-    assert all("trajectory" not in extra for extra in fields.get("extra_fields").tolist())
-
-
-@pytest.mark.parametrize("raises_after_s", [0.0, 0.05], ids=["first", "last"])
-def test_a_rollout_that_raised_is_recorded_with_those_of_its_group(roll_out_prompt, raises_after_s) -> None:
-    async def fail() -> list[int]:
-        await asyncio.sleep(raises_after_s)
-        raise OSError("a bug")
-
-    recorder = Recorder()
-    roll_out_prompt([fail, *samples_of([2])], recorder=recorder)
-    ends = {row["session"]: (row["end_reason"], row.get("exception")) for row in recorder.rows()}
-    assert ends[0] == ("raised", "OSError: a bug") and ends[1][0] != "raised" and len(ends) == 2
-
-
-@pytest.mark.parametrize(("index", "recorded"), [("9a9b6eb4-a1cb", True), (np.arange(2), False)])
-def test_a_column_that_no_record_can_hold_fails_no_rollout(roll_out_prompt, caplog, index, recorded) -> None:
-    recorder = Recorder()
-    _, (keys, _), status = roll_out_prompt(samples_of([2, 1]), recorder=recorder, index=index)
-    assert keys == "train:['p_1_0', 'p_0_0']" and status == ("train:p", "finished")
-    assert bool(recorder.sent) is recorded and ("by an error of verl_ext" in caplog.text) is not recorded
-
-
-def test_a_recorder_that_cannot_be_told_fails_no_rollout(roll_out_prompt, caplog) -> None:
-    def remote(group: Any) -> None:
-        raise RuntimeError("the actor is gone")
-
-    recorder = SimpleNamespace(group=SimpleNamespace(remote=remote))
-    _, (keys, _), status = roll_out_prompt(samples_of([2, 1]), recorder=recorder)
-    assert keys == "train:['p_1_0', 'p_0_0']" and status == ("train:p", "finished")
-    assert "the actor is gone" in caplog.text
 
 
 @pytest.mark.parametrize("raises_after_s", [0.0, 0.05], ids=["first", "last"])

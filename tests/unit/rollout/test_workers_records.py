@@ -1,0 +1,84 @@
+"""What LeanAgentLoopWorker tells the recorder."""
+
+import asyncio
+import pickle
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.rollout.rollouts import samples_of
+
+
+class Recorder:
+    """A handle of the actor: what it is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.groups = SimpleNamespace(remote=self.sent.append)
+
+    def rows(self) -> list[dict]:
+        ((group,),) = self.sent
+        return pickle.loads(group.packed)
+
+
+def test_a_group_goes_to_the_recorder_in_one_message_and_not_into_the_storage(roll_out_prompt) -> None:
+    recorder = Recorder()
+    _, (_, (fields, _)), _ = roll_out_prompt(samples_of([2, 1]), recorder=recorder)
+    texts = [(row["uid"], row["session"], row["step"], row["turns"][0]["text"]) for row in recorder.rows()]
+    assert texts == [("p", 1, 7, "x"), ("p", 0, 7, "xx")]
+    assert [row["score"] for row in recorder.rows()] == [1.0, 2.0]
+    ((group,),) = recorder.sent
+    assert (group.uid, group.step, group.validate) == ("p", 7, False) and group.cpu_s > 0
+    assert all("trajectory" not in extra for extra in fields.get("extra_fields").tolist())
+
+
+async def test_groups_that_end_one_after_the_other_are_one_message_and_the_last_one_waits_for_none() -> None:
+    from verl_ext.rollout.workers import SEND_AFTER_S, LeanAgentLoopWorker
+
+    worker, recorder = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker), Recorder()
+    worker._recorder, worker._unsent = recorder, []
+
+    def end(uid: str, under_way: int) -> None:
+        worker._num_prompts = under_way
+        worker._send(SimpleNamespace(records=[], cpu_s=0.0), False, {"uid": uid, "global_steps": 1})
+
+    end("a", 3)
+    end("b", 2)
+    assert recorder.sent == []
+    await asyncio.sleep(SEND_AFTER_S + 0.1)
+    end("c", 2)
+    end("d", 1)
+    await asyncio.sleep(SEND_AFTER_S + 0.1)  # the timer finds nothing left
+    assert [[group.uid for group in groups] for groups in recorder.sent] == [["a", "b"], ["c", "d"]]
+
+
+@pytest.mark.parametrize("raises_after_s", [0.0, 0.05], ids=["first", "last"])
+def test_a_rollout_that_raised_is_recorded_with_those_of_its_group(roll_out_prompt, raises_after_s) -> None:
+    async def fail() -> list[int]:
+        await asyncio.sleep(raises_after_s)
+        raise OSError("a bug")
+
+    recorder = Recorder()
+    roll_out_prompt([fail, *samples_of([2])], recorder=recorder)
+    ends = {row["session"]: (row["end_reason"], row.get("exception")) for row in recorder.rows()}
+    assert ends[0] == ("raised", "OSError: a bug") and ends[1][0] != "raised" and len(ends) == 2
+
+
+@pytest.mark.parametrize(("index", "recorded"), [("9a9b6eb4-a1cb", True), (np.arange(2), False)])
+def test_a_column_that_no_record_can_hold_fails_no_rollout(roll_out_prompt, caplog, index, recorded) -> None:
+    recorder = Recorder()
+    _, (keys, _), status = roll_out_prompt(samples_of([2, 1]), recorder=recorder, index=index)
+    assert keys == "train:['p_1_0', 'p_0_0']" and status == ("train:p", "finished")
+    assert bool(recorder.sent) is recorded and ("by an error of verl_ext" in caplog.text) is not recorded
+
+
+def test_a_recorder_that_cannot_be_told_fails_no_rollout(roll_out_prompt, caplog) -> None:
+    def remote(groups: Any) -> None:
+        raise RuntimeError("the actor is gone")
+
+    recorder = SimpleNamespace(groups=SimpleNamespace(remote=remote))
+    _, (keys, _), status = roll_out_prompt(samples_of([2, 1]), recorder=recorder)
+    assert keys == "train:['p_1_0', 'p_0_0']" and status == ("train:p", "finished")
+    assert "the actor is gone" in caplog.text
