@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from verl_ext.ledger import read_tally
+from verl_ext.ledger.prompts import read_tally
 from verl_ext.records import store
 from verl_ext.view import data as view
 from verl_ext.view import timeline
