@@ -108,7 +108,12 @@ class Recorder:
         waits again; what rolls out once more replaces it."""
 
         def restore() -> None:
-            store.forget_after(self._run, step)
+            if (removed := store.forget_after(self._run, step)) and step == 0:
+                logger.warning(
+                    "recorder: the run begins at step 0: %d files of an earlier start are removed from %s. To keep "
+                    "those, give a new run a folder of its own.",
+                    *(removed, self._run / store.FOLDER),
+                )
             waiting, decided = (store.path_of(self._run, kind, step) for kind in ("waiting", "trajectories"))
             rows = store.read(waiting).to_pylist() if waiting.exists() else []
             for uid, own in itertools.groupby(rows, key=lambda row: row["uid"]):

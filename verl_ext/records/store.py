@@ -150,11 +150,12 @@ def rows(run: Path, kind: str = "trajectories", columns: Sequence[str] | None = 
         yield from table.to_pylist()
 
 
-def forget_after(run: Path, step: int) -> None:
-    """Remove the files of later steps."""
-    for file in files_of(run, "*"):
-        if file.step > step:
-            file.path.unlink(missing_ok=True)
+def forget_after(run: Path, step: int) -> int:
+    """Remove the files of later steps; returns their number."""
+    later = [file.path for file in files_of(run, "*") if file.step > step]
+    for path in later:
+        path.unlink(missing_ok=True)
+    return len(later)
 
 
 def cpu_seconds(run: Path) -> dict[int, float]:
@@ -166,9 +167,8 @@ def cpu_seconds(run: Path) -> dict[int, float]:
 def sizes(run: Path) -> dict[int, int]:
     """Step -> bytes of its files, without what waits at a checkpoint. What a killed writer left half written goes."""
     for part in (run / FOLDER).glob(f"*/*{_PART}"):
-        if not Path(
-            "/proc", part.name.split(".")[-2]
-        ).exists():  # its writer: a second start may stand beside a live run
+        # Its writer may live: a second start beside a run.
+        if not Path("/proc", part.name.split(".")[-2]).exists():
             part.unlink(missing_ok=True)
     found: dict[int, int] = {}
     for file in (file for kind in _OF_STEPS for file in files_of(run, kind)):

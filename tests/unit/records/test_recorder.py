@@ -315,6 +315,17 @@ def test_a_start_removes_half_files_and_a_resume_later_steps(tmp_path):
     assert [file.step for file in store.files_of(tmp_path)] == [1, 2] and not half.exists()
 
 
+def test_a_run_that_begins_anew_says_how_many_files_of_an_earlier_one_it_removes(tmp_path, caplog):
+    for step in (1, 2, 3):
+        store.write(store.path_of(tmp_path, "trajectories", step), "trajectories", [])
+    Recorder(tmp_path, SETTINGS).resume(2)
+    assert not caplog.records
+    Recorder(tmp_path, SETTINGS).resume(0)
+    assert "begins at step 0: 2 files of an earlier start are removed" in caplog.text and not store.files_of(tmp_path)
+    Recorder(tmp_path, SETTINGS).resume(0)
+    assert len(caplog.records) == 1
+
+
 def test_files_say_the_cpu_seconds_of_recorder_and_senders(tmp_path):
     writer = Recorder(tmp_path, SETTINGS)
     told = group("a")
