@@ -34,7 +34,7 @@ from verl_ext.ledger import FILE  # noqa: E402
 from verl_ext.outcome import PromptEnd  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor  # noqa: E402
 from verl_ext.records import jsonl, store  # noqa: E402
-from verl_ext.records.run_folder import step_of  # noqa: E402
+from verl_ext.records.run_folder import step_of, training_folder  # noqa: E402
 from verl_ext.records.run_record import environment, read_metrics  # noqa: E402
 from verl_ext.sandbox.launch import running_server  # noqa: E402
 
@@ -195,6 +195,8 @@ def taken_table(run: Path) -> str:
     """In Markdown: of each few steps the groups that were drawn, and those that were trained on, as means."""
     drawn, trained = read_ledger(run)
     groups = read_groups(run)
+    if not groups:
+        raise ValueError(f"{run} has no records of rollouts in training: see retool.recorder.")
     head = ["steps", *(f"{name}: drawn, taken" for name in ("latency (s)", "tokens", "calls", "acc")), "age (steps)"]
     lines = [head, ["---"] * len(head)]
     for first in range(1, max(trained.values()) + 1, WIDTH):
@@ -261,7 +263,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of every run")
     args = parser.parse_args(argv)
     if args.show:
-        print(taken_table(args.show))
+        try:
+            print(taken_table(training_folder(args.show, "rl")))
+        except (FileNotFoundError, ValueError) as error:
+            sys.exit(f"compare_modes.py: {error}")
         return
     source, out = args.source.resolve(), args.out.resolve()
     cells = list(cells_of(args.means, args.mode, args.repeats))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import statistics
 import threading
 import urllib.request
@@ -144,6 +145,19 @@ def test_a_run_is_done_with_the_accuracy_of_its_last_step(script, run, tmp_path)
 def test_what_was_taken_stands_beside_what_was_drawn(script, run):
     row = script.taken_table(run).splitlines()[2]
     assert row == "| 1-5 | 4.67, 6.25 | 15.67, 20.00 | 1.00, 1.00 | 0.50, 0.50 | 2.50 |"  # latencies 3, 9.5, 1.5
+
+
+def test_the_table_is_shown_of_the_quickstarts_folder_and_what_is_none_is_named(script, run, tmp_path, capsys):
+    whole = tmp_path.with_name("quickstart")
+    whole.mkdir()
+    run.rename(whole / "rl")
+    script.main(["--show", str(whole)])
+    assert "| 1-5 | 4.67, 6.25 |" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="No run at"):
+        script.main(["--show", str(whole / "misspelt")])
+    shutil.rmtree(whole / "rl" / "records")
+    with pytest.raises(SystemExit, match="has no records of rollouts in training"):
+        script.main(["--show", str(whole)])
 
 
 def test_the_table_compares_with_sync_at_the_same_latency(script):

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -194,14 +195,24 @@ def keep(run: Path, sizes: dict[int, int], limits: RecorderSettings) -> None:
 
 
 def main() -> None:
+    from verl_ext.records.run_folder import NoRun, training_folder  # which lists our files
+
     parser = argparse.ArgumentParser(description="The records of a run as JSON lines.")
-    parser.add_argument("run", type=Path, metavar="RUN", help="folder of an RL run")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of an RL run, or of the quickstart")
     parser.add_argument("--kind", choices=SCHEMAS, default="trajectories")
     parser.add_argument("--step", type=int, help="all by default")
     args = parser.parse_args()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
-    for file, table in tables(args.run, args.kind):
-        if args.step in (None, file.step):
+    try:
+        run = training_folder(args.run, "rl")
+    except NoRun as error:
+        sys.exit(str(error))
+    steps = sorted({file.step for file in files_of(run, args.kind)})
+    if not steps or args.step not in (None, *steps):
+        has = f"of step {args.step}. It has those of {steps[0]} to {steps[-1]}" if steps else "(retool.recorder)"
+        sys.exit(f"{run} has no records of the kind {args.kind} {has}.")
+    for file, table in tables(run, args.kind):
+        if args.step in (None, file.step) and table.num_rows:
             print(*map(jsonl.dumps, table.to_pylist()), sep="\n")
 
 

@@ -135,6 +135,24 @@ def test_the_command_prints_a_line_a_row(tmp_path, monkeypatch, capsys):
     assert json.loads(line)["step"] == 2 and json.loads(line)["turns"] == ROW["turns"]
 
 
+def test_the_command_takes_the_quickstarts_folder_and_says_what_is_not_there(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "rl"
+    store.write(store.path_of(run, "trajectories", 1), "trajectories", [ROW])
+
+    def said(*arguments):
+        monkeypatch.setattr("sys.argv", ["store", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            store.main()
+        return ended.value.code
+
+    monkeypatch.setattr("sys.argv", ["store", str(tmp_path)])
+    store.main()
+    assert json.loads(capsys.readouterr().out)["uid"] == "u1"
+    assert said(run, "--step", 7) == f"{run} has no records of the kind trajectories of step 7. It has those of 1 to 1."
+    assert said(run, "--kind", "tokens") == f"{run} has no records of the kind tokens (retool.recorder)."
+    assert said(tmp_path / "misspelt").startswith(f"No run at {tmp_path / 'misspelt'}")
+
+
 def test_a_file_written_again_keeps_its_notes(tmp_path):
     path = store.path_of(tmp_path, "trajectories", 1)
     store.write(path, "trajectories", [ROW, ROW | {"session": 4}], {CPU_KEY: "1.5"})
