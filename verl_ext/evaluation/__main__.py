@@ -6,8 +6,8 @@
     python -m verl_ext.evaluate --server http://127.0.0.1:8000/v1 --out outputs/evaluation/served
     # a checkpoint of an SFT or RL run, merged first
     python -m verl_ext.evaluate --checkpoint outputs/qwen2-32b_dapo --compare outputs/evaluation/sft
-    # figures only, of samples that are there: an evaluation's, or verl's validation dumps
-    python -m verl_ext.evaluate --samples outputs/run/validation --compare outputs/evaluation/sft
+    # figures only, of samples that are there: an evaluation's, or those of a run's last validation
+    python -m verl_ext.evaluate --samples outputs/run --compare outputs/other_run
 
 The settings are those of a run's YAML: protocol and limits of `retool`, lengths of `data`, sampling of `val_kwargs`,
 vLLM's of `rollout`. Into --out go samples.jsonl (every sample as it ends), settings.json, result.json and result.md.
@@ -34,11 +34,13 @@ from verl_ext.evaluation.store import OtherSettings, Store
 from verl_ext.records.jsonl import OtherForm
 from verl_ext.records.lock import lock_folder
 from verl_ext.records.run_record import environment
+from verl_ext.records.store import BrokenRecords
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+KNOWN = (BrokenRecords, CheckpointError, ConfigError, DataError, NoSamples, OtherForm, OtherSettings, SandboxNotReady)
 DEFAULT_CONFIG = "qwen2-32b_dapo"
 SHORTHANDS = {  # flag -> (key of the config, type)
     "n": ("actor_rollout_ref.rollout.val_kwargs.n", int),
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if out:
             out.mkdir(parents=True, exist_ok=True)
             write_result(out, result, text)
-    except (CheckpointError, ConfigError, DataError, NoSamples, OtherForm, OtherSettings, SandboxNotReady) as error:
+    except KNOWN as error:
         raise SystemExit(f"evaluate: {error}") from None
     except KeyboardInterrupt:
         raise SystemExit("evaluate: interrupted; the same command goes on from here") from None

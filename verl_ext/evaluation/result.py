@@ -9,7 +9,7 @@ from typing import Any
 from verl_ext.evaluation import figures as evaluation
 from verl_ext.evaluation.store import SETTINGS, flatten
 from verl_ext.outcome import EVALUATION_FAILURES
-from verl_ext.records import durable, jsonl
+from verl_ext.records import durable, jsonl, store
 from verl_ext.records.run_folder import SAMPLES, sample_files
 from verl_ext.records.samples import Sample, read_dump
 from verl_ext.rollout.tool_use import tool_metrics
@@ -22,8 +22,8 @@ class NoSamples(ValueError):
 def find_samples(path: Path) -> Path:
     """The samples that a path means: a JSONL file, the folder of an evaluation, or of validation dumps (last step).
 
-    Of a run's folder the last validation, or else the last evaluation; of the quickstart's those after RL, or before,
-    or those of its RL run.
+    Of a run's folder the last validation (of its records, or else of verl's dumps), or else the last evaluation; of the
+    quickstart's those after RL, or before, or those of its RL run.
 
     Raises:
         NoSamples: neither.
@@ -33,7 +33,7 @@ def find_samples(path: Path) -> Path:
     if not (found := sample_files(path)):
         raise NoSamples(
             f"No samples at {path}. Expected the folder of an evaluation, of a run with validations or evaluations, a "
-            "JSONL file of samples, or a trainer.validation_data_dir with <step>.jsonl."
+            "file of samples or records, or a trainer.validation_data_dir with <step>.jsonl."
         )
     return found[-1]
 
@@ -120,9 +120,24 @@ def _about(file: Path) -> dict[str, Any]:
 
 def _tools(file: Path) -> dict[str, float]:
     """`tool_metrics` of the samples that were judged; {} for a validation dump, which has no `tool_use`."""
-    rows = {row.get("uid"): row for row in jsonl.read(file)}
-    judged = [row for row in rows.values() if "tool_use" in row and not row.get("failure")]
+    rows = map(_tool_row, store.read(file).to_pylist()) if file.suffix == ".parquet" else jsonl.read(file)
+    judged = [
+        row for row in {row.get("uid"): row for row in rows}.values() if row.get("tool_use") and not row.get("failure")
+    ]
     return tool_metrics([row | {"reward_extra_info": row} for row in judged])
+
+
+def _tool_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of records with the keys of `samples.jsonl` that `tool_metrics` takes."""
+    turns = [turn for turn in row["turns"] or () if turn["role"] == "model"]
+    return json.loads(row["reward_parts"] or "{}") | {
+        "uid": (row["uid"], row["session"]),
+        "tool_use": json.loads(row["tool_use"] or "{}"),
+        "acc": row["acc"],
+        "failure": row["acc"] is None,
+        "finish_reason": row["end_reason"],
+        "model_spans": [(turn["start"], turn["start"] + turn["tokens"]) for turn in turns],
+    }
 
 
 def _comparison(

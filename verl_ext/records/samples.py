@@ -3,13 +3,14 @@ verl_ext.evaluate`.
 """
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from verl_ext.outcome import UNVERIFIED, Fault, RolloutEnd, evaluation_failure
-from verl_ext.records import jsonl
+from verl_ext.records import jsonl, store
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,23 @@ NUMBERS = tuple(each.name for each in fields(Sample) if each.type is float)
 TEXTS = tuple(each.name for each in fields(Sample) if each.type is str and each.default is MISSING)
 
 
+def plain(text: str) -> str:
+    """As verl's dumps have a text: without the template's special tokens."""
+    return re.sub(r"<\|(?:im_start|im_end|endoftext)\|>", "", text)
+
+
 def read_dump(path: Path) -> list[Sample]:
-    """Samples of a JSONL file. Of a session with several outputs only the last, as verl's own metrics do; of several
-    rows of one output, which are attempts at it, the last.
+    """Samples of a JSONL file, or of a file of records.
+
+    Of a session with several outputs only the last, as verl's own metrics do; of several rows of one output, which are
+    attempts at it, the last.
 
     Raises:
         ValueError: a row that is no JSON, lacks a key, or has a value of the wrong kind; names the file and line.
+        BrokenRecords: a file of records is cut short.
     """
+    if path.suffix == ".parquet":
+        return [sample_of(row) for row in store.read(path).to_pylist()]
     last: dict[str, tuple[int, Sample]] = {}
     expected = (
         "a row of verl's validation dump with the keys of verl_ext/reward/manager.py (made by "
@@ -71,13 +82,13 @@ def read_dump(path: Path) -> list[Sample]:
 
 def sample_of(row: Mapping[str, Any]) -> Sample:
     """A row of records as the sample that an evaluation has of the same response."""
-    turns = [turn for turn in row["turns"] or () if turn["role"] == "model"]
+    turns = row["turns"] or ()
     ran = [call for call in row["calls"] or () if call["attempts"] is not None]
     verdict, end = row["verdict"] or {}, row["end_reason"]
     return Sample(
         uid=f"{row['uid']}_{row['session']}_0",
-        input=row["prompt"] or "",
-        output="".join(turn.get("text") or "" for turn in turns),
+        input=plain(row["prompt"] or ""),
+        output=plain("".join(turn.get("text") or "" for turn in turns)),
         gts=row["ground_truth"],
         pred=verdict.get("extracted") or "",
         data_source=row["domain"] or "",
@@ -87,7 +98,7 @@ def sample_of(row: Mapping[str, Any]) -> Sample:
         tool_calls=len(ran),
         tool_errors=sum(call["fault"] == Fault.MODEL for call in ran),
         tool_timeouts=sum(call["status"] == "timeout" for call in ran),
-        model_turns=len(turns),
+        model_turns=sum(turn["role"] == "model" for turn in turns),
         response_tokens=row["model_tokens"] or 0,
         truncated=end == RolloutEnd.MAX_TOKENS,
         unverified=row["acc"] is None,

@@ -1,7 +1,8 @@
 """Grade files of responses: `python -m verl_ext.reward.score --input rows.jsonl --output graded.jsonl`.
 
-The input may be a run, too, or the quickstart's folder above it: its validation dumps, else the evaluations of its
-checkpoints or of the quickstart, else its records, else its rollout dumps. A file of records (`.parquet`) can be named.
+The input may be a run, too, or the quickstart's folder above it: its validations (in its records, else verl's dumps),
+else the evaluations of its checkpoints or of the quickstart, else all its records, else its rollout dumps. A file of
+records (`.parquet`) can be named.
 
 A row is JSON with `response` (or `messages`, of which the assistant's count) and `ground_truth`; rollout and validation
 dumps of verl (`output`, `gts`) and the files of `unverified_dir` are such rows, too. Each row comes back with `acc`,

@@ -4,6 +4,7 @@ import pytest
 
 from tests.unit.evaluation.rows import TOOL_USE, evaluation, row
 from verl_ext.evaluation.result import NoSamples, find_samples, make_result, markdown, write_result
+from verl_ext.records import store
 
 
 def test_a_result_has_the_figures_the_settings_and_the_tool_metrics(tmp_path):
@@ -73,6 +74,28 @@ def test_verls_validation_dumps_are_read_too(tmp_path):
     result, text = make_result(tmp_path, draws=10)
     assert result["samples"]["file"] == str(tmp_path / "40.jsonl") and result["tools"] == {}
     assert "settings" not in result and "1.000 [0.025, 1.000]" in text
+
+
+def test_a_run_with_records_alone_is_evaluated_by_its_last_validation(tmp_path):
+    turn = {"role": "model", "text": "x", "tokens": 10, "start": 0}
+    sides = {4: (0.0, 0.0, 1.0), 8: (1.0, 1.0, 1.0)}
+    for step, accs in sides.items():
+        rows = [
+            {"uid": name, "session": 0, "problem": name, "domain": "mine", "turns": [turn], "model_tokens": 10}
+            | {"acc": acc, "end_reason": "answer", "tool_use": json.dumps(TOOL_USE), "calls": []}
+            for name, acc in zip("abc", accs, strict=True)
+        ]
+        failed = {"uid": "d", "session": 0, "problem": "d", "domain": "mine", "end_reason": "raised"}
+        store.write(store.path_of(tmp_path, "trajectories", step, validate=True), "trajectories", [*rows, failed])
+    before, last = (store.path_of(tmp_path, "trajectories", step, validate=True) for step in sides)
+    result, text = make_result(tmp_path, compared_with=before, draws=100)
+    assert result["samples"]["file"] == str(last)
+    assert (result["samples"]["judged"], result["samples"]["unverified"]) == (3, 1)
+    assert result["figures"]["mine"]["metrics"]["acc/mean@k"]["value"] == 1.0
+    assert result["comparison"]["difference"]["mine"]["metrics"]["acc/mean@k"]["value"] == pytest.approx(2 / 3)
+    assert result["tools"]["tool/ok_rate"] == 0.5 and result["tools"]["tool/first_call_position"] == pytest.approx(
+        0.2
+    )  # 2 of 10
 
 
 def test_a_run_stands_for_its_last_validation_and_the_quickstart_for_its_last_evaluation(tmp_path):

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.records.run_folder import NoRun, dumps_of, find_run, short_names, training_folder
+from verl_ext.records.run_folder import NoRun, dumps_of, find_run, sample_files, short_names, training_folder
 
 RL_CONFIG = "actor_rollout_ref: {model: {path: m}}\ntrainer: {validation_data_dir: /made/elsewhere/checks}\n"
 SFT_CONFIG = "model: {path: m}\ntrainer: {default_local_dir: outputs/tiny_sft}\n"
@@ -96,3 +96,15 @@ def test_dumps_in_the_folder_where_a_command_runs_belong_to_no_run(tmp_path, mon
     put(tmp_path / "validation" / "5.jsonl")
     monkeypatch.chdir(tmp_path)
     assert dumps_of(tmp_path / "run", "validation_data_dir", "validation") == []
+
+
+def test_validations_are_those_of_the_records_but_where_some_are_light(tmp_path):
+    """A light validation is in the records as a whole one is; its dumps have a folder of their own."""
+    dump = put(tmp_path / "validation" / "5.jsonl")
+    recorded = put(tmp_path / "records" / "trajectories" / "val_000005.parquet")
+    put(tmp_path / "records" / "trajectories" / "step_000005.parquet")
+    assert sample_files(tmp_path) == [recorded]
+    put(tmp_path / "hydra" / "config.yaml", RL_CONFIG + "retool: {light_validation: {enable: true}}\n")
+    assert sample_files(tmp_path) == [dump]
+    dump.unlink()
+    assert sample_files(tmp_path) == [recorded]

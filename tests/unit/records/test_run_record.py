@@ -4,6 +4,7 @@ from datetime import datetime
 
 import pytest
 
+from verl_ext.records import store
 from verl_ext.records.run_record import environment, read_metrics, read_run, start_up, step_times, warm_step
 
 
@@ -124,6 +125,15 @@ def test_rollouts_of_the_first_and_last_step_are_read(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"step": step}) + "\n")
     assert read_run(tmp_path).training_rollouts == [{"step": 2}, {"step": 10}]
+
+
+def test_before_and_after_are_the_first_and_last_validation_of_the_records(tmp_path):
+    for step, acc in ((0, 0.0), (5, 1.0), (10, None)):
+        row = {"uid": "u", "session": 0, "problem": "p", "end_reason": "answer", "acc": acc}
+        store.write(store.path_of(tmp_path, "trajectories", step, validate=True), "trajectories", [row])
+    run = read_run(tmp_path)
+    assert ([each.acc for each in run.before], [each.acc for each in run.after]) == ([0.0], [None])
+    assert run.sides == ("step 0", "step 10") and run.training_rollouts == []
 
 
 def test_a_quickstart_without_stages_is_an_empty_run_and_no_folder_an_error(tmp_path):

@@ -62,13 +62,16 @@ def test_an_rl_run_without_validations_shows_its_metrics_and_recorded_rollouts(t
         {"role": "model", "text": "\\boxed{7}<|im_end|>"},
     ]
     store.write(store.path_of(run, "trajectories", 6), "trajectories", [record])
-    store.write(store.path_of(run, "trajectories", 7, validate=True), "trajectories", [record | {"step": 7}])
     text, page, summary = written(run)
     assert "6 RL steps, with no validation samples" in summary["verdict"]
-    assert "<h3>RL step 6</h3>" in page and "RL step 7" not in page
+    assert "<h3>RL step 6</h3>" in page
     assert '<span class="who">interpreter</span>7</pre>' in page and "reward +0.50" in page and "im_end" not in page
     assert summary["missing"] == ["evaluation"] and "trainer.validation_data_dir" in text
     Balance().feed(page)
+    validated = record | {"uid": "v", "session": 0, "step": 7, "problem": "p", "end_reason": "answer", "acc": 1.0}
+    store.write(store.path_of(run, "trajectories", 7, validate=True), "trajectories", [validated])
+    _, page, summary = written(run)
+    assert summary["verdict"].startswith("Accuracy at step 7 is 100.0% [") and summary["missing"] == []
 
 
 def test_the_folder_of_an_sft_run_is_reported_with_its_evaluation(tmp_path):

@@ -219,6 +219,9 @@ def test_run_and_the_quickstart_above_it_give_the_runs_responses(tmp_path):
     touch(run, "validation/10.jsonl", "validation/2.jsonl")
     expected = [run / "validation/2.jsonl", run / "validation/10.jsonl"]
     assert find_files([run.parent]) == find_files([run]) == find_files([run / "validation"]) == expected
+    touch(run, "records/trajectories/step_000002.parquet", "records/trajectories/val_000002.parquet")
+    assert find_files([run.parent]) == find_files([run]) == [run / "records/trajectories/val_000002.parquet"]
+    assert find_files([run / "validation"]) == expected
 
 
 def test_the_records_of_a_run_are_graded_without_what_the_tools_said(tmp_path):
