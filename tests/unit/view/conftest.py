@@ -1,5 +1,7 @@
 """A run that no model wrote, and the viewer of it."""
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,3 +34,8 @@ def viewer() -> Callable[..., TestClient]:
 @pytest.fixture
 def client(run_folder: Path, viewer: Callable[..., TestClient]) -> TestClient:
     return viewer(run_folder)
+
+
+def charts_of(html: str) -> dict[str, dict]:
+    found = [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', html, re.S)]
+    return {chart["title"]: chart for chart in found}

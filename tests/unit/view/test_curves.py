@@ -1,0 +1,59 @@
+"""The run page: its curves are those of the metrics file, and an alarm points at the line that helps."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.unit.view.conftest import charts_of
+from tests.unit.view.synthetic import write_run
+from verl_ext.view import curves
+
+
+def test_curves_are_the_values_of_the_metrics_file(client: TestClient, run_folder: Path) -> None:
+    logged = [json.loads(line) for line in (run_folder / "metrics-1790000000.jsonl").read_text().splitlines()]
+    chart = charts_of(client.get("/").text)["accuracy"]
+    assert chart["x"] == [line["step"] for line in logged] == [1, 2, 3, 4]
+    assert chart["series"][0]["y"] == [line["data"]["train/acc"] for line in logged]
+    assert chart["series"][0]["run"] == 0
+
+
+def test_runs_are_overlaid_and_the_published_one_is_a_preset(viewer, run_folder: Path, tmp_path: Path) -> None:
+    other = write_run(tmp_path / "run_b", seed=18, steps=2)
+    chart = charts_of(viewer(run_folder, other).get("/?published=1").text)["score"]
+    names = {line["name"]: line for line in chart["series"]}
+    assert list(names) == ["run_a", "run_b", "published"] and names["published"]["run"] is None
+    at = dict(zip(chart["x"], names["run_b"]["y"], strict=True))
+    assert at[2] is not None and at[4] is None  # a run without a value has a hole, and no invented number
+    published = {line["step"]: line["data"] for line in map(json.loads, curves.PUBLISHED.open())}
+    assert names["published"]["y"][chart["x"].index(10)] == published[10]["critic/score/mean"]
+
+
+def test_a_collapsing_entropy_is_a_sentence_with_the_line_that_helps(client: TestClient) -> None:
+    # 0.5 x 0.7^step: the mean of steps 1 and 2 is 0.2975, of steps 3 and 4 0.1458; not below 0.3 x 0.2975.
+    assert "No alarm" in client.get("/").text
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "says", "heading"),
+    [
+        ("actor/entropy", [0.5, 0.5, 0.1, 0.1], "entropy collapses: from 0.5 to 0.1", "## Entropy falls"),
+        ("actor/entropy", [0.1, 0.1, 0.5, 0.5], "entropy grows", "## Entropy rises"),
+        ("tool/code_ratio", [0.8, 0.8, 0.2, 0.2], "80.0% of the responses ran code, now 20.0%", "## It trains, but"),
+        ("train/truncation_rate", [0, 0, 0.2, 0.2], "cut by the budget: 0.0%, now 20.0%", "- Truncated"),
+        ("failure/share_aborted", [0.1], "10.0% of the responses end as aborted", "## Responses are kept out"),
+        ("training/rollout_actor_probs_pearson_corr", [0.9], "correlate by 0.900 only", "- `training/rollout_actor"),
+    ],
+)
+def test_an_alarm_links_to_the_line_that_helps(viewer, tmp_path, key, values, says, heading) -> None:
+    lines = [{"step": step, "data": {key: value}} for step, value in enumerate(values, 1)]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    html = viewer(tmp_path / "run").get("/").text
+    sentence = re.search(r'<ul class="alarms"><li>(.*?)</li></ul>', html)[1]
+    assert says in sentence
+    line = int(re.search(r'href="/diagnose#L(\d+)"', sentence)[1])
+    assert curves.DIAGNOSE.read_text().splitlines()[line - 1].startswith(heading)
+    assert f'id="L{line}"' in viewer(tmp_path / "run").get("/diagnose").text
