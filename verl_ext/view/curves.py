@@ -35,6 +35,12 @@ ALARMS = (
     ("training/rollout_actor_probs_pearson_corr", 1, lambda _, value: value < 0.99,
      "The ratio is off-policy: trainer's and engine's probabilities correlate by {1:.3f} only.",
      "`training/rollout_actor_probs_pearson_corr` below .99"),
+    ("actor/ppo_kl", 1, lambda _, value: abs(value) > 0.05,
+     "The ratio is off-policy: the update is {1:.2g} nats per token from the log-probs that it takes as old.",
+     "`actor/ppo_kl` beyond .05"),
+    ("rollout_corr/kl", 1, lambda _, value: abs(value) > 0.05,
+     "The ratio is off-policy: the trainer is {1:.2g} nats per token from the weights that wrote the tokens.",
+     "`rollout_corr/kl` beyond .05"),
 )  # fmt: skip
 
 

@@ -9,7 +9,10 @@ from starlette.testclient import TestClient
 
 from tests.unit.view.conftest import charts_of
 from tests.unit.view.synthetic import write_run
+from verl_ext.records.run_record import read_metrics
 from verl_ext.view import curves
+
+REPO = Path(__file__).resolve().parents[3]
 
 
 def test_curves_are_the_values_of_the_metrics_file(client: TestClient, run_folder: Path) -> None:
@@ -36,6 +39,14 @@ def test_a_collapsing_entropy_is_a_sentence_with_the_line_that_helps(client: Tes
     assert "No alarm" in client.get("/").text
 
 
+def test_what_our_own_runs_and_the_published_one_log_raises_no_alarm_of_the_ratio() -> None:
+    logged = read_metrics([REPO / "tests" / "data" / "rl_metrics.jsonl"])
+    for metrics in (curves.published(), logged):
+        assert metrics.curve("actor/ppo_kl")[1], "verl logs it"
+        assert not [alarm for alarm in curves.alarms(metrics) if "off-policy" in alarm.sentence]
+    assert logged.curve("rollout_corr/kl")[1]
+
+
 @pytest.mark.parametrize(
     ("key", "values", "says", "heading"),
     [
@@ -44,6 +55,8 @@ def test_a_collapsing_entropy_is_a_sentence_with_the_line_that_helps(client: Tes
         ("tool/code_ratio", [0.8, 0.8, 0.2, 0.2], "80.0% of the responses ran code, now 20.0%", "## It trains, but"),
         ("train/truncation_rate", [0, 0, 0.2, 0.2], "cut by the budget: 0.0%, now 20.0%", "- Truncated"),
         ("failure/share_aborted", [0.1], "10.0% of the responses end as aborted", "## Responses are kept out"),
+        ("actor/ppo_kl", [0.01, -0.08], "-0.08 nats per token from the log-probs", "- `actor/ppo_kl` beyond"),
+        ("rollout_corr/kl", [0.3], "0.3 nats per token from the weights that wrote", "- `rollout_corr/kl` beyond"),
         ("training/rollout_actor_probs_pearson_corr", [0.9], "correlate by 0.900 only", "- `training/rollout_actor"),
     ],
 )
