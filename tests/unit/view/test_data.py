@@ -55,6 +55,18 @@ def test_a_truncated_file_is_named_and_the_rest_is_shown(client: TestClient, run
     assert client.get("/run/0/step_000002").status_code == 404
 
 
+@pytest.mark.parametrize(
+    "page",
+    ["/run/0/step_000001", "/run/0/step_000002/group?uid=s2-p1", "/run/0/step_000002/sample?uid=s2-p1&session=1",
+     "/run/0/step_000002/timeline", "/problem?problem=p1", "/problems", "/problems?a=0:first&b=0:last", "/code"],
+)  # fmt: skip
+def test_a_truncated_file_of_tokens_is_named_on_every_page(client: TestClient, run_folder: Path, page: str) -> None:
+    path = store.path_of(run_folder, "tokens", 2)
+    path.write_bytes(path.read_bytes()[:-100])
+    answer = client.get(page)
+    assert answer.status_code == 200 and f'role="alert">{path} cannot be read' in answer.text
+
+
 def test_a_file_that_is_damaged_inside_is_named_and_the_rest_is_shown(client: TestClient, run_folder: Path) -> None:
     path = store.path_of(run_folder, "trajectories", 2)
     content = bytearray(path.read_bytes())
