@@ -1,6 +1,8 @@
 """A run for other programs: inspect_ai's log (`.eval`), and a step's time in Chrome's trace format."""
 
 import json
+import shutil
+import tempfile
 import zipfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -21,18 +23,19 @@ def write_eval(run: Run, keys: Sequence[str], out: Path) -> int:
     Returns:
         The number of rollouts.
     """
-    summaries, accs, ids = [], [], {}
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file:
+    accs, ids, number, epochs = [], {}, 0, 1
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file, tempfile.TemporaryFile() as summaries:
         for key in keys:
             for row in run.ask("SELECT * FROM records ORDER BY index, uid, session", keys=[key]):
                 sample = _sample(row, f"{key}/{row['uid']}")
                 ids[sample["id"]] = None
                 accs += [] if row["acc"] is None else [row["acc"]]
-                summaries.append({name: sample[name] for name in ("id", "epoch", "input", "target", "scores")})
-                summaries[-1] |= {"completed": True, "input": sample["input"][:1000]}
+                summary = {name: sample[name] for name in ("id", "epoch", "target", "scores")}
+                summary |= {"completed": True, "input": sample["input"][:1000]}
+                summaries.write((("," if number else "[") + json.dumps(summary)).encode())
+                number, epochs = number + 1, max(epochs, sample["epoch"])
                 file.writestr(f"samples/{sample['id']}_epoch_{sample['epoch']}.json", json.dumps(sample))
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        epochs = max((each["epoch"] for each in summaries), default=1)
         task = {
             "created": now, "task": run.name, "task_id": run.name, "run_id": run.name, "eval_id": run.name,
             "dataset": {"name": run.name, "samples": len(ids), "sample_ids": list(ids)}, "model": f"verl/{run.name}",
@@ -40,12 +43,16 @@ def write_eval(run: Run, keys: Sequence[str], out: Path) -> int:
         }  # fmt: skip
         mean = {"name": "mean", "value": sum(accs) / len(accs) if accs else 0.0}
         scores = {"name": "acc", "scorer": "acc", "scored_samples": len(accs), "metrics": {"mean": mean}}
-        results = {"total_samples": len(summaries), "completed_samples": len(accs), "scores": [scores]}
+        results = {"total_samples": number, "completed_samples": len(accs), "scores": [scores]}
         start = {"version": 2, "eval": task, "plan": {}}
         header = start | {"status": "success", "results": results, "stats": {"started_at": now, "completed_at": now}}
-        for name, content in (("_journal/start.json", start), ("summaries.json", summaries), ("header.json", header)):
+        for name, content in (("_journal/start.json", start), ("header.json", header)):
             file.writestr(name, json.dumps(content))
-    return len(summaries)
+        summaries.write(b"]" if number else b"[]")
+        summaries.seek(0)
+        with file.open("summaries.json", "w") as target:
+            shutil.copyfileobj(summaries, target)
+    return number
 
 
 def _sample(row: dict[str, Any], name: str) -> dict[str, Any]:

@@ -16,6 +16,14 @@ from starlette.testclient import TestClient
 from tests.unit.view.synthetic import intervals
 from verl_ext.records import store
 from verl_ext.view import export
+from verl_ext.view.data import Run
+
+
+def test_an_eval_log_of_no_rollout_is_whole(run_folder: Path, tmp_path: Path) -> None:
+    assert export.write_eval(Run(run_folder, "run_a", 0), [], tmp_path / "empty.eval") == 0
+    with zipfile.ZipFile(tmp_path / "empty.eval") as log:
+        assert json.loads(log.read("summaries.json")) == []
+        assert json.loads(log.read("header.json"))["results"]["total_samples"] == 0
 
 
 def test_an_eval_log_has_every_rollout_with_its_score_or_its_error(client: TestClient, run_folder: Path) -> None:
@@ -33,8 +41,12 @@ def test_an_eval_log_has_every_rollout_with_its_score_or_its_error(client: TestC
             )
             for row in rows
         }
-        assert len(json.loads(log.read("summaries.json"))) == len(rows) == 100
+        summaries = json.loads(log.read("summaries.json"))
+        assert len(rows) == 100
         assert len(log.namelist()) == len(rows) + 3
+    assert {(each["id"], each["epoch"], each["input"], str(each["scores"])) for each in summaries} == {
+        (each["id"], each["epoch"], each["input"], str(each["scores"])) for each in samples.values()
+    }
     judged = [row["acc"] for row in rows if row["acc"] is not None]
     assert header["version"] == 2 and header["results"]["total_samples"] == 100
     assert header["results"]["scores"][0]["metrics"]["mean"]["value"] == statistics.fmean(judged)
