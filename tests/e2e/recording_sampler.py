@@ -1,11 +1,14 @@
 """The sampler, with a record of what the trainer then computed: rewards and advantages of every batch, as JSON lines.
 
-For tests, by `trainer.v1.sampler.custom_sampler.path`; the file is `sampler_kwargs.record_to`.
+For tests, by `trainer.v1.sampler.custom_sampler.path`; the file is `sampler_kwargs.record_to`. Beside it is
+`tokens.jsonl`, {key: [ids, log-probs]} of each batch, as the queue had the responses when the sampler chose them.
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
+import transfer_queue as tq
 from verl.trainer.ppo.v1 import trainer_base
 
 from verl_ext.trainer.sampler import DapoReplayBuffer
@@ -16,6 +19,7 @@ class RecordingReplayBuffer(DapoReplayBuffer):
 
     def __init__(self, *, sampler_kwargs: Any, **kwargs: Any):
         super().__init__(sampler_kwargs=sampler_kwargs, **kwargs)
+        self._tokens = Path(sampler_kwargs.record_to).with_name("tokens.jsonl")
         compute = trainer_base.compute_advantage_for_multi_trajectories
 
         def compute_and_record(data: Any, **arguments: Any) -> Any:
@@ -30,3 +34,12 @@ class RecordingReplayBuffer(DapoReplayBuffer):
             return data
 
         trainer_base.compute_advantage_for_multi_trajectories = compute_and_record
+
+    def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, float]]:
+        batch, metrics = super().sample(global_steps, partition_id, batch_size)
+        fields = ["responses", "rollout_log_probs"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=partition_id, select_fields=fields)
+        columns = [[row.tolist() for row in data[field].unbind()] for field in fields]
+        with open(self._tokens, "a") as record:
+            record.write(json.dumps(dict(zip(batch.keys, zip(*columns, strict=True), strict=True))) + "\n")
+        return batch, metrics

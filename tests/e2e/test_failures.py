@@ -5,7 +5,6 @@ right. So its rewards are drawn at random, which gives groups something to learn
 """
 
 import json
-import math
 import random
 import socket
 import statistics
@@ -23,12 +22,11 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import REPO, launch, pipeline, read_metrics, run_to_end
+from tests.e2e.records import check_records
 from tests.processes import kill_tree
 from verl_ext.ledger import read_tally
 from verl_ext.records import store
 from verl_ext.sandbox.launch import running_server
-from verl_ext.view import data as view
-from verl_ext.view import timeline
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -127,43 +125,6 @@ def check_malformed_calls_were_answered(run: Run) -> Counter:
                 is_last = call["turn"] == len(trajectory["turns"]) - 1
                 assert not is_last or trajectory["end_reason"] in ("max_tokens", "malformed_limit"), trajectory
     return kinds
-
-
-def check_records(run: Run) -> None:
-    """The records agree with the ledger, with the batches that were trained on, and with themselves."""
-    rows = {f"{row['uid']}_{row['session']}": row for row in run.trajectories()}
-    ends = read_tally(run.out).ends
-    assert {row["uid"]: row["outcome"] for row in rows.values()} == {uid: str(end) for uid, end in ends.items()}
-    taken = set()
-    for step, batch in enumerate(run.batches(), 1):
-        for key, advantage in zip(batch["keys"], batch["advantages"], strict=True):
-            row = rows[key.rpartition("_")[0]]
-            taken.add(f"{row['uid']}_{row['session']}")
-            assert row["trained_step"] == step and row["advantage"] == pytest.approx(advantage, abs=1e-4)
-    assert taken == {key for key, row in rows.items() if row["trained_step"] is not None}
-    responses = defaultdict(list)
-    for token in store.rows(run.out, "tokens"):
-        responses[f"{token['uid']}_{token['session']}"].append(token)
-    assert {rows[key]["trained_step"] for key in responses} == {1, 2}
-    for key, tokens in responses.items():
-        row = rows[key]
-        assert [token["position"] for token in tokens] == list(range(row["response_tokens"]))
-        assert sum(token["mask"] for token in tokens) == row["model_tokens"]
-        for token in tokens:
-            assert token["mask"] == (row["turns"][token["turn"]]["role"] == "model") == (token["version"] is not None)
-            if token["mask"]:
-                assert token["old_log_prob"] == token["rollout_log_prob"] and token["advantage"] == row["advantage"]
-                ratio = math.exp(token["log_prob"] - token["old_log_prob"])
-                assert token["ratio"] == pytest.approx(ratio, rel=1e-4)
-                bounds = ratio < 0.8 and token["advantage"] < 0, ratio > 1.28 and token["advantage"] > 0
-                assert token["decision"] == {(True, False): "clipped_low", (False, True): "clipped_high"}.get(
-                    bounds, "kept"
-                )
-    viewed = view.Run(run.out, "rl", 0)
-    times = [row for key in viewed.files() for row in timeline.intervals(viewed, key)]
-    assert {("trainer", "wait"), ("trainer", "update"), ("tool", "tool")} <= {(t["lane"], t["what"]) for t in times}
-    written = [t for t in times if t["what"] == "generate"]
-    assert written and all(t["start_s"] < t["end_s"] and t["lane"] not in ("trainer", "tool") for t in written)
 
 
 def test_a_normal_run_and_its_records(small: Path, tmp_path: Path) -> None:

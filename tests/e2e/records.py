@@ -1,0 +1,89 @@
+"""What the records of a run, and the viewer's page of a response, have to agree with: ledger, batches, and themselves.
+
+`run` is a `Run` of test_failures.py.
+"""
+
+import json
+import math
+import re
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from verl_ext.ledger import read_tally
+from verl_ext.records import store
+from verl_ext.view import data as view
+from verl_ext.view import timeline
+from verl_ext.view.app import create_app
+
+
+def check_records(run: Any) -> None:
+    """The records agree with the ledger, with the batches that were trained on, and with themselves."""
+    rows = {f"{row['uid']}_{row['session']}": row for row in run.trajectories()}
+    ends = read_tally(run.out).ends
+    assert {row["uid"]: row["outcome"] for row in rows.values()} == {uid: str(end) for uid, end in ends.items()}
+    taken = set()
+    for step, batch in enumerate(run.batches(), 1):
+        for key, advantage in zip(batch["keys"], batch["advantages"], strict=True):
+            row = rows[key.rpartition("_")[0]]
+            taken.add(f"{row['uid']}_{row['session']}")
+            assert row["trained_step"] == step and row["advantage"] == pytest.approx(advantage, abs=1e-4)
+    assert taken == {key for key, row in rows.items() if row["trained_step"] is not None}
+    responses = defaultdict(list)
+    for token in store.rows(run.out, "tokens"):
+        responses[f"{token['uid']}_{token['session']}"].append(token)
+    assert {rows[key]["trained_step"] for key in responses} == {1, 2}
+    for key, tokens in responses.items():
+        row = rows[key]
+        assert [token["position"] for token in tokens] == list(range(row["response_tokens"]))
+        assert sum(token["mask"] for token in tokens) == row["model_tokens"]
+        for token in tokens:
+            assert token["mask"] == (row["turns"][token["turn"]]["role"] == "model") == (token["version"] is not None)
+            if token["mask"]:
+                assert token["old_log_prob"] == token["rollout_log_prob"] and token["advantage"] == row["advantage"]
+                ratio = math.exp(token["log_prob"] - token["old_log_prob"])
+                assert token["ratio"] == pytest.approx(ratio, rel=1e-4)
+                bounds = ratio < 0.8 and token["advantage"] < 0, ratio > 1.28 and token["advantage"] > 0
+                assert token["decision"] == {(True, False): "clipped_low", (False, True): "clipped_high"}.get(
+                    bounds, "kept"
+                )
+    check_tokens(run, rows, responses)
+    viewed = view.Run(run.out, "rl", 0)
+    times = [row for key in viewed.files() for row in timeline.intervals(viewed, key)]
+    assert {("trainer", "wait"), ("trainer", "update"), ("tool", "tool")} <= {(t["lane"], t["what"]) for t in times}
+    written = [t for t in times if t["what"] == "generate"]
+    assert written and all(t["start_s"] < t["end_s"] and t["lane"] not in ("trainer", "tool") for t in written)
+
+
+def check_tokens(run: Any, rows: dict[str, dict], responses: dict[str, list[dict]]) -> None:
+    """Ids, log-probs and advantages in the records, and on the viewer's page of a response, are those of the batch that
+    the sampler has given to the trainer."""
+    seen: dict[str, list[list]] = {}
+    for line in open(run.out / "tokens.jsonl"):
+        seen |= {key.rpartition("_")[0]: values for key, values in json.loads(line).items()}
+    for key, tokens in responses.items():
+        ids, log_probs = seen[key]
+        assert [token["id"] for token in tokens] == ids
+        assert [t["rollout_log_prob"] for t in tokens if t["mask"]] == [
+            log_prob for t, log_prob in zip(tokens, log_probs, strict=True) if t["mask"]
+        ]
+    advantages = {
+        key.rpartition("_")[0]: advantage
+        for batch in run.batches()
+        for key, advantage in zip(batch["keys"], batch["advantages"], strict=True)
+    }
+    key = max(responses, key=lambda key: (len(rows[key]["calls"]), key))  # one with tokens that a tool wrote, if any
+    row, (ids, log_probs) = rows[key], seen[key]
+    client = TestClient(create_app([view.Run(run.out, "rl", 0)], 8400), base_url="http://127.0.0.1:8400")
+    address = f"/run/0/step_{row['trained_step']:06d}/sample"
+    page = client.get(address, params={"uid": row["uid"], "session": row["session"]}).text
+    data = json.loads(re.search(r'id="token-data">(.*?)</script>', page, re.S)[1])
+    shown = [dict(zip(data["columns"], values, strict=True)) for values in data["rows"]]
+    assert [token["id"] for token in shown] == ids
+    trained = [(token, log_prob) for token, log_prob in zip(shown, log_probs, strict=True) if token["mask"]]
+    assert len(trained) == row["model_tokens"] and "banner" not in page
+    for token, log_prob in trained:
+        assert token["rollout_log_prob"] == token["old_log_prob"] == log_prob
+        assert token["advantage"] == pytest.approx(advantages[key], abs=1e-4)
