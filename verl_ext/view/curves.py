@@ -4,7 +4,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import yaml
 
@@ -44,18 +44,6 @@ ALARMS = (
 )  # fmt: skip
 
 
-class Alarm(NamedTuple):
-    """What is wrong, and the line of docs/diagnose.md that helps: the first that has `look_for`."""
-
-    sentence: str
-    look_for: str
-
-    @property
-    def line(self) -> int | None:
-        lines = DIAGNOSE.read_text(encoding="utf-8").splitlines() if DIAGNOSE.is_file() else []
-        return next((number for number, line in enumerate(lines, 1) if self.look_for in line), None)
-
-
 def published() -> Metrics:
     """The curves of the published run, under today's keys; without any where the repository's data is not there."""
     metrics = read_metrics([PUBLISHED] if PUBLISHED.is_file() else [])
@@ -85,13 +73,17 @@ def charts(
     return found
 
 
-def alarms(metrics: Metrics) -> list[Alarm]:
-    """What the curves say is wrong. First and last are means of END_STEPS steps, fewer in a short run."""
-    found = []
+def alarms(metrics: Metrics) -> list[dict[str, Any]]:
+    """What the curves say is wrong: `sentence`, `look_for`, and `line`, the first of docs/diagnose.md that has that.
+
+    First and last values are means of END_STEPS steps, fewer in a short run.
+    """
+    lines, found = DIAGNOSE.read_text(encoding="utf-8").splitlines() if DIAGNOSE.is_file() else [], []
     for key, needed, is_wrong, sentence, look_for in ALARMS:
         values = metrics.curve(key)[1]
         number = max(1, min(END_STEPS, len(values) // 2))
-        if len(values) >= needed:
-            ends = statistics.fmean(values[:number]), statistics.fmean(values[-number:])
-            found += [Alarm(sentence.format(*ends), look_for)] if is_wrong(*ends) else []
+        ends = [statistics.fmean(side or [0.0]) for side in (values[:number], values[-number:])]
+        if len(values) >= needed and is_wrong(*ends):
+            line = next((place for place, text in enumerate(lines, 1) if look_for in text), None)
+            found.append({"sentence": sentence.format(*ends), "look_for": look_for, "line": line})
     return found

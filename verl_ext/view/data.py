@@ -21,7 +21,9 @@ LIGHT = (  # all but the long texts
 )
 FILES = "SELECT * EXCLUDE filename, parse_filename(filename, true) AS key FROM read_parquet($paths, filename=true)"
 PAGE = 200  # groups on a page
-
+DATABASE = {"memory_limit": "400MB", "threads": 2, "preserve_insertion_order": True} | dict.fromkeys(
+    ("autoinstall_known_extensions", "autoload_known_extensions"), False
+)  # in memory, of bounded size, fetches nothing from anywhere
 
 State = tuple[Path, int, int]  # of a file: path, time of its last change (ns), bytes
 
@@ -34,12 +36,6 @@ def state_of(path: Path) -> State | None:
         return None
 
 
-def connect() -> duckdb.DuckDBPyConnection:
-    """A database in memory that fetches nothing from anywhere, of bounded size."""
-    fetches = dict.fromkeys(("autoinstall_known_extensions", "autoload_known_extensions"), False)
-    return duckdb.connect(config={"memory_limit": "400MB", "threads": 2, "preserve_insertion_order": True} | fetches)
-
-
 class Run:
     """A run's folder: its metrics, and its records.
 
@@ -49,9 +45,9 @@ class Run:
 
     def __init__(self, folder: Path, name: str, number: int):
         self.folder, self.name, self.number = training_folder(folder, "rl", "sft"), name, number
-        self._database = connect()
+        self._database = duckdb.connect(config=DATABASE)
         self._broken: dict[State | Path, str | None] = {}  # what is wrong with a file
-        self._metrics: tuple[Any, Metrics] | None = None
+        self._metrics: tuple[Any, Metrics, list[str]] | None = None  # of which states of files; what is wrong with them
 
     def files(self, kind: str = "trajectories") -> dict[str, Path]:
         """key -> path of the whole files of a kind, by step."""
@@ -61,7 +57,7 @@ class Run:
         """What is wrong with each file that cannot be read."""
         faults = [fault for file in store.files_of(self.folder, "*") if (fault := self._fault_of(file))]
         self.metrics()
-        return faults + self._metrics_faults
+        return faults + self._metrics[2]
 
     def _fault_of(self, file: store.RecordFile, columns: Sequence[str] | None = ()) -> str | None:
         """What is wrong with a file; by its footer, or, with `columns=None`, by all of it."""
@@ -113,8 +109,8 @@ class Run:
                     read_metrics([path])
                 except ValueError as error:
                     faults[path] = f"{path} is not shown: {error}"
-            self._metrics = states, read_metrics([path for path in states if path not in faults])
-            self._metrics_faults = list(faults.values())
+            good = read_metrics([path for path in states if path not in faults])
+            self._metrics = states, good, list(faults.values())
         return self._metrics[1]
 
     def state(self) -> list[Any]:

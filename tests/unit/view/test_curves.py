@@ -43,7 +43,7 @@ def test_what_our_own_runs_and_the_published_one_log_raises_no_alarm_of_the_rati
     logged = read_metrics([REPO / "tests" / "data" / "rl_metrics.jsonl"])
     for metrics in (curves.published(), logged):
         assert metrics.curve("actor/ppo_kl")[1], "verl logs it"
-        assert not [alarm for alarm in curves.alarms(metrics) if "off-policy" in alarm.sentence]
+        assert not [alarm for alarm in curves.alarms(metrics) if "off-policy" in alarm["sentence"]]
     assert logged.curve("rollout_corr/kl")[1]
 
 
