@@ -13,7 +13,7 @@ import os
 import pickle
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,19 +99,19 @@ class Recorder:
         self._cpu_s = -time.process_time()  # with that of the senders, since the newest file of trajectories
         self.lost = self.unwritten = 0  # groups that never came or were forgotten; files
         self._sizes: dict[int, int] = {}  # step -> bytes of its files
-        self._guard("cleaned", lambda: self._sizes.update(store.sizes(run)))
+        with self._guard("cleaned"):
+            self._sizes = store.sizes(run)
 
     # What is told --------------------------------------------------------------------------------------------------
 
     def resume(self, step: int) -> None:
         """Forget what was recorded of later steps, which the run takes again. What waited at the step's checkpoint
         waits again; what rolls out once more replaces it."""
-
-        def restore() -> None:
+        with self._guard("restored"):
             if (removed := store.forget_after(self._run, step)) and step == 0:
                 logger.warning(
-                    "recorder: the run begins anew, so %d files of an earlier one are removed from %s. To keep those, "
-                    "give a new run a folder of its own.",
+                    "recorder: the run begins at step 0: %d files of an earlier start are removed from %s. To keep "
+                    "those, give a new run a folder of its own.",
                     *(removed, self._run / store.FOLDER),
                 )
             waiting, decided = (store.path_of(self._run, kind, step) for kind in ("waiting", "trajectories"))
@@ -122,8 +122,6 @@ class Recorder:
                 store.rewrite(decided, lambda rows: [row for row in rows if row["outcome"] != PromptEnd.OPEN])
                 self._written = step  # where `close` puts them back if no further step comes
             self._sizes = store.sizes(self._run)
-
-        self._guard("restored", restore)
 
     def save(self, step: int) -> None:
         """A checkpoint of the step is whole: keep the groups whose fate is open for a run that goes on from it. Those
@@ -178,7 +176,8 @@ class Recorder:
         if ends and self._written >= 0:
             path = store.path_of(self._run, "trajectories", self._written)
             still_open = self._rows(Fates(self._written, ends, {}))
-            self._guard("written", lambda: store.rewrite(path, lambda rows: [*rows, *still_open]))
+            with self._guard("written"):
+                store.rewrite(path, lambda rows: [*rows, *still_open])
         if self.lost or self.unwritten:
             logger.warning("recorder: %d groups were lost, %d files not written.", self.lost, self.unwritten)
 
@@ -203,13 +202,15 @@ class Recorder:
             fates = Fates(step, dict.fromkeys(of_it), {}, validate=True)
         else:
             self._written = step
-            self._guard("written", lambda: self._write_tokens(step))
+            with self._guard("written"):
+                self._write_tokens(step)
         self._cpu_s += (now := time.process_time())
         cpu_s, self._cpu_s = self._cpu_s, -now
         self._put(step, "trajectories", self._rows(fates), fates.validate, {CPU_KEY: f"{cpu_s:.6f}"})
         for uid in fates.ends.keys() & self._groups.keys():  # of a file that could not be written
             self._drop(uid)
-        self._guard("cleaned", lambda: store.keep(self._run, self._sizes, self._settings))
+        with self._guard("cleaned"):
+            store.keep(self._run, self._sizes, self._settings)
 
     def _write_tokens(self, step: int) -> None:
         for each in [each for each in self._tokens if each <= step]:
@@ -242,18 +243,16 @@ class Recorder:
 
     def _put(self, step: int, kind: str, rows: store.Rows, validate: bool = False, notes: store.Notes = None) -> None:
         path = store.path_of(self._run, kind, step, validate=validate)
-
-        def write() -> None:
+        with self._guard("written"):
             size = store.write(path, kind, rows, notes)
             if kind != "waiting":
                 self._sizes[step] = self._sizes.get(step, 0) + size
 
-        self._guard("written", write)
-
-    def _guard(self, done: str, action: Callable[[], Any]) -> None:
+    @contextmanager
+    def _guard(self, done: str) -> Iterator[None]:
         """Whatever is wrong with a record or a disk, training goes on: a bug of ours is logged as one."""
         try:
-            action()
+            yield
         except OSError as error:
             self.unwritten += 1
             if self.unwritten == 1:

@@ -268,16 +268,16 @@ def environment() -> dict[str, Any]:
 
 
 def _recorded_rollouts(run: Path) -> list[dict[str, Any]]:
-    """Training rollouts of the first and last step in the records, with the keys of verl's rollout dumps."""
+    """Scored training rollouts of the first and last step in the records, with the keys of verl's rollout dumps."""
     files, rows = [file for file in store.files_of(run) if not file.validate], []
     columns = ("step", "prompt", "turns", "ground_truth", "score")
     for file in dict.fromkeys(files[:1] + files[-1:]):
-        rows += [_dump_row(row) for row in store.read(file.path, columns).to_pylist() if row["turns"]]
+        rows += [_dump_row(row) for row in store.read(file.path, columns).to_pylist() if row["score"] is not None]
     return rows
 
 
 def _dump_row(row: dict[str, Any]) -> dict[str, Any]:
-    texts = {"input": row["prompt"] or "", "output": "".join(turn["text"] for turn in row["turns"])}
+    texts = {"input": row["prompt"] or "", "output": "".join(turn["text"] for turn in row["turns"] or ())}
     columns = {"step": row["step"], "gts": row["ground_truth"], "score": row["score"]}
     return columns | {name: plain(text) for name, text in texts.items()}
 

@@ -192,25 +192,15 @@ def read_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rollouts of a file of records; one that raised has no response, and is an error."""
-    columns = (
-        "uid",
-        "session",
-        "step",
-        "domain",
-        "ability",
-        "prompt",
-        "turns",
-        "ground_truth",
-        "acc",
-        "score",
-        "verdict",
-    )
+    """The rollouts of a file of records, but those that raised: they have no response."""
+    kept = ("uid", "session", "step", "ability", "prompt", "ground_truth", "acc", "score")
+    columns = (*kept, "domain", "turns", "verdict")
     for number, row in enumerate(store.read(file, columns).to_pylist(), 1):
         turns, verdict = row.pop("turns"), row.pop("verdict") or {}
+        if turns is None:
+            continue
         row |= {"data_source": row.pop("domain") or "", "ability": row["ability"] or "", "verdict": verdict.get("text")}
-        if turns is not None:
-            row["response"] = "\n".join(turn["text"] for turn in turns if turn["role"] == "model")
+        row["response"] = "\n".join(turn["text"] for turn in turns if turn["role"] == "model")
         yield f"{file}:{number}", row
 
 

@@ -321,7 +321,7 @@ def test_a_run_that_begins_anew_says_how_many_files_of_an_earlier_one_it_removes
     Recorder(tmp_path, SETTINGS).resume(2)
     assert not caplog.records
     Recorder(tmp_path, SETTINGS).resume(0)
-    assert "so 2 files of an earlier one are removed" in caplog.text and not store.files_of(tmp_path)
+    assert "begins at step 0: 2 files of an earlier start are removed" in caplog.text and not store.files_of(tmp_path)
     Recorder(tmp_path, SETTINGS).resume(0)
     assert len(caplog.records) == 1
 

@@ -61,7 +61,7 @@ def test_an_rl_run_without_validations_shows_its_metrics_and_recorded_rollouts(t
         {"role": "tool", "text": "\n<interpreter>\n7\n</interpreter>\n"},
         {"role": "model", "text": "\\boxed{7}<|im_end|>"},
     ]
-    store.write(store.path_of(run, "trajectories", 6), "trajectories", [record])
+    store.write(store.path_of(run, "trajectories", 6), "trajectories", [record, record | {"score": None}])
     text, page, summary = written(run)
     assert "6 RL steps, with no validation samples" in summary["verdict"]
     assert "<h3>RL step 6</h3>" in page

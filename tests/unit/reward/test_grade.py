@@ -232,7 +232,8 @@ def test_the_records_of_a_run_are_graded_without_what_the_tools_said(tmp_path):
         {"role": "model", "text": r"\boxed{42}<|im_end|>"},
     ]
     row = {"uid": "u", "session": 1, "step": 3, "turns": turns, "ground_truth": "42", "acc": 0.0}
-    store.write(store.path_of(run, "trajectories", 3), "trajectories", [row | {"verdict": {"text": "wrong"}}])
+    raised = {"uid": "u", "session": 0, "end_reason": "raised"}
+    store.write(store.path_of(run, "trajectories", 3), "trajectories", [raised, row | {"verdict": {"text": "wrong"}}])
     assert grade(run, output) == 0
     (graded,) = read(output)
     assert (graded["verdict"], graded["pred"], graded["uid"], graded["session"]) == ("correct", "42", "u", 1)
