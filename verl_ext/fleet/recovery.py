@@ -80,7 +80,7 @@ class Fleet:
         self._noted = {*weights.replicas}  # whose start is told
         self._events: deque[tuple[str, str, str]] = deque()  # that the journal does not have yet
         self._unwritten = 0
-        self._left: set[str] = set()  # names of servers that died
+        self._left: set[str] = set()  # names of servers that died or were removed
         self._starts = 0
         self._burials: set[asyncio.Task] = set()
         self._arrival: asyncio.Future | None = None  # of newcomers, under way
@@ -177,8 +177,13 @@ class Fleet:
     def _follow(self) -> None:
         """Watch who belongs to the run now: servers may also be added and removed while none of them is dead."""
         weights = self._weights
-        members = [*weights.replicas, *weights.newcomers]
-        self._servers = [each for each in self._servers if each.replica in members or each.replica in weights.dead]
+        # Newcomers first: they are among the others before they leave their own list.
+        members = dict.fromkeys([*weights.newcomers, *weights.replicas])
+        for server in list(self._servers):
+            if server.replica not in members and server.replica not in weights.dead:
+                self._servers.remove(server)
+                self._left.add(server.name)
+                self._events.append(("removed", server.name, "by command"))
         watched = {each.replica for each in self._servers}
         for replica in members:
             if replica not in watched and replica not in weights.dead:
