@@ -218,7 +218,7 @@ class Fleet:
                 raise error
         if server.replica in self._weights.dead:
             health.failed("it was dead when its weights were to change")
-        state = health.look(updating=self._weights.is_updating)
+        state = health.look(updating=server.replica in self._weights.updating)
         if state is State.DEAD:
             logger.warning("server %s is dead: %s. Its requests go on elsewhere.", server.name, health.why)
             self._servers.remove(server)
@@ -231,16 +231,9 @@ class Fleet:
     async def _tell_router(self) -> None:
         """Servers that are well and have weights get requests, others do not; those of others are left alone.
 
-        Not while weights or members change; the next round comes soon. A dead server has left the router before.
-        A client may have taken one out, for a death that no heartbeat has met yet: it comes back with an answer alone.
+        A dead server has left the router before. A client may have taken one out, for a death that no heartbeat has met
+        yet: it comes back with an answer alone. One that is removed by command meanwhile leaves with the next round.
         """
-        if self._weights.lock.acquire(blocking=False):
-            try:
-                await self._correct_router()
-            finally:
-                self._weights.lock.release()
-
-    async def _correct_router(self) -> None:
         wanted = {
             server.name: server.replica.server_handle
             for server in self._servers

@@ -35,6 +35,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         version: of the newest update of all replicas.
         lock: held by what needs the actor's weights, or who has weights, to stay as they are.
         numbers: for new replicas, each given once.
+        updating: replicas that get weights now: their engines need not answer.
         fault: why nobody watches the replicas any more: one that hangs would be declared dead by nobody.
     """
 
@@ -45,7 +46,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         self.version: int | None = None
         self.lock = threading.RLock()
         self.numbers = itertools.count(1 + max((each.replica_rank for each in replicas), default=-1))
-        self.is_updating = False
+        self.updating: frozenset[RolloutReplica] = frozenset()
         self.fault: Exception | None = None
 
     def check(self) -> None:
@@ -70,11 +71,11 @@ class FleetCheckpointManager(CheckpointEngineManager):
             asyncio.run(self._update(list(self.newcomers), self.version))
 
     async def _update(self, replicas: list[RolloutReplica], version: int | None) -> dict[str, Any]:
-        self.is_updating = True
+        self.updating = frozenset(replicas)
         try:
             living, metrics = await self._transfer(replicas, version)
         finally:
-            self.is_updating = False
+            self.updating = frozenset()
         self.replicas = [each for each in self.replicas if each not in replicas and each not in self.dead] + living
         for each in replicas:
             if each in self.newcomers:

@@ -120,7 +120,7 @@ def test_silence_in_an_update_is_no_death(scene):
     async def script(made):
         for each in made.replicas:
             each.server.mode = "hangs"
-        made.weights.is_updating = True
+        made.weights.updating = frozenset(made.replicas)
         await made.rounds(60)
         assert made.routed() == ["server 0", "server 1"] and not made.weights.dead
 

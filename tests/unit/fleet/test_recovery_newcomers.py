@@ -57,9 +57,26 @@ def test_a_newcomer_that_hangs_while_it_is_let_in_does_not_hold_the_actor_for_go
         await made.until(lambda: made.weights.newcomers)
         made.weights.newcomers[0].at["load"] = "hangs"
         made.fleet.actor_waits(is_exact=True)
-        await made.until(lambda: made.weights.is_updating)
+        await made.until(lambda: made.weights.updating)
         goes_on = asyncio.ensure_future(asyncio.to_thread(made.fleet.actor_works))
         await made.until(goes_on.done)
         assert made.weights.replicas == [made.replicas[1]] and len(made.weights.dead) == 2
+
+    scene(script)
+
+
+def test_the_others_are_watched_and_routed_as_ever_while_a_newcomer_gets_its_weights(scene):
+    async def script(made):
+        made.weights.newcomers.append(Replica(7, load="hangs"))
+        made.fleet.actor_waits(is_exact=True)
+        await made.until(lambda: made.weights.updating)
+        silent = made.replicas[0]
+        silent.server.mode = "hangs"
+        await made.rounds(6)
+        assert made.routed() == ["server 1"] and not made.weights.dead
+        await made.rounds(8)
+        assert made.weights.dead == {silent}
+        made.weights.dead.add(made.weights.newcomers[0])
+        await made.until(lambda: not made.weights.updating)
 
     scene(script)

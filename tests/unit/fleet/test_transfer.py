@@ -19,7 +19,7 @@ def test_an_update_is_verls_where_all_live(make):
     assert manager.update_weights(global_steps=4) == {"sent": 1.0}
     assert log == [(name, number) for name in STEPS for number in (0, 1)]
     assert manager.replicas == replicas and manager.actor_wg.sent == [4] and manager.version == 4
-    assert not manager.dead and not manager.is_updating
+    assert not manager.dead and not manager.updating
 
 
 @pytest.mark.parametrize("mode", ["dead", "gone", "oom"])
@@ -60,7 +60,7 @@ def test_an_error_that_is_no_death_is_raised(make):
     manager = make(Wrong(0), Replica(1))
     with pytest.raises(TimeoutError, match="2 requests"):
         manager.update_weights(global_steps=4)
-    assert not manager.is_updating
+    assert not manager.updating
 
 
 def test_an_update_without_a_server_left_sends_nothing(make):
