@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -165,7 +166,7 @@ class Fleet:
             self._judge(server)
         await self._tell_router()
         if self._weights.newcomers and self._actor_is_idle and self._arrival is None:
-            self._arrival = asyncio.ensure_future(asyncio.to_thread(self._let_newcomers_in))
+            self._arrival = asyncio.ensure_future(_in_thread(self._let_newcomers_in))
         if self._arrival is not None and self._arrival.done():
             arrival, self._arrival = self._arrival, None
             arrival.result()
@@ -269,14 +270,14 @@ class Fleet:
         except (TimeoutError, RayError) as error:
             hanging = server.place if isinstance(error, TimeoutError) else None
             logger.warning("server %s did not hand back its requests: %r", server.name, error)
-        await asyncio.to_thread(self._stop_replica, server.replica, hanging)
+        await _in_thread(self._stop_replica, server.replica, hanging)
         await self._replace(server.name)
 
     async def _replace(self, name: str) -> None:
         while self._starts < self._limits.max_replacements:
             self._starts += 1
             try:
-                replica = await asyncio.to_thread(self._start_replica, next(self._weights.numbers))
+                replica = await _in_thread(self._start_replica, next(self._weights.numbers))
             except Exception as error:  # of vLLM, Ray, the machine: what keeps a server from starting may pass
                 logger.exception("a server in place of %s did not start", name)
                 self._events.append(("start_failed", f"in place of {name}", repr(error)))
@@ -292,6 +293,21 @@ class Fleet:
             "log of the servers, and raise it.",
             *(name, self._limits.max_replacements),
         )
+
+
+async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """As `asyncio.to_thread`, but neither the end of the loop nor of the process waits for it: Ray may not answer."""
+    answer: Future = Future()
+
+    def run() -> None:
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(function(*args))
+            except Exception as error:  # whatever it is: it is raised where it was called
+                answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="fleet's call").start()
+    return await asyncio.wrap_future(answer)
 
 
 async def _answer(method: Any) -> None:

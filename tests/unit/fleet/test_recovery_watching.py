@@ -75,3 +75,16 @@ def test_the_watching_begins_and_ends_with_the_run(make, tmp_path):
     made.fleet.close()
     assert not made.fleet._thread.is_alive() and made.routed() == ["server 0", "server 1"]
     made.fleet.actor_works()
+
+
+def test_the_run_ends_while_a_replacement_starts_that_never_will(make, tmp_path):
+    made, never = Scene(make, tmp_path, every_s=0.01), threading.Event()
+    began = threading.Event()
+    made.fleet._start_replica = lambda number: began.set() or never.wait(30)
+    made.replicas[0].server.mode = "dead"
+    made.fleet.watch()
+    assert began.wait(10)
+    made.fleet.close()
+    is_alive = made.fleet._thread.is_alive()
+    never.set()
+    assert not is_alive
