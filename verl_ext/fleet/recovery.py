@@ -174,6 +174,11 @@ class Fleet:
             self._burials.discard(burial)
             burial.result()
         self._write_events()
+        weights = self._weights
+        living = [each for each in (*weights.newcomers, *weights.replicas) if each not in weights.dead]
+        if not (living or self._servers or self._burials):
+            spent = f"retool.fleet.health.max_replacements={self._limits.max_replacements} are spent"
+            raise RuntimeError(f"no server is left, and {spent}. Look into the log of the servers, and raise it")
 
     def _follow(self) -> None:
         """Watch who belongs to the run now: servers may also be added and removed while none of them is dead."""

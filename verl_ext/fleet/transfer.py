@@ -53,13 +53,13 @@ class FleetCheckpointManager(CheckpointEngineManager):
         """Raises RuntimeError: nobody watches the replicas any more."""
         if self.fault is not None:
             raise RuntimeError(
-                "The rollout servers are not watched any more, by the error above. Start the run again: it goes on "
-                "from its newest checkpoint."
+                f"The rollout servers are not watched any more: {self.fault}. Start the run again: it goes on from its "
+                "newest checkpoint."
             ) from self.fault
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """As verl's (:510), of the replicas that live to its end, newcomers among them."""
+        """As verl's (:510), of the replicas that answer and live to its end, newcomers among them."""
         with self.lock:
             metrics = await self._update([*self.replicas, *self.newcomers], global_steps)
             self.version = global_steps
