@@ -165,7 +165,8 @@ class Fleet:
         for server in list(self._servers):
             self._judge(server)
         await self._tell_router()
-        if self._weights.newcomers and self._actor_is_idle and self._arrival is None:
+        ready = [each for each in self._weights.newcomers if each not in self._weights.suspected]
+        if ready and self._actor_is_idle and self._arrival is None:
             self._arrival = asyncio.ensure_future(_in_thread(self._let_newcomers_in))
         if self._arrival is not None and self._arrival.done():
             arrival, self._arrival = self._arrival, None
@@ -233,6 +234,10 @@ class Fleet:
             self._burials.add(asyncio.ensure_future(self._bury(server)))
         elif state is not before:
             logger.info("server %s is %s, was %s", server.name, state, before)
+        if state is State.SUSPECTED:
+            self._weights.suspected.add(server.replica)
+        else:
+            self._weights.suspected.discard(server.replica)
 
     async def _tell_router(self) -> None:
         """Servers that are well and have weights get requests, others do not; those of others are left alone.

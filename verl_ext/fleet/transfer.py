@@ -35,7 +35,8 @@ class FleetCheckpointManager(CheckpointEngineManager):
         version: of the newest update of all replicas.
         lock: held by what needs the actor's weights, or who has weights, to stay as they are.
         numbers: for new replicas, each given once.
-        updating: replicas that get weights now: their engines need not answer.
+        suspected: replicas that are silent: an update does without them, and they come back as newcomers.
+        updating: replicas that load weights now: their engines need not answer.
         fault: why nobody watches the replicas any more: one that hangs would be declared dead by nobody.
     """
 
@@ -46,6 +47,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         self.version: int | None = None
         self.lock = threading.RLock()
         self.numbers = itertools.count(1 + max((each.replica_rank for each in replicas), default=-1))
+        self.suspected: set[RolloutReplica] = set()
         self.updating: frozenset[RolloutReplica] = frozenset()
         self.fault: Exception | None = None
 
@@ -71,7 +73,10 @@ class FleetCheckpointManager(CheckpointEngineManager):
             asyncio.run(self._update(list(self.newcomers), self.version))
 
     async def _update(self, replicas: list[RolloutReplica], version: int | None) -> dict[str, Any]:
-        self.updating = frozenset(replicas)
+        silent = self.suspected & {*replicas}
+        self.newcomers += [each for each in self.replicas if each in silent]
+        self.replicas = [each for each in self.replicas if each not in silent]
+        replicas = [each for each in replicas if each not in silent]
         try:
             living, metrics = await self._transfer(replicas, version)
         finally:
@@ -88,6 +93,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         """The steps of verl's; returns the replicas that lived through all of them, and the sender's metrics."""
         living = await self._of_living(replicas, lambda replica: replica.abort_all_requests())
         living = await self._of_living(living, lambda replica: replica.release_kv_cache())
+        self.updating = frozenset(living)
         living = await self._in_one_group(living)
         if not living:
             logger.warning("weights of version %s: no server is left that could get them.", version)
@@ -102,6 +108,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         living = await self._on_workers(
             living, lambda group: group.execute_checkpoint_engine(["finalize"] * group.world_size)
         )
+        self.updating = frozenset()
         living = await self._of_living(living, lambda replica: replica.resume_kv_cache())
         return await self._of_living(living, lambda replica: replica.resume_generation()), metrics
 

@@ -78,6 +78,37 @@ def test_newcomers_get_the_next_update_and_belong_to_it_then(make):
     assert [name for name, _ in new.log] == [name for name, _ in old.log] == STEPS
 
 
+def test_a_silent_replica_holds_no_update_up_and_comes_back_as_a_newcomer(make):
+    silent, other = Replica(0, abort="hangs"), Replica(1)
+    manager = make(silent, other)
+    manager.suspected.add(silent)
+    rescue = threading.Timer(5, manager.dead.add, [silent])  # of an update that waits for it
+    rescue.start()
+    manager.update_weights(global_steps=4)
+    rescue.cancel()
+    assert not silent.log and manager.replicas == [other] and manager.newcomers == [silent] and not manager.dead
+    manager.let_newcomers_in()
+    assert not silent.log and manager.newcomers == [silent]
+    manager.suspected.clear()
+    silent.at.clear()
+    manager.let_newcomers_in()
+    assert [name for name, _ in silent.log] == STEPS and manager.replicas == [other, silent] and not manager.newcomers
+
+
+def test_replicas_are_updating_only_while_they_load(make):
+    seen = []
+
+    class Seen(Replica):
+        async def call(self, name):
+            seen.append((name, self in manager.updating))
+            await super().call(name)
+
+    manager = make(Seen(0))
+    manager.update_weights(global_steps=4)
+    assert [name for name, is_updating in seen if is_updating] == STEPS[2:6]
+    assert [name for name, is_updating in seen if not is_updating] == STEPS[:2] + STEPS[6:]
+
+
 def test_newcomers_alone_get_the_weights_that_the_others_have(make):
     old, new = Replica(0), Replica(1)
     manager = make(old)
