@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,7 @@ class Fleet:
         self._noted = {*weights.replicas}  # whose start is told
         self._events: deque[tuple[str, str, str]] = deque()  # that the journal does not have yet
         self._unwritten = 0
-        self._left: set[str] = set()  # names of servers that died
+        self._left: set[str] = set()  # names of servers that died or were removed
         self._starts = 0
         self._burials: set[asyncio.Task] = set()
         self._arrival: asyncio.Future | None = None  # of newcomers, under way
@@ -164,8 +165,9 @@ class Fleet:
         for server in list(self._servers):
             self._judge(server)
         await self._tell_router()
-        if self._weights.newcomers and self._actor_is_idle and self._arrival is None:
-            self._arrival = asyncio.ensure_future(asyncio.to_thread(self._let_newcomers_in))
+        ready = [each for each in self._weights.newcomers if each not in self._weights.suspected]
+        if ready and self._actor_is_idle and self._arrival is None:
+            self._arrival = asyncio.ensure_future(_in_thread(self._let_newcomers_in))
         if self._arrival is not None and self._arrival.done():
             arrival, self._arrival = self._arrival, None
             arrival.result()
@@ -173,12 +175,22 @@ class Fleet:
             self._burials.discard(burial)
             burial.result()
         self._write_events()
+        weights = self._weights
+        living = [each for each in (*weights.newcomers, *weights.replicas) if each not in weights.dead]
+        if not (living or self._servers or self._burials):
+            spent = f"retool.fleet.health.max_replacements={self._limits.max_replacements} are spent"
+            raise RuntimeError(f"no server is left, and {spent}. Look into the log of the servers, and raise it")
 
     def _follow(self) -> None:
         """Watch who belongs to the run now: servers may also be added and removed while none of them is dead."""
         weights = self._weights
-        members = [*weights.replicas, *weights.newcomers]
-        self._servers = [each for each in self._servers if each.replica in members or each.replica in weights.dead]
+        # Newcomers first: they are among the others before they leave their own list.
+        members = dict.fromkeys([*weights.newcomers, *weights.replicas])
+        for server in list(self._servers):
+            if server.replica not in members and server.replica not in weights.dead:
+                self._servers.remove(server)
+                self._left.add(server.name)
+                self._events.append(("removed", server.name, "by command"))
         watched = {each.replica for each in self._servers}
         for replica in members:
             if replica not in watched and replica not in weights.dead:
@@ -213,7 +225,7 @@ class Fleet:
                 raise error
         if server.replica in self._weights.dead:
             health.failed("it was dead when its weights were to change")
-        state = health.look(updating=self._weights.is_updating)
+        state = health.look(updating=server.replica in self._weights.updating)
         if state is State.DEAD:
             logger.warning("server %s is dead: %s. Its requests go on elsewhere.", server.name, health.why)
             self._servers.remove(server)
@@ -222,20 +234,17 @@ class Fleet:
             self._burials.add(asyncio.ensure_future(self._bury(server)))
         elif state is not before:
             logger.info("server %s is %s, was %s", server.name, state, before)
+        if state is State.SUSPECTED:
+            self._weights.suspected.add(server.replica)
+        else:
+            self._weights.suspected.discard(server.replica)
 
     async def _tell_router(self) -> None:
         """Servers that are well and have weights get requests, others do not; those of others are left alone.
 
-        Not while weights or members change; the next round comes soon. A dead server has left the router before.
-        A client may have taken one out, for a death that no heartbeat has met yet: it comes back with an answer alone.
+        A dead server has left the router before. A client may have taken one out, for a death that no heartbeat has met
+        yet: it comes back with an answer alone. One that is removed by command meanwhile leaves with the next round.
         """
-        if self._weights.lock.acquire(blocking=False):
-            try:
-                await self._correct_router()
-            finally:
-                self._weights.lock.release()
-
-    async def _correct_router(self) -> None:
         wanted = {
             server.name: server.replica.server_handle
             for server in self._servers
@@ -271,14 +280,14 @@ class Fleet:
         except (TimeoutError, RayError) as error:
             hanging = server.place if isinstance(error, TimeoutError) else None
             logger.warning("server %s did not hand back its requests: %r", server.name, error)
-        await asyncio.to_thread(self._stop_replica, server.replica, hanging)
+        await _in_thread(self._stop_replica, server.replica, hanging)
         await self._replace(server.name)
 
     async def _replace(self, name: str) -> None:
         while self._starts < self._limits.max_replacements:
             self._starts += 1
             try:
-                replica = await asyncio.to_thread(self._start_replica, next(self._weights.numbers))
+                replica = await _in_thread(self._start_replica, next(self._weights.numbers))
             except Exception as error:  # of vLLM, Ray, the machine: what keeps a server from starting may pass
                 logger.exception("a server in place of %s did not start", name)
                 self._events.append(("start_failed", f"in place of {name}", repr(error)))
@@ -294,6 +303,21 @@ class Fleet:
             "log of the servers, and raise it.",
             *(name, self._limits.max_replacements),
         )
+
+
+async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+    """As `asyncio.to_thread`, but neither the end of the loop nor of the process waits for it: Ray may not answer."""
+    answer: Future = Future()
+
+    def run() -> None:
+        if answer.set_running_or_notify_cancel():
+            try:
+                answer.set_result(function(*args))
+            except Exception as error:  # whatever it is: it is raised where it was called
+                answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="fleet's call").start()
+    return await asyncio.wrap_future(answer)
 
 
 async def _answer(method: Any) -> None:

@@ -35,6 +35,8 @@ class FleetCheckpointManager(CheckpointEngineManager):
         version: of the newest update of all replicas.
         lock: held by what needs the actor's weights, or who has weights, to stay as they are.
         numbers: for new replicas, each given once.
+        suspected: replicas that are silent: an update does without them, and they come back as newcomers.
+        updating: replicas that load weights now: their engines need not answer.
         fault: why nobody watches the replicas any more: one that hangs would be declared dead by nobody.
     """
 
@@ -45,20 +47,21 @@ class FleetCheckpointManager(CheckpointEngineManager):
         self.version: int | None = None
         self.lock = threading.RLock()
         self.numbers = itertools.count(1 + max((each.replica_rank for each in replicas), default=-1))
-        self.is_updating = False
+        self.suspected: set[RolloutReplica] = set()
+        self.updating: frozenset[RolloutReplica] = frozenset()
         self.fault: Exception | None = None
 
     def check(self) -> None:
         """Raises RuntimeError: nobody watches the replicas any more."""
         if self.fault is not None:
             raise RuntimeError(
-                "The rollout servers are not watched any more, by the error above. Start the run again: it goes on "
-                "from its newest checkpoint."
+                f"The rollout servers are not watched any more: {self.fault}. Start the run again: it goes on from its "
+                "newest checkpoint."
             ) from self.fault
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """As verl's (:510), of the replicas that live to its end, newcomers among them."""
+        """As verl's (:510), of the replicas that answer and live to its end, newcomers among them."""
         with self.lock:
             metrics = await self._update([*self.replicas, *self.newcomers], global_steps)
             self.version = global_steps
@@ -70,11 +73,14 @@ class FleetCheckpointManager(CheckpointEngineManager):
             asyncio.run(self._update(list(self.newcomers), self.version))
 
     async def _update(self, replicas: list[RolloutReplica], version: int | None) -> dict[str, Any]:
-        self.is_updating = True
+        silent = self.suspected & {*replicas}
+        self.newcomers += [each for each in self.replicas if each in silent]
+        self.replicas = [each for each in self.replicas if each not in silent]
+        replicas = [each for each in replicas if each not in silent]
         try:
             living, metrics = await self._transfer(replicas, version)
         finally:
-            self.is_updating = False
+            self.updating = frozenset()
         self.replicas = [each for each in self.replicas if each not in replicas and each not in self.dead] + living
         for each in replicas:
             if each in self.newcomers:
@@ -87,6 +93,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         """The steps of verl's; returns the replicas that lived through all of them, and the sender's metrics."""
         living = await self._of_living(replicas, lambda replica: replica.abort_all_requests())
         living = await self._of_living(living, lambda replica: replica.release_kv_cache())
+        self.updating = frozenset(living)
         living = await self._in_one_group(living)
         if not living:
             logger.warning("weights of version %s: no server is left that could get them.", version)
@@ -101,6 +108,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         living = await self._on_workers(
             living, lambda group: group.execute_checkpoint_engine(["finalize"] * group.world_size)
         )
+        self.updating = frozenset()
         living = await self._of_living(living, lambda replica: replica.resume_kv_cache())
         return await self._of_living(living, lambda replica: replica.resume_generation()), metrics
 

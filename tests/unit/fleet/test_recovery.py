@@ -120,7 +120,7 @@ def test_silence_in_an_update_is_no_death(scene):
     async def script(made):
         for each in made.replicas:
             each.server.mode = "hangs"
-        made.weights.is_updating = True
+        made.weights.updating = frozenset(made.replicas)
         await made.rounds(60)
         assert made.routed() == ["server 0", "server 1"] and not made.weights.dead
 
@@ -184,7 +184,25 @@ def test_servers_that_are_added_or_removed_on_purpose_are_followed(scene, tmp_pa
 
     scene(script)
     servers = read_servers(tmp_path)
-    assert servers.started == 3 and servers.died == 1 and not servers.faults()
+    assert (servers.started, servers.died, servers.removed) == (3, 1, 1) and not servers.faults()
+
+
+def test_a_server_may_have_the_address_of_one_that_was_removed(scene, tmp_path):
+    async def script(made):
+        removed, again = made.replicas[0], Replica(0)
+        made.weights.replicas = [made.replicas[1]]
+        await made.rounds(1)  # the round that sees it takes it out of the router, too
+        assert made.routed() == ["server 1"]
+        again.replica_rank = 2
+        made.weights.newcomers.append(again)
+        await made.rounds(2)
+        assert again.server_address == removed.server_address and made.routed() == ["server 1"]
+        await made.weights.update_weights(global_steps=2)
+        await made.rounds(1)
+        assert made.routed() == ["server 1", "server 0"]
+
+    scene(script)
+    assert not read_servers(tmp_path).faults()
 
 
 def test_a_start_that_fails_is_tried_again_and_counts(scene, tmp_path):

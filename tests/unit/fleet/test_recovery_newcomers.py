@@ -57,9 +57,58 @@ def test_a_newcomer_that_hangs_while_it_is_let_in_does_not_hold_the_actor_for_go
         await made.until(lambda: made.weights.newcomers)
         made.weights.newcomers[0].at["load"] = "hangs"
         made.fleet.actor_waits(is_exact=True)
-        await made.until(lambda: made.weights.is_updating)
+        await made.until(lambda: made.weights.updating)
         goes_on = asyncio.ensure_future(asyncio.to_thread(made.fleet.actor_works))
         await made.until(goes_on.done)
         assert made.weights.replicas == [made.replicas[1]] and len(made.weights.dead) == 2
+
+    scene(script)
+
+
+def test_the_others_are_watched_and_routed_as_ever_while_a_newcomer_gets_its_weights(scene):
+    async def script(made):
+        made.weights.newcomers.append(Replica(7, load="hangs"))
+        made.fleet.actor_waits(is_exact=True)
+        await made.until(lambda: made.weights.updating)
+        silent = made.replicas[0]
+        silent.server.mode = "hangs"
+        await made.rounds(6)
+        assert made.routed() == ["server 1"] and not made.weights.dead
+        await made.rounds(8)
+        assert made.weights.dead == {silent}
+        made.weights.dead.add(made.weights.newcomers[0])
+        await made.until(lambda: not made.weights.updating)
+
+    scene(script)
+
+
+def test_a_server_that_is_suspected_when_weights_change_comes_back_when_it_answers(scene):
+    async def script(made):
+        silent = made.replicas[0]
+        silent.server.mode = "hangs"
+        await made.rounds(5)
+        await asyncio.wait_for(made.weights.update_weights(global_steps=2), 5)
+        made.fleet.actor_waits(is_exact=True)
+        await made.rounds(2)
+        assert made.weights.newcomers == [silent] and made.routed() == ["server 1"] and not silent.log
+        made.fleet._servers[0].beat.cancel()
+        made.fleet._servers[0].beat, silent.server.mode = None, "well"
+        await made.until(lambda: "server 0" in made.routed())
+        assert made.weights.replicas == [made.replicas[1], silent] and not made.weights.dead and not made.started
+
+    scene(script)
+
+
+@pytest.mark.parametrize(("step", "limit_s"), [("abort", 0.1), ("load", 1.0)])
+def test_a_server_that_stops_in_an_update_holds_it_for_dead_s_at_its_pause_and_for_update_s_at_its_load(
+    scene, step, limit_s
+):
+    async def script(made):
+        made.replicas[0].at[step] = "hangs"
+        update = asyncio.ensure_future(made.weights.update_weights(global_steps=2))
+        await made.until(lambda: made.weights.dead)
+        assert limit_s < made.now < limit_s + 0.1
+        await update
+        assert made.weights.replicas == [made.replicas[1]]
 
     scene(script)

@@ -68,6 +68,18 @@ def test_a_full_disk_keeps_no_dead_server_and_its_events_are_written_when_there_
     assert (servers.died, servers.replaced) == (1, 1) and not servers.faults()
 
 
+def test_a_run_without_a_server_ends_where_none_can_be_started(make, tmp_path):
+    made = Scene(make, tmp_path, max_replacements=1)
+    made.failing_starts = 9
+    made.fleet._clock = time.monotonic
+    for each in made.replicas:
+        each.server.mode = "dead"
+    made.fleet.watch()
+    made.fleet._thread.join(10)
+    with pytest.raises(RuntimeError, match=r"no server is left, and \S+max_replacements=1 are spent.*from its newest"):
+        made.fleet.actor_works()
+
+
 def test_the_watching_begins_and_ends_with_the_run(make, tmp_path):
     made = Scene(make, tmp_path)
     made.fleet.watch()
@@ -75,3 +87,16 @@ def test_the_watching_begins_and_ends_with_the_run(make, tmp_path):
     made.fleet.close()
     assert not made.fleet._thread.is_alive() and made.routed() == ["server 0", "server 1"]
     made.fleet.actor_works()
+
+
+def test_the_run_ends_while_a_replacement_starts_that_never_will(make, tmp_path):
+    made, never = Scene(make, tmp_path, every_s=0.01), threading.Event()
+    began = threading.Event()
+    made.fleet._start_replica = lambda number: began.set() or never.wait(30)
+    made.replicas[0].server.mode = "dead"
+    made.fleet.watch()
+    assert began.wait(10)
+    made.fleet.close()
+    is_alive = made.fleet._thread.is_alive()
+    never.set()
+    assert not is_alive

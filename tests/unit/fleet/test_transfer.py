@@ -19,7 +19,7 @@ def test_an_update_is_verls_where_all_live(make):
     assert manager.update_weights(global_steps=4) == {"sent": 1.0}
     assert log == [(name, number) for name in STEPS for number in (0, 1)]
     assert manager.replicas == replicas and manager.actor_wg.sent == [4] and manager.version == 4
-    assert not manager.dead and not manager.is_updating
+    assert not manager.dead and not manager.updating
 
 
 @pytest.mark.parametrize("mode", ["dead", "gone", "oom"])
@@ -60,7 +60,7 @@ def test_an_error_that_is_no_death_is_raised(make):
     manager = make(Wrong(0), Replica(1))
     with pytest.raises(TimeoutError, match="2 requests"):
         manager.update_weights(global_steps=4)
-    assert not manager.is_updating
+    assert not manager.updating
 
 
 def test_an_update_without_a_server_left_sends_nothing(make):
@@ -76,6 +76,37 @@ def test_newcomers_get_the_next_update_and_belong_to_it_then(make):
     manager.update_weights(global_steps=4)
     assert manager.replicas == [old, new] and manager.newcomers == []
     assert [name for name, _ in new.log] == [name for name, _ in old.log] == STEPS
+
+
+def test_a_silent_replica_holds_no_update_up_and_comes_back_as_a_newcomer(make):
+    silent, other = Replica(0, abort="hangs"), Replica(1)
+    manager = make(silent, other)
+    manager.suspected.add(silent)
+    rescue = threading.Timer(5, manager.dead.add, [silent])  # of an update that waits for it
+    rescue.start()
+    manager.update_weights(global_steps=4)
+    rescue.cancel()
+    assert not silent.log and manager.replicas == [other] and manager.newcomers == [silent] and not manager.dead
+    manager.let_newcomers_in()
+    assert not silent.log and manager.newcomers == [silent]
+    manager.suspected.clear()
+    silent.at.clear()
+    manager.let_newcomers_in()
+    assert [name for name, _ in silent.log] == STEPS and manager.replicas == [other, silent] and not manager.newcomers
+
+
+def test_replicas_are_updating_only_while_they_load(make):
+    seen = []
+
+    class Seen(Replica):
+        async def call(self, name):
+            seen.append((name, self in manager.updating))
+            await super().call(name)
+
+    manager = make(Seen(0))
+    manager.update_weights(global_steps=4)
+    assert [name for name, is_updating in seen if is_updating] == STEPS[2:6]
+    assert [name for name, is_updating in seen if not is_updating] == STEPS[:2] + STEPS[6:]
 
 
 def test_newcomers_alone_get_the_weights_that_the_others_have(make):
