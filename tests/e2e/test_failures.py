@@ -25,6 +25,7 @@ from tests.e2e.conftest import REPO, launch, pipeline, read_metrics, run_to_end
 from tests.e2e.records import check_records
 from tests.processes import kill_tree
 from verl_ext.ledger.prompts import read_tally
+from verl_ext.outcome import PromptEnd
 from verl_ext.records import store
 from verl_ext.sandbox.launch import running_server
 
@@ -89,23 +90,24 @@ class Run:
         return [json.loads(line) for line in open(self.out / "batches.jsonl")]
 
 
-def check_advantages(run: Run) -> None:
+def check_advantages(run: Run, sizes: set[int] = frozenset({N})) -> None:
     """Every batch has whole groups, without failed rollouts; its advantages are those of the valid ones alone."""
     failed = {f"{t['uid']}_{t['session']}" for t in run.trajectories() if t["end_reason"] in FAILURES}
-    unequal = 0
+    unequal, found = 0, set()
     for batch in run.batches():
         sessions = [key.rpartition("_")[0] for key in batch["keys"]]
         assert not failed & set(sessions)
         groups: dict[str, dict[str, float]] = defaultdict(dict)
         for session, score in zip(sessions, batch["scores"], strict=True):
             groups[session.rpartition("_")[0]][session] = score
-        assert set(Counter(session.rpartition("_")[0] for session in sessions).values()) == {N}
+        found |= set(Counter(session.rpartition("_")[0] for session in sessions).values())
         for session, score, advantage in zip(sessions, batch["scores"], batch["advantages"], strict=True):
             valid = list(groups[session.rpartition("_")[0]].values())
             unequal += len(set(valid)) > 1
             by_hand = (score - statistics.mean(valid)) / (statistics.stdev(valid) + 1e-6)
             assert advantage == pytest.approx(by_hand, abs=1e-4)
     assert unequal, "no group has unequal rewards: nothing was tested"
+    assert found == sizes
 
 
 def check_shares_of_ends(run: Run) -> None:
@@ -260,22 +262,30 @@ def test_a_model_that_writes_malformed_hermes_calls_is_told(hermes_model: Path, 
     check_advantages(run)
 
 
-def test_the_asynchronous_trainer_takes_the_same_sampler(small: Path, tmp_path: Path) -> None:
+def test_the_asynchronous_trainer_takes_the_same_sampler_and_options(small: Path, tmp_path: Path) -> None:
+    """Groups of 6, and of 8 for prompts of step 2 on; equal ones are replaced; two light validations and a full one."""
+    overrides = (
+        "objective=cispo",
+        "trainer.v1.trainer_mode=colocate_async",
+        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager",
+        "++reward.reward_kwargs.random_reward_p=0.2",  # of groups of 6, 26% are all wrong
+        *("retool.adaptive_n.enable=true", "retool.adaptive_n.phases=[[0,6],[2,8]]", "trainer.test_freq=1"),
+        *("retool.light_validation.enable=true", "retool.light_validation.problems=4"),
+        *("retool.light_validation.n=2", "retool.light_validation.full_every=3"),
+    )
     with running_server() as url, faulty(url, random.Random(1)) as (faulty_url, _):
-        run = Run(
-            tmp_path / "rl",
-            small,
-            faulty_url,
-            "objective=cispo",
-            "trainer.v1.trainer_mode=colocate_async",
-            "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager",
-            steps=3,
-        ).finish()
+        run = Run(tmp_path / "rl", small, faulty_url, *overrides, steps=3).finish()
     assert [step for step, _ in run.metrics()] == [1, 2, 3]
-    check_advantages(run)
-    for _, data in run.metrics():
+    check_advantages(run, sizes={6, 8})
+    ends = Counter(read_tally(run.out).ends.values())
+    assert ends[PromptEnd.TRAINED] and ends[PromptEnd.EQUAL] and read_tally(run.out).faults() == []
+    rates = [json.loads(line) for line in (run.out / "pass_rates.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in rates] == [1, 2, 3] and any(record["rates"] for record in rates)
+    for step, data in run.metrics():
         assert 0 <= data.get("tool/code_ratio", 0) <= 1 and data["failure/aborted"] == 0
         assert data["actor/clipped_low"] == data["actor/dropped"] == 0 <= data["actor/clipped_high"] < 0.5  # CISPO's
+        kinds = {name.split("/")[0] for name in data} & {"val-light", "val-core"}
+        assert kinds == {"val-core" if step == 3 else "val-light"}
     check_shares_of_ends(run)
     assert run.trajectories()
 
@@ -304,6 +314,8 @@ def test_rollouts_on_a_server_of_their_own_while_the_actor_learns(small: Path, t
     assert run.total("failure/sandbox_failure") <= len(failed)  # some may end when the last batch has been taken
     for data in metrics.values():
         assert data["failure/aborted"] == 0  # what a weight sync interrupts goes on
+        assert 0 <= data["actor/clipped_low"] <= data["actor/pg_clipfrac"] < 1  # shares, and of both mini-batches
+        assert not any(name.startswith("actor/sum/") for name in data)
     check_shares_of_ends(run)
     assert not list(Path("/dev/shm").glob("retool_weights_*"))
 

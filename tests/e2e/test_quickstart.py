@@ -16,21 +16,25 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import MARK, OWN_SERVER, REPO, SMALL_DATA, pipeline, read_metrics
+from tests.e2e.versions import SAME, differences, load_version, log_probs_of, recorded_responses
+from verl_ext.records.batch_file import read_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 OVERRIDES = [
     "--sft=trainer.total_training_steps=30",
     "--rl=trainer.total_training_steps=2",
-    "--rl=trainer.save_freq=1",
+    *("--rl=trainer.save_freq=1", "--rl=retool.checkpoints.keep_last=null"),
     "--rl=data.train_batch_size=4",
     "--rl=actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "--rl=actor_rollout_ref.rollout.n=4",
     "--rl=algorithm.filter_groups.max_num_gen_batches=1",
     # After 30 steps of SFT every answer is wrong: equal rewards, no gradient. Random ones make the updates real.
     "--rl=+reward.reward_kwargs.random_reward_p=0.5",
-    # The trainer's own old log-probs, so that they can be compared with vLLM's.
-    "--rl=algorithm.rollout_correction.bypass_mode=false",
+    "--rl=actor_rollout_ref.actor.optim.lr_warmup_steps=0",  # with a warm-up step 1 has learning rate 0
+    *("--rl=retool.record_batches.enable=true", "--rl=retool.record_batches.every=2"),
+    # The trainer's own old log-probs, so that they can be compared with vLLM's; and all of vLLM's, to redo them.
+    *("--rl=algorithm.rollout_correction.bypass_mode=false", "--rl=retool.recorder.token_share=1"),
 ]
 
 
@@ -91,11 +95,35 @@ def test_before_and_after_are_measured_on_the_same_problems(run: tuple) -> None:
 
 
 def test_rollout_and_actor_agree_after_an_update(run: tuple) -> None:
-    """Step 2 rolls out with the weights of step 1's update: the sync to vLLM is real."""
+    """Step 2 rolls out with the weights of step 1's update, and not with SFT's: the sync to vLLM is real."""
     steps = dict(read_metrics(run[0] / "rl", lambda data: "actor/grad_norm" in data))
-    assert steps[1]["actor/grad_norm"] > 0, "nothing was updated; the test shows nothing"
     assert steps[2]["training/rollout_actor_probs_pearson_corr"] > 0.999
     assert steps[2]["training/rollout_probs_diff_mean"] < 1e-3
+    rl, sft = run[0] / "rl", run[0] / "sft" / "merged"
+    rows = recorded_responses(rl, sft, 2)
+    assert len(rows) == 4 * 4
+    own, before = (differences(load_version(rl, sft, version), rows) for version in (1, 0))
+    print(f"log-probs differ from the updated weights' by {own.max():.1e} at most, from SFT's by {before.mean():.1e}")
+    assert own.max() < SAME
+    assert before.mean() > 100 * own.mean(), "the update changed next to nothing; the test shows nothing"
+
+
+def test_a_recorded_batch_has_the_policies_around_its_updates_and_goes_through_the_lab(run: tuple) -> None:
+    """The trainer's log-probs before step 2 are those of step 1's checkpoint, and after it those of its own."""
+    rl, sft = run[0] / "rl", run[0] / "sft" / "merged"
+    recorded, rows = read_batch(rl, 2), recorded_responses(rl, sft, 2)
+    by_noted = {tuple(row["log_probs"][row["mask"]].tolist()): row for row in rows}
+    assert len(recorded.groups) == len(by_noted) == 4 * 4
+    for version, found in ((1, recorded.old_log_prob), (2, recorded.log_prob)):
+        model = load_version(rl, sft, version)
+        for own, mask, noted in zip(found, recorded.mask, recorded.rollout_log_prob, strict=True):
+            row = by_noted[tuple(noted[mask].tolist())]
+            assert (log_probs_of(model, [row])[0][row["mask"]] - own[mask]).abs().max() < SAME
+    command = [sys.executable, "-m", "verl_ext.analysis.correction_lab", str(rl), "--step", "2"]
+    printed = subprocess.run(command, cwd=REPO, env=os.environ | OWN_SERVER, capture_output=True, text=True, check=True)
+    assert "Step 2: 16 responses of 4 prompts" in printed.stdout and "tir_otb" in printed.stdout
+    places = json.loads((rl / "correction_lab" / "step_2.json").read_text())
+    assert places["start"]["presets"]["dapo"]["clipped_low"] == 0  # where the policy is the old one
 
 
 def test_merged_weights_are_the_checkpoint_s(run: tuple) -> None:

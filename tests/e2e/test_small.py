@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import REPO, read_metrics
+from tests.e2e.versions import differences, load_version, recorded_responses
 from tests.processes import kill_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -25,8 +26,9 @@ STEPS = [
     *("--rl=algorithm.filter_groups.max_num_gen_batches=6", "--rl=data.max_response_length=96"),
     # After 2 steps of SFT every answer is wrong: equal rewards, no gradient. Random ones make the updates real.
     "--rl=+reward.reward_kwargs.random_reward_p=0.5",
-    # The trainer's own old log-probs, so that they can be compared with vLLM's.
-    "--rl=algorithm.rollout_correction.bypass_mode=false",
+    # The trainer's own old log-probs, so that they can be compared with vLLM's; and all of vLLM's, to redo them.
+    *("--rl=algorithm.rollout_correction.bypass_mode=false", "--rl=retool.recorder.token_share=1"),
+    "--rl=retool.checkpoints.keep_last=null",  # step 1's weights, with which step 2 rolls out
 ]
 
 
@@ -75,6 +77,7 @@ def test_what_was_done_before_the_kill_is_taken(run: tuple[Path, str]):
 
 
 def test_vllm_and_the_actor_agree_after_an_update(run: tuple[Path, str]):
+    """Step 2 rolls out with the weights of step 1's update, and not with SFT's."""
     metrics = read_metrics(run[0] / "rl")
     assert [step for step, _ in metrics] == [1, 2]
     for _, data in metrics:
@@ -82,3 +85,10 @@ def test_vllm_and_the_actor_agree_after_an_update(run: tuple[Path, str]):
         print(f"correlation {correlation:.6f}, mean difference {data['training/rollout_probs_diff_mean']:.2e}")
         assert correlation > 0.999
         assert data["actor/grad_norm"] > 0
+    rl, sft = run[0] / "rl", run[0] / "sft" / "merged"
+    rows = recorded_responses(rl, sft, 2)
+    assert len(rows) == 2 * 4
+    models = (load_version(rl, sft, version) for version in (1, 0))
+    own, before = (differences(model, rows[:2]).mean().item() for model in models)  # each costs seconds
+    print(f"log-probs differ from the updated weights' by {own:.1e}, from SFT's by {before:.1e} in the mean")
+    assert before > 10 * own, "the update changed next to nothing, or vLLM has SFT's weights"

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
+from tests.e2e.versions import SAME, load_version, log_probs_of
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [
@@ -28,7 +29,6 @@ pytestmark = [
 
 slow_sandbox = runpy.run_path(str(REPO / "scripts" / "slow_sandbox.py"))["slow_sandbox"]
 STEPS = 6
-SAME = 1e-4  # log-probs of one version, by vLLM and by transformers
 OTHER = 1e-3  # a neighbour's differ by more in some token, but in a span that both versions are sure of
 OVERRIDES = (
     "hardware=cpu_separate",
@@ -67,29 +67,6 @@ def read_trained(folder: Path) -> Iterator[tuple[int, dict]]:
         step = int(re.match(r"step_(\d+)_", path.name)[1])
         for row in torch.load(path, weights_only=False):
             yield step, row
-
-
-def load_version(run: Path, model: Path, version: int) -> torch.nn.Module:
-    """The weights after step `version`, those before the first step for 0, in fp32."""
-    from transformers import AutoModelForCausalLM
-
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
-    if version:
-        shard = run / f"global_step_{version}" / "actor" / "model_world_size_1_rank_0.pt"
-        weights = torch.load(shard, weights_only=False)
-        loaded.load_state_dict({name: getattr(value, "_local_tensor", value) for name, value in weights.items()})
-    return loaded
-
-
-@torch.no_grad()
-def log_probs_of(model: torch.nn.Module, rows: list[dict]) -> list[torch.Tensor]:
-    """float[tokens] of each response, one forward pass over all of it."""
-    result = []
-    for row in rows:
-        ids = torch.cat([row["prompt"], row["response"]]).long()[None]
-        logits = model(input_ids=ids).logits[0, len(row["prompt"]) - 1 : -1].float()
-        result.append(logits.log_softmax(-1).gather(-1, row["response"].long()[:, None])[:, 0])
-    return result
 
 
 @pytest.mark.parametrize("tau", [0, 1, 2])

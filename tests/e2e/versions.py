@@ -1,4 +1,4 @@
-"""What the tests of real servers share: three versions of a tiny model, an actor that sends them, log-probs redone."""
+"""What tests of weights share: versions of a tiny model, an actor that sends them, those of a run, log-probs redone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,3 +113,55 @@ def redone(
 def difference(models: list[torch.nn.Module], prompt: list[int], output: Any, runs: list[tuple[int, int]]) -> float:
     found = redone(models, prompt, list(output.token_ids), runs)
     return max(abs(a - b) for a, b in zip(found, output.log_probs, strict=True))
+
+
+def load_version(run: Path, model: Path, version: int) -> torch.nn.Module:
+    """The weights after step `version`, those before the first step for 0, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    if version:
+        shard = run / f"global_step_{version}" / "actor" / "model_world_size_1_rank_0.pt"
+        weights = torch.load(shard, weights_only=False)
+        loaded.load_state_dict({name: getattr(value, "_local_tensor", value) for name, value in weights.items()})
+    return loaded
+
+
+@torch.no_grad()
+def log_probs_of(model: torch.nn.Module, rows: list[dict]) -> list[torch.Tensor]:
+    """float[tokens] of each response, one forward pass over all of it."""
+    result = []
+    for row in rows:
+        ids = torch.cat([row["prompt"], row["response"]]).long()[None]
+        logits = model(input_ids=ids).logits[0, len(row["prompt"]) - 1 : -1].float()
+        result.append(logits.log_softmax(-1).gather(-1, row["response"].long()[:, None])[:, 0])
+    return result
+
+
+def recorded_responses(run: Path, model: Path, step: int) -> list[dict]:
+    """What `log_probs_of` takes, of the responses that a step trained on and whose tokens are recorded."""
+    from transformers import AutoTokenizer
+
+    from verl_ext.records import store
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = {row["uid"]: row["prompt"] for row in store.rows(run, columns=("uid", "prompt"))}
+    responses: dict[tuple[str, int], list[dict]] = {}
+    for token in store.rows(run, "tokens"):
+        if token["step"] == step:
+            responses.setdefault((token["uid"], token["session"]), []).append(token)
+    return [
+        {
+            "prompt": torch.tensor(tokenizer.encode(prompts[uid], add_special_tokens=False)),
+            "response": torch.tensor([token["id"] for token in tokens]),
+            "mask": torch.tensor([token["mask"] for token in tokens]),
+            "log_probs": torch.tensor([token["rollout_log_prob"] or 0.0 for token in tokens]),
+        }
+        for (uid, _), tokens in responses.items()
+    ]
+
+
+def differences(model: torch.nn.Module, rows: list[dict]) -> torch.Tensor:
+    """float[sampled tokens]: |log-prob by `model` - the one that vLLM noted|."""
+    redone = log_probs_of(model, rows)
+    return torch.cat([(each - row["log_probs"]).abs()[row["mask"]] for each, row in zip(redone, rows, strict=True)])
