@@ -287,7 +287,8 @@ class Fleet:
         while self._starts < self._limits.max_replacements:
             self._starts += 1
             try:
-                replica = await _in_thread(self._start_replica, next(self._weights.numbers))
+                start = _in_thread(self._start_replica, next(self._weights.numbers))
+                replica = await asyncio.wait_for(start, self._limits.wait_s)  # Ray's wait for GPUs has no end
             except Exception as error:  # of vLLM, Ray, the machine: what keeps a server from starting may pass
                 logger.exception("a server in place of %s did not start", name)
                 self._events.append(("start_failed", f"in place of {name}", repr(error)))
