@@ -177,7 +177,7 @@ class Fleet:
         self._write_events()
         weights = self._weights
         living = [each for each in (*weights.newcomers, *weights.replicas) if each not in weights.dead]
-        if not (living or self._servers or self._burials):
+        if not (living or weights.starting or self._servers or self._burials):
             spent = f"retool.fleet.health.max_replacements={self._limits.max_replacements} are spent"
             raise RuntimeError(f"no server is left, and {spent}. Look into the log of the servers, and raise it")
 

@@ -25,6 +25,21 @@ def test_servers_that_answer_stay_and_nothing_happens(scene, tmp_path):
     assert sums(tmp_path) == (2, 0, 0, 0)
 
 
+def test_a_run_whose_servers_have_all_died_waits_for_one_that_starts_by_command(scene):
+    async def script(made):
+        made.weights.starting.add(9)
+        for each in made.replicas:
+            each.server.mode = "dead"
+        await made.rounds(1)
+        await made.until(lambda: not made.fleet._burials)
+        await made.rounds(5)
+        made.weights.starting.clear()
+        with pytest.raises(RuntimeError, match="no server is left"):
+            await made.rounds(1)
+
+    scene(script, max_replacements=0)
+
+
 @pytest.mark.parametrize("mode", ["dead", "gone", "oom"])
 def test_a_dead_server_leaves_is_given_up_and_replaced_and_its_successor_waits_for_weights(scene, tmp_path, mode):
     async def script(made):
