@@ -135,8 +135,9 @@ class Fleet:
         Raises:
             RuntimeError: the watching itself failed.
         """
-        with self._weights.lock:
-            self._actor_is_idle = False
+        self._actor_is_idle = False  # no other one begins
+        with self._weights.lock:  # one that is under way ends
+            pass
         self._weights.check()
 
     # The fleet's thread ----------------------------------------------------------------------------------------------

@@ -49,6 +49,22 @@ def test_the_actor_goes_on_only_when_a_newcomer_has_its_weights(scene):
     scene(script)
 
 
+def test_no_further_newcomer_is_let_in_once_the_actor_would_work(scene):
+    async def script(made):
+        made.weights.newcomers.append(Replica(7, load="hangs"))
+        made.fleet.actor_waits(is_exact=True)
+        await made.until(lambda: made.weights.updating)
+        made.weights.newcomers.append(Replica(8))
+        goes_on = asyncio.ensure_future(asyncio.to_thread(made.fleet.actor_works))
+        await made.until(lambda: not made.fleet._actor_is_idle)
+        made.weights.dead.add(made.weights.newcomers[0])
+        await made.until(goes_on.done)
+        await made.rounds(3)
+        assert made.weights.replicas == made.replicas and made.routed() == ["server 0", "server 1"]
+
+    scene(script)
+
+
 def test_a_newcomer_that_hangs_while_it_is_let_in_does_not_hold_the_actor_for_good(scene):
     async def script(made):
         made.replicas[0].server.mode = "dead"
