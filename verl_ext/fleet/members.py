@@ -54,6 +54,7 @@ class Members:
         highest = max((each.replica_rank for each in checkpoints.replicas), default=-1)
         self._numbers = getattr(checkpoints, "numbers", None) or itertools.count(highest + 1)
         self._newcomers: list[RolloutReplica] | None = getattr(checkpoints, "newcomers", None)
+        self._starting: set[int] = getattr(checkpoints, "starting", set())
         self._coming: dict[int, str] = {}  # server -> how far it is
         self._ready: list[RolloutReplica] = []  # started, without weights yet; where they are watched, in newcomers
         self._leaving: dict[int, RolloutReplica] = {}
@@ -153,6 +154,7 @@ class Members:
             )
         server = next(self._numbers)
         self._coming[server] = "starts"
+        self._starting.add(server)
         threading.Thread(target=self._start, args=(server,), name=f"start server {server}", daemon=True).start()
         return f"Server {server} starts. It gets its weights and joins when the step ends in which it is ready."
 
@@ -162,6 +164,7 @@ class Members:
         except Exception as error:  # whatever it is: the run goes on with the servers that it has
             logger.exception("fleet: server %d did not start", server)
             self._coming[server] = f"did not start: {error!r}"
+            self._starting.discard(server)
             return
         with self._lock:
             if self._newcomers is None:
@@ -170,6 +173,7 @@ class Members:
             else:  # they join, or die, behind our back
                 del self._coming[server]
                 self._newcomers.append(replica)
+        self._starting.discard(server)
         logger.info("fleet: server %d has started and waits for weights", server)
 
     def remove(self, server: int) -> str:

@@ -135,8 +135,9 @@ class Fleet:
         Raises:
             RuntimeError: the watching itself failed.
         """
-        with self._weights.lock:
-            self._actor_is_idle = False
+        self._actor_is_idle = False  # no other one begins
+        with self._weights.lock:  # one that is under way ends
+            pass
         self._weights.check()
 
     # The fleet's thread ----------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ class Fleet:
         self._write_events()
         weights = self._weights
         living = [each for each in (*weights.newcomers, *weights.replicas) if each not in weights.dead]
-        if not (living or self._servers or self._burials):
+        if not (living or weights.starting or self._servers or self._burials):
             spent = f"retool.fleet.health.max_replacements={self._limits.max_replacements} are spent"
             raise RuntimeError(f"no server is left, and {spent}. Look into the log of the servers, and raise it")
 
@@ -287,7 +288,8 @@ class Fleet:
         while self._starts < self._limits.max_replacements:
             self._starts += 1
             try:
-                replica = await _in_thread(self._start_replica, next(self._weights.numbers))
+                start = _in_thread(self._start_replica, next(self._weights.numbers))
+                replica = await asyncio.wait_for(start, self._limits.wait_s)  # Ray's wait for GPUs has no end
             except Exception as error:  # of vLLM, Ray, the machine: what keeps a server from starting may pass
                 logger.exception("a server in place of %s did not start", name)
                 self._events.append(("start_failed", f"in place of {name}", repr(error)))

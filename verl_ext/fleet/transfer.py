@@ -31,6 +31,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
     Attributes:
         replicas: those that have weights, as verl's.
         newcomers: started, and without weights yet; in place of a dead one, or added by command.
+        starting: numbers of those that start by command.
         dead: replicas that nothing waits for.
         version: of the newest update of all replicas.
         lock: held by what needs the actor's weights, or who has weights, to stay as they are.
@@ -43,6 +44,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
     def __init__(self, config: Any, actor_wg: RayWorkerGroup, replicas: Sequence[RolloutReplica]):
         super().__init__(config=config, actor_wg=actor_wg, replicas=list(replicas))
         self.newcomers: list[RolloutReplica] = []
+        self.starting: set[int] = set()
         self.dead: set[RolloutReplica] = set()
         self.version: int | None = None
         self.lock = threading.RLock()

@@ -182,11 +182,11 @@ def test_a_run_with_servers_of_its_own_is_not_refused():
     assert not refused({})
 
 
-def test_the_limits_stand_in_the_yaml_and_are_off():
+def test_servers_of_their_own_are_watched_where_a_config_has_them_and_others_are_not():
+    assert read_settings(compose_run("tiny_dapo"), "fleet.health", HealthSettings) is None
     config = compose_run("tiny_dapo", ["hardware=cpu_separate"])
-    assert read_settings(config, "fleet.health", HealthSettings) is None
-    config = compose_run("tiny_dapo", ["hardware=cpu_separate", "retool.fleet.health.enable=true"])
     assert read_settings(config, "fleet.health", HealthSettings).dead_s == 30
+    assert config.retool.fleet.routing == "ring"
 
 
 def test_limits_in_the_wrong_order_are_refused():

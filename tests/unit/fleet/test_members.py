@@ -222,6 +222,7 @@ def test_a_server_that_does_not_start_is_told_and_holds_nothing(world):
     world.is_broken = True
     world.members.add()
     wait_until(lambda: states(world)[2].startswith("did not start: RuntimeError('vLLM says no')"))
+    wait_until(lambda: not world.members._starting)
     assert world.log == [("start", 2), ("kill", "worker 2"), ("free", "gpus 2")]
     with world.members.weights_change():
         assert len(world.checkpoints.replicas) == 2
@@ -293,9 +294,14 @@ def test_where_servers_are_watched_a_new_one_joins_as_a_replacement_does(world):
 
     watched = world.checkpoints
     watched.lock, watched.numbers, watched.newcomers = threading.RLock(), itertools.count(5), []
+    watched.starting = set()
     world.members = Members(world.servers, watched)
+    world.may_start.clear()
     world.members.add()
+    assert watched.starting == {5}
+    world.may_start.set()
     wait_until(lambda: watched.newcomers)
+    wait_until(lambda: not watched.starting)
     assert states(world) == {0: "serves", 1: "serves", 5: "waits for weights"}
     with world.members.weights_change():
         assert [each.replica_rank for each in watched.replicas] == [0, 1]

@@ -25,6 +25,21 @@ def test_servers_that_answer_stay_and_nothing_happens(scene, tmp_path):
     assert sums(tmp_path) == (2, 0, 0, 0)
 
 
+def test_a_run_whose_servers_have_all_died_waits_for_one_that_starts_by_command(scene):
+    async def script(made):
+        made.weights.starting.add(9)
+        for each in made.replicas:
+            each.server.mode = "dead"
+        await made.rounds(1)
+        await made.until(lambda: not made.fleet._burials)
+        await made.rounds(5)
+        made.weights.starting.clear()
+        with pytest.raises(RuntimeError, match="no server is left"):
+            await made.rounds(1)
+
+    scene(script, max_replacements=0)
+
+
 @pytest.mark.parametrize("mode", ["dead", "gone", "oom"])
 def test_a_dead_server_leaves_is_given_up_and_replaced_and_its_successor_waits_for_weights(scene, tmp_path, mode):
     async def script(made):
@@ -40,8 +55,7 @@ def test_a_dead_server_leaves_is_given_up_and_replaced_and_its_successor_waits_f
         (new,) = made.started
         assert new.replica_rank == 2 and made.routed() == ["server 1"]  # it has no weights
         await made.weights.update_weights(global_steps=2)
-        await made.rounds(1)
-        assert made.routed() == ["server 1", "server 2"]
+        await made.until(lambda: made.routed() == ["server 1", "server 2"])
         await made.rounds(20)
         assert len(made.started) == 1
 
@@ -198,8 +212,7 @@ def test_a_server_may_have_the_address_of_one_that_was_removed(scene, tmp_path):
         await made.rounds(2)
         assert again.server_address == removed.server_address and made.routed() == ["server 1"]
         await made.weights.update_weights(global_steps=2)
-        await made.rounds(1)
-        assert made.routed() == ["server 1", "server 0"]
+        await made.until(lambda: made.routed() == ["server 1", "server 0"])
 
     scene(script)
     assert not read_servers(tmp_path).faults()

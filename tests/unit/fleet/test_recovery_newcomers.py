@@ -1,7 +1,6 @@
 """When a server that has started gets its first weights."""
 
 import asyncio
-import time
 
 import pytest
 
@@ -40,13 +39,28 @@ def test_the_actor_goes_on_only_when_a_newcomer_has_its_weights(scene):
     async def script(made):
         made.weights.newcomers.append(Replica(7, load="hangs"))
         made.fleet.actor_waits(is_exact=True)
-        asyncio.get_running_loop().call_later(0.2, made.weights.dead.add, made.weights.newcomers[0])
-        letting_in = asyncio.ensure_future(made.rounds(1))
+        await made.until(lambda: made.weights.updating)
+        goes_on = asyncio.ensure_future(asyncio.to_thread(made.fleet.actor_works))
         await asyncio.sleep(0.1)
-        began = time.monotonic()
-        await asyncio.to_thread(made.fleet.actor_works)
-        assert time.monotonic() - began > 0.05
-        await letting_in
+        assert not goes_on.done()
+        made.weights.dead.add(made.weights.newcomers[0])
+        await goes_on
+
+    scene(script)
+
+
+def test_no_further_newcomer_is_let_in_once_the_actor_would_work(scene):
+    async def script(made):
+        made.weights.newcomers.append(Replica(7, load="hangs"))
+        made.fleet.actor_waits(is_exact=True)
+        await made.until(lambda: made.weights.updating)
+        made.weights.newcomers.append(Replica(8))
+        goes_on = asyncio.ensure_future(asyncio.to_thread(made.fleet.actor_works))
+        await made.until(lambda: not made.fleet._actor_is_idle)
+        made.weights.dead.add(made.weights.newcomers[0])
+        await made.until(goes_on.done)
+        await made.rounds(3)
+        assert made.weights.replicas == made.replicas and made.routed() == ["server 0", "server 1"]
 
     scene(script)
 

@@ -80,6 +80,20 @@ def test_a_run_without_a_server_ends_where_none_can_be_started(make, tmp_path):
         made.fleet.actor_works()
 
 
+def test_a_start_that_never_ends_has_failed_after_wait_s(make, tmp_path):
+    made, never = Scene(make, tmp_path, max_replacements=1, wait_s=0.2), threading.Event()
+    made.fleet._start_replica = lambda number: never.wait(30)
+    made.fleet._clock = time.monotonic
+    for each in made.replicas:
+        each.server.mode = "dead"
+    made.fleet.watch()
+    made.fleet._thread.join(10)
+    never.set()
+    with pytest.raises(RuntimeError, match="no server is left"):
+        made.fleet.actor_works()
+    assert read_servers(tmp_path).failed_starts == 1
+
+
 def test_the_watching_begins_and_ends_with_the_run(make, tmp_path):
     made = Scene(make, tmp_path)
     made.fleet.watch()

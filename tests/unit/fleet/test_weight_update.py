@@ -100,7 +100,7 @@ def test_verl_gets_the_replica_of_the_mode(registry, mode, replica):
 @pytest.mark.parametrize("override", ["trainer.v1.trainer_mode=sync", "actor_rollout_ref.rollout.name=sglang"])
 def test_verls_own_stays_where_no_request_meets_an_update_and_with_other_servers(registry, override):
     before = dict(registry._registry)
-    install(composed("abort", "dapo", override))
+    install(composed("abort", "dapo", override, "retool.fleet.health.enable=false"))
     assert registry._registry == before
 
 
