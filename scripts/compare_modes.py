@@ -43,7 +43,7 @@ OVERRIDES = (
     "trainer.save_freq=10",
     "actor_rollout_ref.rollout.val_kwargs.n=4",
     "retool.sandbox.max_concurrency=1024",  # the sandbox of others is slow, not full
-    "retool.sandbox.queue_timeout_s=600",  # nor is a slow call a lost one
+    "+retool.sandbox.queue_timeout_s=600",  # nor is a slow call a lost one
 )
 TARGETS = {0.5: 1.3, 2.0: 2.0}  # mean latency -> how many times sync's trained tokens/s separate_async shall have
 ALLOWED_LOSS = 0.05  # of accuracy, against sync

@@ -13,6 +13,7 @@ import pytest
 
 from verl_ext.checkpoints.manifest import vouch
 from verl_ext.records import store
+from verl_ext.settings import compose_run
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -92,6 +93,12 @@ def test_modes_take_turns(script):
         *("sync_0.5s_0", "separate_async_0.5s_0", "sync_2s_0", "separate_async_2s_0"),
         *("sync_0.5s_1", "separate_async_0.5s_1", "sync_2s_1", "separate_async_2s_1"),
     ]
+
+
+def test_every_mode_can_be_composed(script):
+    for mode in script.MODES:
+        config = compose_run("tiny_dapo", script.command_of(script.Cell(mode, 2.0, 7), 30, [])[2:])
+        assert (config.data.seed, config.trainer.test_freq) == (7, 30)
 
 
 @pytest.fixture
