@@ -111,7 +111,7 @@ def launch(command: Sequence[str], source: Path, out: Path, mean_s: float, seed:
 
     Raises:
         CommandFailed: it failed.
-        TimeoutError: it took too long. It is ended, and the next call goes on from its last checkpoint.
+        TimeoutError: it took too long. It is ended.
     """
     env = {
         "PYTHON": sys.executable,
@@ -124,7 +124,7 @@ def launch(command: Sequence[str], source: Path, out: Path, mean_s: float, seed:
 
     def watch() -> None:
         if time.monotonic() - began > timeout_s:
-            raise TimeoutError(f"{out} was not done within {timeout_s:g} s. The same command goes on with it.")
+            raise TimeoutError(f"{out} was not done within {timeout_s:g} s. Start the same command again.")
 
     with running_server() as url, slow_sandbox(url, mean_s, seed) as slow, Supervisor() as supervisor:
         supervisor.run(list(command), log=out / "log.txt", env=env | {"SANDBOX_URL": slow}, watch=watch)

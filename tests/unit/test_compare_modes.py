@@ -242,7 +242,7 @@ def launched(script, monkeypatch):
 
 
 def test_a_run_that_takes_too_long_is_ended_and_named(script, launched, tmp_path):
-    with pytest.raises(TimeoutError, match="was not done within -1 s. The same command goes on"):
+    with pytest.raises(TimeoutError, match="was not done within -1 s. Start the same command again"):
         script.run_cell(script.Cell("sync", 0.5, 2), tmp_path, tmp_path / "out", 30, [], -1)
     assert "data.seed=2" in launched[0]
 
