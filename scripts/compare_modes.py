@@ -1,13 +1,17 @@
-"""What does asynchrony gain where tools are slow, and what does it cost in accuracy? The tiny task in all three modes.
+"""What does asynchrony gain where tools are slow, and what does it cost in accuracy? The tiny task in every mode.
 
-    .venv/bin/python scripts/compare_modes.py                    # sync, colocate_async, separate_async x .5 s, 2 s x 3
+    .venv/bin/python scripts/compare_modes.py                    # four modes x .5 s, 2 s x 3 seeds
     .venv/bin/python scripts/compare_modes.py --max-runs 1       # the next run that is missing
     .venv/bin/python scripts/compare_modes.py --show RUN         # what a run took at each step, beside what it drew
 
-Each call of a tool is held back for a log-normal time (slow_sandbox.py). Modes take turns, so that a machine that gets
-slower is slower for all. Prints a table. A broken run goes on from its checkpoint. The result
-of a finished one is a line of --results, and the run is not made again. The machine should do nothing else meanwhile,
-and is the same for all runs of a file.
+`separate_async_keep` is `separate_async` with updates under running requests. All have one objective, that of
+configs/tiny_dapo.yaml, whose old log-probs are the rollout's, as `keep` needs them. Each call of a tool is held back
+for a log-normal time (slow_sandbox.py). Modes take turns, so that a machine that gets slower is slower for all. Prints
+a table. Ratios of speed and differences of accuracy are of two runs with one seed, as means with 95% intervals by
+Student's t over seeds.
+
+A broken run goes on from its checkpoint. The result of a finished one is a line of --results, and the run is not made
+again. The machine should do nothing else meanwhile, and is the same for all runs of a file.
 """
 
 import argparse
@@ -24,10 +28,11 @@ from typing import Any, NamedTuple
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "scripts"))
 
-from compare_objectives import MODES  # noqa: E402
+import compare_objectives  # noqa: E402
 from published import Published  # noqa: E402
 from slow_sandbox import slow_sandbox  # noqa: E402
 
+from verl_ext.analysis.stability import half_width  # noqa: E402
 from verl_ext.checkpoints import folder as checkpoints  # noqa: E402
 from verl_ext.checkpoints.manifest import NotWhole  # noqa: E402
 from verl_ext.ledger.prompts import FILE  # noqa: E402
@@ -39,14 +44,23 @@ from verl_ext.records.run_record import environment, read_metrics  # noqa: E402
 from verl_ext.sandbox.launch import running_server  # noqa: E402
 
 ACCURACY = "val-core/tiny_tools/acc/mean@4"
-OVERRIDES = (
-    "trainer.save_freq=10",
-    "actor_rollout_ref.rollout.val_kwargs.n=4",
+SLOW = (
     "retool.sandbox.max_concurrency=1024",  # the sandbox of others is slow, not full
-    "retool.sandbox.queue_timeout_s=600",  # nor is a slow call a lost one
+    "+retool.sandbox.queue_timeout_s=600",  # nor is a slow call a lost one
 )
-TARGETS = {0.5: 1.3, 2.0: 2.0}  # mean latency -> how many times sync's trained tokens/s separate_async shall have
-ALLOWED_LOSS = 0.05  # of accuracy, against sync
+OVERRIDES = ("trainer.save_freq=10", "actor_rollout_ref.rollout.val_kwargs.n=4", *SLOW)
+KEEP = "separate_async_keep"
+MODES = compare_objectives.MODES | {
+    KEEP: (*compare_objectives.MODES["separate_async"], "retool.fleet.weight_update=keep"),
+}
+PARTNERS = {"colocate_async": "sync", "separate_async": "sync", KEEP: "separate_async"}  # what a mode is compared with
+MEANS = (0.5, 2.0)  # latencies in s
+TARGETS = {  # mode, mean latency -> how many times its partner's trained tokens/s it shall have
+    ("separate_async", 0.5): 1.3,
+    ("separate_async", 2.0): 2.0,
+    (KEEP, 2.0): 1.25,
+}
+ALLOWED_LOSS = 0.05  # of accuracy, against the partner
 VALIDATE = ("trainer.val_only=True", "trainer.val_before_train=True")
 WIDTH = 5  # steps in a row of `--show`
 
@@ -92,13 +106,12 @@ def command_of(cell: Cell, steps: int, extra: Sequence[str]) -> list[str]:
     ]
 
 
-def run_cell(cell: Cell, source: Path, out: Path, steps: int, extra: Sequence[str], timeout_s: float) -> None:
-    """Start a run, or go on with it: with the validation alone where its last step is trained.
+def launch(command: Sequence[str], source: Path, out: Path, mean_s: float, seed: int, timeout_s: float) -> None:
+    """Run a launcher of recipe/ with the data and the SFT of a quickstart, behind a slow sandbox.
 
     Raises:
         CommandFailed: it failed.
-        NotWhole: none of its checkpoints is.
-        TimeoutError: it took too long. It is ended, and the next call goes on from its last checkpoint.
+        TimeoutError: it took too long. It is ended.
     """
     env = {
         "PYTHON": sys.executable,
@@ -111,13 +124,23 @@ def run_cell(cell: Cell, source: Path, out: Path, steps: int, extra: Sequence[st
 
     def watch() -> None:
         if time.monotonic() - began > timeout_s:
-            raise TimeoutError(f"{out} was not done within {timeout_s:g} s. The same command goes on with it.")
+            raise TimeoutError(f"{out} was not done within {timeout_s:g} s. Start the same command again.")
 
-    with running_server() as url, slow_sandbox(url, cell.mean_s, cell.repeat) as slow, Supervisor() as supervisor:
-        command = command_of(cell, steps, extra)
-        if step_of(checkpoints.resume_point(out)) == steps:
-            command += VALIDATE
-        supervisor.run(command, log=out / "log.txt", env=env | {"SANDBOX_URL": slow}, watch=watch)
+    with running_server() as url, slow_sandbox(url, mean_s, seed) as slow, Supervisor() as supervisor:
+        supervisor.run(list(command), log=out / "log.txt", env=env | {"SANDBOX_URL": slow}, watch=watch)
+
+
+def run_cell(cell: Cell, source: Path, out: Path, steps: int, extra: Sequence[str], timeout_s: float) -> None:
+    """Start a run, or go on with it: with the validation alone where its last step is trained.
+
+    Raises:
+        CommandFailed, TimeoutError: see `launch`.
+        NotWhole: none of its checkpoints is.
+    """
+    command = command_of(cell, steps, extra)
+    if step_of(checkpoints.resume_point(out)) == steps:
+        command += VALIDATE
+    launch(command, source, out, cell.mean_s, cell.repeat, timeout_s)
 
 
 def machine() -> dict[str, Any]:
@@ -206,7 +229,7 @@ def taken_table(run: Path) -> str:
         cells = [", ".join(f"{fmean(getattr(g, name) for g in side):.2f}" for side in both) for name in fields]
         age = fmean(step - drawn[uid] for uid, step in trained.items() if step in steps)
         lines.append([f"{first}-{steps[-1]}", *cells, f"{age:.2f}"])
-    return _markdown(lines)
+    return markdown(lines)
 
 
 def mode_table(found: Mapping[Cell, tuple[float, float]], means: Sequence[float]) -> str:
@@ -215,36 +238,43 @@ def mode_table(found: Mapping[Cell, tuple[float, float]], means: Sequence[float]
     Args:
         found: run -> trained tokens a second, and accuracy at its end.
     """
-    head = ["latency", "mode", "runs", "trained tokens/s", "against sync", "accuracy", "against sync", "target"]
+    head = ["latency", "mode", "runs", "trained tokens/s", "accuracy", "beside", "speed", "difference", "target"]
     lines = [head, ["---"] * len(head)]
     for mean, mode in itertools.product(means, MODES):
-        own, sync = ([found[c] for c in found if c.mean_s == mean and c.mode == each] for each in (mode, "sync"))
+        own = {cell.repeat: run for cell, run in found.items() if (cell.mode, cell.mean_s) == (mode, mean)}
         if not own:
             continue
-        speeds, accs = zip(*own, strict=True)
-        ratio = fmean(speeds) / fmean(speed for speed, _ in sync) if sync else None
-        loss = fmean(accs) - fmean(acc for _, acc in sync) if sync else None
-        target = "-"
-        if mode == "separate_async" and ratio is not None:
-            held = ratio >= TARGETS.get(mean, 1.0), loss >= -ALLOWED_LOSS
-            target = f"x{TARGETS.get(mean, 1.0):g}: {_yes(held[0])}; accuracy: {_yes(held[1])}"
-        compared = ["-", "-"] if ratio is None else [f"x{ratio:.2f}", f"{loss:+.3f}"]
-        lines.append(
-            [f"{mean:g} s", mode, str(len(own)), _spread(speeds, 0), compared[0], _spread(accs, 3), compared[1], target]
-        )
-    return _markdown(lines)
+        speeds, accs = zip(*own.values(), strict=True)
+        partner = PARTNERS.get(mode, "-")
+        pairs = [(run, found[Cell(partner, mean, n)]) for n, run in own.items() if Cell(partner, mean, n) in found]
+        compared = ["-", "-", "-"]
+        if pairs:
+            ratios = [run[0] / other[0] for run, other in pairs]
+            losses = [run[1] - other[1] for run, other in pairs]
+            compared = [f"x{_interval(ratios, '.2f')}", _interval(losses, "+.3f"), "-"]
+            if target := TARGETS.get((mode, mean)):
+                held = fmean(ratios) >= target, fmean(losses) >= -ALLOWED_LOSS
+                compared[2] = f"x{target:g}: {_yes(held[0])}; accuracy: {_yes(held[1])}"
+        lines.append([f"{mean:g} s", mode, str(len(own)), spread(speeds, 0), spread(accs, 3), partner, *compared])
+    return markdown(lines)
 
 
 def _yes(held: bool) -> str:
     return "yes" if held else "no"
 
 
-def _spread(values: Sequence[float], digits: int) -> str:
+def _interval(values: Sequence[float], form: str) -> str:
+    """Mean, and half the width of its 95% interval where there are two or more."""
+    width = half_width(values)
+    return f"{fmean(values):{form}}" + ("" if width is None else f" ± {width:{form.lstrip('+')}}")
+
+
+def spread(values: Sequence[float], digits: int) -> str:
     """Mean, and standard deviation over runs."""
     return f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
 
 
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
+def markdown(lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines)
 
 
@@ -252,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--show", type=Path, metavar="RUN", help="print the table of one RL run, and run nothing")
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES), help="these modes (default: all)")
-    parser.add_argument("--means", type=float, nargs="+", default=list(TARGETS), help="mean latencies in s (.5 2)")
+    parser.add_argument("--means", type=float, nargs="+", default=list(MEANS), help="mean latencies in s (.5 2)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--max-runs", type=int, help="end after so many runs")

@@ -11,9 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from verl_ext.checkpoints.manifest import vouch
 from verl_ext.records import store
+from verl_ext.settings import compose_run
 
 REPO = Path(__file__).resolve().parents[2]
 
@@ -160,18 +162,49 @@ def test_the_table_is_shown_of_the_quickstarts_folder_and_what_is_none_is_named(
         script.main(["--show", str(whole)])
 
 
-def test_the_table_compares_with_sync_at_the_same_latency(script):
+def test_the_table_compares_runs_of_one_seed(script):
+    """Of two seeds the interval is 12.706 s / sqrt 2, where s = |a - b| / sqrt 2: 6.353 |a - b|.
+
+    speed       separate_async 165 / 100 and 150 / 120 = 1.65, 1.25: 1.45, interval 6.353 x .4
+    accuracy    .85 - .90 and .90 - .92 = -.05, -.02: -.035, interval 6.353 x .03
+    """
     found = {
         script.Cell("sync", 0.5, 0): (100.0, 0.90),
         script.Cell("sync", 0.5, 1): (120.0, 0.92),
         script.Cell("separate_async", 0.5, 0): (165.0, 0.85),
+        script.Cell("separate_async", 0.5, 1): (150.0, 0.90),
         script.Cell("separate_async", 2.0, 0): (50.0, 0.9),
+        script.Cell("separate_async", 2.0, 1): (40.0, 0.9),
+        script.Cell("separate_async_keep", 2.0, 1): (50.0, 0.8),
     }
+    speed, accuracy = "x1.45 ± 2.54", "-0.035 ± 0.191"
     assert script.mode_table(found, [0.5, 2.0]).splitlines()[2:] == [
-        "| 0.5 s | sync | 2 | 110 ± 14 | x1.00 | 0.910 ± 0.014 | +0.000 | - |",
-        "| 0.5 s | separate_async | 1 | 165 | x1.50 | 0.850 | -0.060 | x1.3: yes; accuracy: no |",
-        "| 2 s | separate_async | 1 | 50 | - | 0.900 | - | - |",
+        "| 0.5 s | sync | 2 | 110 ± 14 | 0.910 ± 0.014 | - | - | - | - |",
+        "| 0.5 s | separate_async | 2 | 158 ± 11 | 0.875 ± 0.035 | sync "
+        f"| {speed} | {accuracy} | x1.3: yes; accuracy: yes |",
+        "| 2 s | separate_async | 2 | 45 ± 7 | 0.900 ± 0.000 | sync | - | - | - |",
+        "| 2 s | separate_async_keep | 1 | 50 | 0.800 | separate_async | x1.25 | -0.100 | x1.25: yes; accuracy: no |",
     ]
+
+
+def test_every_mode_can_be_composed(script):
+    for mode in script.MODES:
+        config = compose_run("tiny_dapo", script.command_of(script.Cell(mode, 2.0, 7), 30, [])[2:])
+        assert (config.data.seed, config.trainer.test_freq) == (7, 30)
+
+
+def test_in_flight_updates_are_all_that_a_mode_differs_in_from_its_partner(script):
+    from verl_ext.fleet import weight_update
+
+    configs = [
+        compose_run("tiny_dapo", script.command_of(script.Cell(mode, 2.0, 0), 30, [])[2:])
+        for mode in (script.KEEP, script.PARTNERS[script.KEEP])
+    ]
+    keep, abort = configs
+    assert list(weight_update.refusals(lambda key, default=None: OmegaConf.select(keep, key, default=default))) == []
+    assert (keep.retool.fleet.weight_update, abort.retool.fleet.weight_update) == ("keep", "abort")
+    keep.retool.fleet.weight_update = "abort"
+    assert keep == abort
 
 
 def test_a_finished_run_is_published_and_not_run_again(script, run, tmp_path, monkeypatch, capsys):
@@ -185,7 +218,7 @@ def test_a_finished_run_is_published_and_not_run_again(script, run, tmp_path, mo
     assert [json.loads(line) for line in open(tmp_path / "results.jsonl")] == [row] and not began
     (tmp_path / "sync_2s_0").unlink()  # another machine
     script.main(options)
-    assert not began and "| 2 s | sync | 1 | 20 | x1.00 | 0.750 | +0.000 | - |" in capsys.readouterr().out
+    assert not began and "| 2 s | sync | 1 | 20 | 0.750 | - | - | - | - |" in capsys.readouterr().out
 
 
 def test_results_of_other_steps_overrides_or_machines_are_not_taken_for_ones_own(script, run, tmp_path, monkeypatch):
@@ -223,7 +256,7 @@ def launched(script, monkeypatch):
 
 
 def test_a_run_that_takes_too_long_is_ended_and_named(script, launched, tmp_path):
-    with pytest.raises(TimeoutError, match="was not done within -1 s. The same command goes on"):
+    with pytest.raises(TimeoutError, match="was not done within -1 s. Start the same command again"):
         script.run_cell(script.Cell("sync", 0.5, 2), tmp_path, tmp_path / "out", 30, [], -1)
     assert "data.seed=2" in launched[0]
 

@@ -1,0 +1,268 @@
+"""What each way to generate is worth: OlmoRL's table (Olmo 3, arXiv:2512.13961), for the tiny task on a CPU.
+
+    .venv/bin/python scripts/ablation.py                 # five rows x 3 runs of 12 steps
+    .venv/bin/python scripts/ablation.py --max-runs 1    # the next run that is missing
+
+Static batches; continuous batching; agent loops within the server; rollouts beside the learner, with requests broken
+off by an update; and with updates under running requests. A server has room for 32 sequences, a step 128 rollouts, the
+objective is glm5_async in all rows, and each call of a tool is held back for a log-normal time (slow_sandbox.py). Rows
+take turns. The result of a run is a line of --results, and the run is not made again. The machine should do nothing
+else meanwhile.
+
+The window: from the third step's start to the end of the last but two. Rollouts that are under way when a run ends are
+not recorded; two steps later, those of the window are. P are the parameters of the model, tied embeddings once.
+
+- sampled tokens/s: of all turns. Those of a turn are spread evenly over its request; what lies in the window counts.
+- trained tokens/s: sampled tokens of the rollouts that the window's batches took.
+- model utilisation: 2 P FLOPs for each sampled token and 6 P for each trained one, per second, over the peak: fp32
+  products of 2048 x 2048 by torch. Servers and learner share the cores, so there is one peak for both.
+- memory-bandwidth utilisation, of the server alone: bytes per second over the peak, a copy of 256 MiB by torch, read
+  and written. A decode step reads P once; each token it samples, the keys and values of the tokens before it. Steps are
+  not recorded. A request has one token of a step at the most, so there are about as many as the fastest request of each
+  moment has tokens. The tiny model fits into the cache: the figure says how rows compare, not what memory does.
+- server waits: share of the window in which no request is under way. One that stands still for an update is.
+- learner waits: share of the window in which the trainer waits for rollouts.
+"""
+
+import argparse
+import itertools
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "scripts"))
+
+from compare_modes import SLOW, launch, machine, markdown, spread, steps_of  # noqa: E402
+from compare_objectives import MODES  # noqa: E402
+from published import Published  # noqa: E402
+
+from verl_ext.quickstart.supervise import CommandFailed  # noqa: E402
+from verl_ext.records import store  # noqa: E402
+
+MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+ROWS = {  # name -> what it is, and its overrides
+    "static": ("static batches", (f"{MANAGER}=static_batches.StaticBatchManager",)),
+    "continuous": ("continuous batching", (f"{MANAGER}=verl_ext.rollout.workers.LeanAgentLoopManager",)),
+    "in_server": (
+        "+ agent loops within the server",
+        (f"{MANAGER}=verl_ext.rollout.workers.InServerAgentLoopManager",),
+    ),
+    "abort": (
+        "rollouts beside the learner, updates break off",
+        (*MODES["separate_async"], "retool.fleet.weight_update=abort"),
+    ),
+    "keep": ("+ in-flight updates", (*MODES["separate_async"], "retool.fleet.weight_update=keep")),
+}
+SHARED = (
+    *SLOW,
+    "objective=glm5_async",
+    "actor_rollout_ref.rollout.max_num_seqs=32",  # static_batches.SIZE
+    "trainer.save_freq=-1",
+    "trainer.resume_mode=disable",
+)
+COLD, OPEN = 2, 2  # steps before the window, and behind it
+BYTES = 4  # of a parameter, a key, a value: fp32
+COLUMNS = {  # of the table -> figure, what it is multiplied by, digits
+    "sampled tokens/s": ("sampled_per_s", 1, 0),
+    "trained tokens/s": ("trained_per_s", 1, 0),
+    "model utilisation (%)": ("model_use", 100, 2),
+    "memory-bandwidth utilisation (%)": ("memory_use", 100, 2),
+    "server waits (%)": ("server_waits", 100, 1),
+    "learner waits (%)": ("learner_waits", 100, 1),
+}
+
+
+class Model(NamedTuple):
+    """Sizes of the model: its parameters, and the bytes of a token's keys and values."""
+
+    parameters: int
+    kv_bytes: int
+
+
+class Request(NamedTuple):
+    """A model's turn: seconds since 1970, sampled tokens, and the tokens before them."""
+
+    start_s: float
+    end_s: float
+    tokens: int
+    before: float
+
+    def share(self, start_s: float, end_s: float) -> float:
+        """How much of it lies in an interval."""
+        inside = min(self.end_s, end_s) - max(self.start_s, start_s)
+        return max(0.0, inside) / (self.end_s - self.start_s)
+
+
+def read_model(folder: Path) -> Model:
+    """Of a merged checkpoint."""
+    from safetensors import safe_open
+
+    config = json.loads((folder / "config.json").read_text())
+    parameters = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names = [name for name in file.keys() if name != "lm_head.weight" or not config["tie_word_embeddings"]]
+            parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return Model(parameters, 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * BYTES)
+
+
+def peaks() -> dict[str, float]:
+    """FLOPs and bytes per second of this machine: the best of ten products of matrices, and of ten copies."""
+    import torch
+
+    left, right, source = torch.rand(2048, 2048), torch.rand(2048, 2048), torch.rand(2**26)
+    target = torch.empty_like(source)
+
+    def best_s(work: Any) -> float:
+        times = []
+        for _ in range(10):
+            began = time.perf_counter()
+            work()
+            times.append(time.perf_counter() - began)
+        return min(times)
+
+    return {
+        "peak_flops": 2 * 2048**3 / best_s(lambda: torch.mm(left, right)),
+        "peak_bytes": 2 * source.nbytes / best_s(lambda: target.copy_(source)),
+    }
+
+
+def read_requests(run: Path, prompt_tokens: float) -> list[Request]:
+    """All that were recorded and took time; `prompt_tokens` is the mean length of the prompts."""
+    return [
+        Request(
+            turn["started_s"], turn["started_s"] + turn["generate_s"], turn["tokens"], prompt_tokens + turn["start"]
+        )
+        for row in store.rows(run, columns=["turns"])
+        for turn in row["turns"] or ()
+        if turn["role"] == "model" and turn["tokens"] and turn["generate_s"]
+    ]
+
+
+def moments(requests: Sequence[Request], start_s: float, end_s: float) -> Iterator[tuple[float, list[Request]]]:
+    """The intervals of the window in which the same requests are under way: seconds, and the requests."""
+    inside = [request for request in requests if request.share(start_s, end_s) > 0]
+    edges = {start_s, end_s} | {edge for request in inside for edge in request[:2] if start_s < edge < end_s}
+    under_way: list[Request] = []
+    coming = sorted(inside, reverse=True)
+    for begin, end in itertools.pairwise(sorted(edges)):
+        under_way = [request for request in under_way if request.end_s > begin]
+        while coming and coming[-1].start_s <= begin:
+            under_way.append(coming.pop())
+        yield end - begin, under_way
+
+
+def figures_of(run: Path, model: Model, steps: int) -> dict[str, float]:
+    """Of the window of a run of so many steps: tokens, FLOPs and bytes per second, and the shares of time.
+
+    Raises:
+        ValueError: the records or the metrics lack a step of the window.
+    """
+    window = range(COLD + 1, steps - OPEN + 1)
+    timeline = [row for row in store.rows(run, "timeline") if COLD <= row["step"] <= window[-1]]
+    metrics = steps_of(run)
+    if lost := {COLD, *window} - {row["step"] for row in timeline} | set(window) - metrics.keys():
+        raise ValueError(f"{run} has nothing of step {min(lost)}; its log.txt may say why. Delete the folder.")
+    start_s = max(row["end_s"] for row in timeline if row["step"] == COLD)
+    end_s = max(row["end_s"] for row in timeline)
+    seconds = end_s - start_s
+    waited = sum(row["end_s"] - row["start_s"] for row in timeline if row["step"] in window and row["what"] == "wait")
+    taken = store.rows(run, columns=["trained_step", "model_tokens"])
+    trained = sum(row["model_tokens"] for row in taken if row["trained_step"] in window)
+    requests = read_requests(run, fmean(metrics[step]["prompt_length/mean"] for step in window))
+    shares = [(request, request.share(start_s, end_s)) for request in requests]
+    sampled = sum(share * request.tokens for request, share in shares)
+    busy_s, decode_steps = 0.0, 0.0
+    for length_s, under_way in moments(requests, start_s, end_s):
+        if under_way:
+            busy_s += length_s
+            decode_steps += length_s * max(each.tokens / (each.end_s - each.start_s) for each in under_way)
+    read = sum(share * each.tokens * (each.before + (each.tokens - 1) / 2) for each, share in shares)
+    return {
+        "sampled_per_s": sampled / seconds,
+        "trained_per_s": trained / seconds,
+        "flops_per_s": model.parameters * (2 * sampled + 6 * trained) / seconds,
+        "bytes_per_s": (decode_steps * model.parameters * BYTES + read * model.kv_bytes) / seconds,
+        "server_waits": 1 - busy_s / seconds,
+        "learner_waits": waited / seconds,
+    }
+
+
+def row_table(found: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    """In Markdown: a line per row, means and standard deviations over its runs.
+
+    Args:
+        found: name of a row -> what its runs published. The peaks are the highest that any run has measured.
+    """
+    every = [run for runs in found.values() for run in runs]
+    flops, bytes_ = (max(run[name] for run in every) for name in ("peak_flops", "peak_bytes"))
+    head = ["", "runs", *COLUMNS]
+    lines = [head, ["---"] * len(head)]
+    for name, runs in found.items():
+        whole = [
+            {**run, "model_use": run["flops_per_s"] / flops, "memory_use": run["bytes_per_s"] / bytes_} for run in runs
+        ]
+        cells = [spread([run[key] * factor for run in whole], digits) for key, factor, digits in COLUMNS.values()]
+        lines.append([ROWS[name][0], str(len(runs)), *cells])
+    return f"{markdown(lines)}\n\nPeaks: {flops / 1e9:.0f} GFLOP/s, {bytes_ / 1e9:.1f} GB/s."
+
+
+def command_of(row: str, repeat: int, steps: int, extra: Sequence[str]) -> list[str]:
+    return [
+        *("bash", str(REPO / "recipe" / "retool" / "run_tiny_dapo.sh"), *ROWS[row][1], *SHARED),
+        *(f"trainer.total_training_steps={steps}", f"data.seed={repeat}"),
+        *(f"actor_rollout_ref.rollout.seed={repeat}", *extra),
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", nargs="+", choices=ROWS, default=list(ROWS), help="these rows (default: all)")
+    parser.add_argument("--mean-s", type=float, default=0.5, help="mean latency of a call (default: .5 s)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--max-runs", type=int, help="end after so many runs")
+    parser.add_argument("--timeout-s", type=float, default=900, help="end a run that takes longer (default: 900)")
+    parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
+    parser.add_argument("--out", type=Path, default=REPO / "outputs" / "ablation", help="of the runs")
+    parser.add_argument("--results", type=Path, help="default: results.jsonl in --out")
+    parser.add_argument("overrides", nargs="*", help="Hydra overrides of every run")
+    args = parser.parse_args(argv)
+    os.environ["ONEDNN_DEFAULT_FPMATH_MODE"] = "STRICT"  # fp32 in the runs as in the peak
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO / "scripts"), os.environ.get("PYTHONPATH")]))
+    source, out = args.source.resolve(), args.out.resolve()
+    settings = {"steps": args.steps, "mean_s": args.mean_s, "overrides": args.overrides} | machine()
+    cells = [(row, repeat) for repeat in range(args.repeats) for row in args.row]
+    try:
+        results = Published(args.results or out / "results.jsonl")
+        missing = [cell for cell in cells if not results.has("_".join(map(str, cell)), settings)]
+        for row, repeat in missing[: args.max_runs]:
+            name = f"{row}_{repeat}"
+            print(f"== {name}", flush=True)
+            run, peak = out / name, peaks()
+            shutil.rmtree(run, ignore_errors=True)  # of a run that was broken off
+            command = command_of(row, repeat, args.steps, args.overrides)
+            launch(command, source, run, args.mean_s, repeat, args.timeout_s)
+            found = figures_of(run, read_model(source / "sft" / "merged"), args.steps) | peak
+            results.add(name, {key: float(f"{value:.5g}") for key, value in found.items()}, settings)
+    except (CommandFailed, TimeoutError, ValueError) as error:
+        sys.exit(f"ablation.py: {error}")
+    found = {
+        row: [results.rows[f"{row}_{n}"] for n in range(args.repeats) if f"{row}_{n}" in results.rows]
+        for row in args.row
+    }
+    if any(found.values()):
+        print(f"\n{row_table({row: runs for row, runs in found.items() if runs})}")
+
+
+if __name__ == "__main__":
+    main()

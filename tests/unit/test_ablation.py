@@ -1,0 +1,194 @@
+"""`scripts/ablation.py`: its figures on a run that a reader can redo on paper, its rows, its gate, its table."""
+
+import asyncio
+import json
+from functools import partial
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_ext.records import store
+from verl_ext.settings import compose_run
+
+
+@pytest.fixture(scope="module")
+def script(load_script):
+    return load_script("ablation")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Six steps, of which 3 and 4 are the window: from 100 s, where step 2 ends, to 120 s."""
+    intervals = {
+        2: [("wait", 90, 95), ("weight_sync", 95, 100)],
+        3: [("wait", 100, 104), ("update", 104, 107), ("weight_sync", 107, 110)],
+        4: [("wait", 110, 112), ("update", 112, 117), ("weight_sync", 117, 120)],
+        5: [("wait", 120, 130)],
+    }
+    for step, rows in intervals.items():
+        rows = [{"step": step, "what": what, "start_s": start, "end_s": end} for what, start, end in rows]
+        store.write(store.path_of(tmp_path, "timeline", step), "timeline", rows)
+
+    def turn(start_s, seconds, tokens, before=0):
+        return {"role": "model", "tokens": tokens, "start": before, "started_s": start_s, "generate_s": seconds}
+
+    tool = {"role": "tool", "tokens": 9, "start": 40, "started_s": None, "generate_s": None}
+    rollouts = {
+        3: [([turn(95.0, 10.0, 40), tool], 40), ([turn(90.0, 10.0, 50)], 50)],
+        4: [([turn(102.0, 4.0, 8, before=10)], 8)],
+        5: [([turn(115.0, 10.0, 30)], 30), (None, None)],  # one raised
+    }
+    for step, rows in rollouts.items():
+        rows = [{"turns": turns, "model_tokens": tokens, "trained_step": step} for turns, tokens in rows]
+        store.write(store.path_of(tmp_path, "trajectories", step), "trajectories", rows)
+    metrics = [{"step": step, "data": {"prompt_length/mean": 20.0}} for step in range(1, 6)]
+    (tmp_path / "metrics-1.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in metrics))
+    return tmp_path
+
+
+def test_the_figures_are_those_of_the_window(script, run):
+    """Of four requests one ended before the window; half of the first and of the last lie in it, and all of the third.
+
+    sampled       40 / 2 + 8 + 30 / 2 = 43 tokens in 20 s
+    trained       40 + 50 + 8 = 98, in steps 3 and 4
+    under way     [100, 106] and [115, 120]: 11 s, so that the server waits for 9 of 20
+    learner       4 + 2 of 20 s
+    decode steps  [100, 105] at 40 / 10, [105, 106] at 8 / 4, [115, 120] at 30 / 10: 20 + 2 + 15 = 37
+    tokens read   half of 40 x (20 + 39 / 2), 8 x (20 + 10 + 7 / 2), half of 30 x (20 + 29 / 2): 790 + 268 + 517.5
+    """
+    found = script.figures_of(run, script.Model(parameters=1000, kv_bytes=8), steps=6)
+    assert found == pytest.approx(
+        {
+            "sampled_per_s": 43 / 20,
+            "trained_per_s": 98 / 20,
+            "flops_per_s": 1000 * (2 * 43 + 6 * 98) / 20,
+            "bytes_per_s": (37 * 1000 * 4 + 1575.5 * 8) / 20,
+            "server_waits": 9 / 20,
+            "learner_waits": 6 / 20,
+        }
+    )
+
+
+def test_a_run_that_ended_early_has_no_figures(script, run):
+    with pytest.raises(ValueError, match="has nothing of step 6"):
+        script.figures_of(run, script.Model(1000, 8), steps=8)
+
+
+@pytest.mark.parametrize(("tied", "parameters"), [(True, 40 + 16), (False, 40 + 40 + 16)])
+def test_tied_embeddings_count_once(script, tmp_path, tied, parameters):
+    import torch
+    from safetensors.torch import save_file
+
+    shapes = {"model.embed_tokens.weight": (10, 4), "lm_head.weight": (10, 4), "model.layers.0.weight": (4, 4)}
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    sizes = {"num_hidden_layers": 2, "num_key_value_heads": 3, "num_attention_heads": 6, "hidden_size": 12}
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"tie_word_embeddings": tied}))
+    # keys and values of 2 layers, 3 heads of 12 / 6 = 2 numbers, each of 4 bytes
+    assert script.read_model(tmp_path) == script.Model(parameters, 2 * 2 * 3 * 2 * 4)
+
+
+def test_a_static_batch_begins_when_all_of_the_one_before_has_ended(script):
+    from static_batches import Gate
+
+    async def main():
+        gate, inside, began = Gate(2), set(), []
+
+        async def rollout(name, rounds):
+            async with gate:
+                inside.add(name)
+                began.append((name, sorted(inside)))
+                for _ in range(rounds):
+                    await asyncio.sleep(0)
+                inside.remove(name)
+
+        await asyncio.wait_for(asyncio.gather(*map(rollout, "abcde", (1, 50, 50, 1, 1))), timeout=10)
+        return began
+
+    # continuous batching would begin c beside b
+    assert asyncio.run(main()) == [("a", ["a"]), ("b", ["a", "b"]), ("c", ["c"]), ("d", ["c", "d"]), ("e", ["e"])]
+
+
+def test_a_rollout_that_raises_leaves_its_batch(script):
+    from static_batches import Gate
+
+    async def main():
+        gate = Gate(1)
+        with pytest.raises(ZeroDivisionError):
+            async with gate:
+                raise ZeroDivisionError
+        async with asyncio.timeout(10), gate:
+            return True
+
+    assert asyncio.run(main())
+
+
+def value_of(config, key, default=None):
+    return OmegaConf.select(config, key, default=default)
+
+
+def test_rows_differ_in_what_they_name_and_every_run_can_have_it(script):
+    from static_batches import SIZE, StaticBatchManager
+    from verl.utils.import_utils import load_class_from_fqn
+
+    from verl_ext.fleet import weight_update
+
+    found = {}
+    for row in script.ROWS:
+        words = script.command_of(row, 1, 12, [])[2:]
+        config = compose_run("tiny_dapo", [f"+{word}" if word.startswith("objective=") else word for word in words])
+        assert not list(weight_update.refusals(partial(value_of, config)))
+        rollout = config.actor_rollout_ref.rollout
+        assert (rollout.max_num_seqs, rollout.seed, config.trainer.total_training_steps) == (SIZE, 1, 12)
+        assert config.actor_rollout_ref.actor.policy_loss.loss_mode == "retool_glm5_async"
+        manager = load_class_from_fqn(rollout.agent.agent_loop_manager_class)
+        found[row] = (config.trainer.v1.trainer_mode, manager.__name__, config.retool.fleet.weight_update)
+    assert load_class_from_fqn("static_batches.StaticBatchManager") is StaticBatchManager
+    assert found == {
+        "static": ("sync", "StaticBatchManager", "abort"),
+        "continuous": ("sync", "LeanAgentLoopManager", "abort"),
+        "in_server": ("sync", "InServerAgentLoopManager", "abort"),
+        "abort": ("separate_async", "LeanAgentLoopManager", "abort"),
+        "keep": ("separate_async", "LeanAgentLoopManager", "keep"),
+    }
+
+
+PUBLISHED = {
+    "sampled_per_s": 200.0,
+    "trained_per_s": 150.0,
+    "flops_per_s": 5e8,
+    "bytes_per_s": 1e8,
+    "server_waits": 0.25,
+    "learner_waits": 0.5,
+    "peak_flops": 4e10,
+    "peak_bytes": 1e10,
+}
+
+
+def test_the_table_divides_by_the_highest_peak(script):
+    """5e8 of 5e10 FLOPs are 1%; 1e8 and 3e8 of 1e10 bytes are 1% and 3%: mean 2, deviation sqrt 2."""
+    runs = {"static": [PUBLISHED, PUBLISHED | {"bytes_per_s": 3e8, "peak_flops": 5e10}]}
+    lines = script.row_table(runs).splitlines()
+    assert lines[2] == (
+        "| static batches | 2 | 200 ± 0 | 150 ± 0 | 1.00 ± 0.00 | 2.00 ± 1.41 | 25.0 ± 0.0 | 50.0 ± 0.0 |"
+    )
+    assert lines[-1] == "Peaks: 50 GFLOP/s, 10.0 GB/s."
+
+
+def test_rows_take_turns_and_a_published_run_is_not_made_again(script, tmp_path, monkeypatch, capsys):
+    began = []
+    monkeypatch.setattr(script, "launch", lambda command, source, out, *rest: began.append((out.name, *rest)))
+    monkeypatch.setattr(script, "peaks", lambda: {"peak_flops": 4e10, "peak_bytes": 1e10})
+    monkeypatch.setattr(script, "read_model", lambda folder: None)
+    monkeypatch.setattr(script, "figures_of", lambda *_: dict(list(PUBLISHED.items())[:-2]))
+    options = ["--row", "static", "keep", "--repeats", "2", "--out", str(tmp_path)]
+    script.main([*options, "--max-runs", "1"])
+    assert began == [("static_0", 0.5, 0, 900)] and "| static batches | 1 | 200 |" in capsys.readouterr().out
+    script.main(options)
+    assert [name for name, *_ in began] == ["static_0", "keep_0", "static_1", "keep_1"]
+    with pytest.raises(SystemExit, match="static_0 was made with other settings"):
+        script.main([*options, "--mean-s", "2"])
+
+
+def test_peaks_are_those_of_a_machine(script):
+    found = script.peaks()
+    assert 1e8 < found["peak_flops"] < 1e15 and 1e8 < found["peak_bytes"] < 1e13
