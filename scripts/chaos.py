@@ -15,7 +15,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ IN_STEP_S = 0.5  # and so much later, when requests are under way
 MOST_STARTS = 3
 LIMIT_S = 400.0  # for a run, all its starts together: five of them in 35 minutes
 OVERRIDES = ("trainer.save_freq=2", "retool.recorder.token_share=0")
-_NOT_RUN = "not run"
 
 
 class Injection(threading.Thread):
@@ -47,9 +46,9 @@ class Injection(threading.Thread):
         missed: why it hit nothing; "" where it did.
     """
 
-    def __init__(self, fault: Fault, scene: Scene, log: Path):
+    def __init__(self, fault: Fault, scene: Scene):
         super().__init__(daemon=True)
-        self._fault, self._scene, self._log, self._cancelled = fault, scene, log, threading.Event()
+        self._fault, self._scene, self._cancelled = fault, scene, threading.Event()
         self.log_bytes: int | None = None
         self.missed, self.seconds = "", 0.0
 
@@ -61,7 +60,7 @@ class Injection(threading.Thread):
             if self._cancelled.wait(0.05):
                 return
         time.sleep(IN_STEP_S)
-        self.log_bytes, began = self._log.stat().st_size, time.monotonic()
+        self.log_bytes, began = self._scene.log.stat().st_size, time.monotonic()
         try:
             self._fault.inject(self._scene)
         except Missed as error:
@@ -75,18 +74,11 @@ def has_step(run: Path, step: int) -> bool:
     return any(re.search(rf'"step": ?{step}\b', text) for text in texts)
 
 
-def command_of(fault: Fault, seed: int, judge: str) -> list[str]:
-    overrides = [override.format(judge=judge) for override in fault.overrides]
-    seeds = [f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"]
-    launcher = ["bash", str(REPO / "recipe" / "retool" / "run_tiny_dapo.sh")]
-    return [*launcher, *overrides, *OVERRIDES, *seeds, f"trainer.total_training_steps={fault.steps}"]
-
-
-def run_to_its_end(
-    supervisor: Supervisor, command: list[str], env: dict[str, str], log: Path, scene: Scene, injection: Injection
-) -> dict[str, Any]:
+def run_to_its_end(start: Callable[[Callable[[], None]], None], scene: Scene, injection: Injection) -> dict:
     """Start a run, and again where it fails.
 
+    Args:
+        start: runs it to its end, and calls what it is given meanwhile.
     Raises:
         CommandFailed: it failed before the fault came.
     """
@@ -100,7 +92,7 @@ def run_to_its_end(
         starts += 1
         scene.ended.clear()
         try:
-            supervisor.run(command, log=log, env=env, watch=watch)
+            start(watch)
             ends = "yes" if starts == 1 else f"yes, started {starts - 1} time{'s' * (starts > 2)} more"
         except TimeoutError:
             ends = f"no: not within {LIMIT_S:g} s"
@@ -125,16 +117,22 @@ def measure(name: str, folder: Path, source: Path, seed: int) -> dict[str, Any]:
     """
     fault, run, log = FAULTS[name], folder / "run", folder / "log.txt"
     shutil.rmtree(folder, ignore_errors=True)
+    run.mkdir(parents=True)
     with ExitStack() as stack:
         if fault.small_disk:
             stack.enter_context(small_disk(run))
         sandbox, judge = Sandbox(), Judge()
         stack.callback(sandbox.stop)
         stack.callback(judge.stop)
-        scene = Scene(run, sandbox, judge, seed)
+        scene = Scene(run, log, sandbox, judge, seed)
         proxy = stack.enter_context(proxied(sandbox.url, lambda program: scene.before(program)))
-        injection = Injection(fault, scene, log)
+        injection = Injection(fault, scene)
         stack.callback(injection.cancel)
+        supervisor = stack.enter_context(Supervisor())
+        command = ["bash", str(REPO / "recipe" / "retool" / "run_tiny_dapo.sh"), *OVERRIDES]
+        command += [each.format(judge=judge.url) for each in fault.overrides]
+        command += [f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"]
+        command += [f"trainer.total_training_steps={fault.steps}"]
         env = {
             "PYTHON": sys.executable,
             "DOCTOR": "0",
@@ -143,15 +141,18 @@ def measure(name: str, folder: Path, source: Path, seed: int) -> dict[str, Any]:
             "OUTPUT_DIR": str(run),
             "SANDBOX_URL": proxy if fault.by_proxy else sandbox.url,
         }
-        supervisor = stack.enter_context(Supervisor())
+
+        def start(watch: Callable[[], None]) -> None:
+            supervisor.run(command, log=log, env=env, watch=watch)
+
         injection.start()
-        result = run_to_its_end(supervisor, command_of(fault, seed, judge.url), env, log, scene, injection)
+        result = run_to_its_end(start, scene, injection)
         if injection.log_bytes is None:
             raise Missed(f"the run ended before step {FAULT_STEP}; {log} may say why")
         injection.join()
         if injection.missed:
             raise Missed(injection.missed)
-        result["fault_s"] = round(injection.seconds, 1)
+        result |= {"fault_s": round(injection.seconds, 1), "fault_at_bytes": injection.log_bytes}
         return result | figures(run, sandbox.url, log, injection.log_bytes)
 
 
@@ -170,17 +171,17 @@ def table(names: Sequence[str], rows: Mapping[str, Mapping[str, Any]], missed: M
             kept_out = ", ".join(f"{number} {end}" for end, number in row["excluded"].items()) or "none"
             lasted = f" of {row['fault_s']:g} s" if row["fault_s"] >= 1 else ""
             counts = f"{row['trained']}, {row['wrong']}", f"{row['lost']}, {row['doubled']}"
-            lines.append([f"{name}{lasted}", row["ends"], *counts])
             said = "<br>".join(f"`{line.replace('`', '').replace('|', '/')}`" for line in row["told"]) or "nothing"
-            lines[-1] += [kept_out, f"{row['stall_s']:g} s (a step: {row['step_s']:g} s)", said]
+            stall = f"{row['stall_s']:g} s (a step: {row['step_s']:g} s)"
+            lines.append([f"{name}{lasted}", row["ends"], *counts, kept_out, stall, said])
         else:
-            lines.append([name, f"{_NOT_RUN}: {missed[name]}" if name in missed else _NOT_RUN, *["-"] * 5])
+            lines.append([name, f"not run: {missed[name]}" if name in missed else "not run", *["-"] * 5])
     return "\n".join(f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"five faults alone: {', '.join(QUICK)}")
+    parser.add_argument("--quick", action="store_true", help=f"five faults: {', '.join(QUICK)}")
     parser.add_argument("--only", nargs="+", choices=FAULTS, metavar="FAULT", help=f"of {', '.join(FAULTS)}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
@@ -195,16 +196,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         results = Published(args.results or out / "results.jsonl")
         for name in names:
-            if results.has(name, settings):
+            if results.has(f"ours: {name}", settings):
                 continue
             print(f"== {name}", flush=True)
             try:
-                results.add(name, measure(name, out / name.replace(" ", "_"), source, args.seed), settings)
+                result = measure(name, out / name.replace(" ", "_"), source, args.seed)
+                results.add(f"ours: {name}", result, settings)
             except Missed as error:
                 missed[name] = str(error)
     except (CommandFailed, ValueError) as error:
         sys.exit(f"chaos.py: {error}")
-    print(f"\n{table(names, results.rows, missed)}")
+    rows = {name: row for name in names if (row := results.rows.get(f"ours: {name}"))}
+    print(f"\n{table(names, rows, missed)}")
 
 
 if __name__ == "__main__":

@@ -128,11 +128,13 @@ class Scene:
 
     Attributes:
         run: its folder.
+        log: what it prints.
         ended: set while the run is not there: it has not started, or its process has ended.
         before: what the proxy before the sandbox does to a call.
     """
 
     run: Path
+    log: Path
     sandbox: Sandbox
     judge: Judge
     seed: int
@@ -245,13 +247,15 @@ class Fault(NamedTuple):
     overrides: of the run, with the address of the judge as `{judge}`.
     steps: of the run.
     by_proxy: the sandbox has the proxy before it.
+    judged: by the judge, not by the verifier of mathematics.
     """
 
     inject: Callable[[Scene], None]
     overrides: tuple[str, ...] = ()
-    steps: int = 20
+    steps: int = 12
     by_proxy: bool = False
     small_disk: bool = False
+    judged: bool = False
 
 
 _JUDGE = "++reward.reward_kwargs.verifiers.tiny_tools"
@@ -275,9 +279,9 @@ FAULTS = {
     "sandbox slow": Fault(sandbox_slow, by_proxy=True),
     "sandbox answering garbage": Fault(sandbox_garbage, by_proxy=True),
     "sandbox out of memory": Fault(sandbox_out_of_memory),
-    "verifier hung": Fault(verifier_hung, JUDGED),
-    "engine killed": Fault(engine_killed, TWO_ENGINES, steps=30),
-    "engine stopped": Fault(engine_stopped, TWO_ENGINES, steps=30),
+    "verifier hung": Fault(verifier_hung, JUDGED, judged=True),
+    "engine killed": Fault(engine_killed, TWO_ENGINES, steps=24),
+    "engine stopped": Fault(engine_stopped, TWO_ENGINES, steps=24),
     "learner killed in a save": Fault(learner_killed),
     "disk full": Fault(disk_full, small_disk=True),
 }
@@ -294,10 +298,13 @@ def _shard(checkpoint: Path) -> Path | None:
 
 
 def _engines(scene: Scene) -> list[psutil.Process]:
-    """Processes of vLLM's engine cores, the oldest first."""
-    found = [each for each in scene.processes() if "EngineCore" in " ".join([*_command(each), _name(each)])]
+    """Processes of vLLM's engine cores, the oldest first. They sign what they log with their pid; a fork of warm_python
+    has no title of its own.
+    """
+    named = set(map(int, re.findall(r"\(EngineCore\w* pid=(\d+)\)", scene.log.read_text(errors="replace"))))
+    found = [each for each in scene.processes() if each.pid in named]
     if not found:
-        raise Missed("no process of the run is an engine of vLLM")
+        raise Missed(f"no process of the run is an engine of vLLM, by {scene.log}")
     return sorted(found, key=lambda each: each.pid)
 
 
@@ -325,10 +332,3 @@ def _command(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
-
-
-def _name(process: psutil.Process) -> str:
-    try:
-        return process.name()
-    except psutil.Error:
-        return ""

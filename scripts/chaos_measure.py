@@ -21,10 +21,12 @@ TOLERANCE = 1e-6
 _ROLLOUT = ["uid", "session", "ground_truth", "turns", "calls", "end_reason", "score", "reward_parts"]
 _SHAPING = ("reward_overlong", "reward_length", "reward_tool_bonus")  # which depend on lengths and calls alone
 _COLUMNS = [*_ROLLOUT, "validate", "trained_step", "timings"]
-_SIGNS = re.compile(r"WARNING|ERROR|Error\b|Exception\b|\bis dead\b|takes the place|Resume: from")
+_SIGNS = re.compile(r"\bWARNING\b|\bERROR\b|\bis dead\b|takes the place|cannot be written|Resume: ")
+_USUAL = re.compile(r"had unequal rewards|\[\w+\.py:\d+\]")  # of any run of the tiny task; vLLM's, which has tracebacks
+_RAISED = re.compile(r"\w*(?:Error|Exception): ")
 _TIME = r"(?:\d{4}-)?\d\d-\d\d[ T]\d\d:[\d:,.]+:?"
 _FRONT = re.compile(rf"\x1b\[[\d;]*m|\([\w.]+ pid=[^)]*\)|^\s*(?:WARNING|ERROR|INFO)\b[:\s]*|{_TIME}\s*")
-_VARIES = re.compile(r"0x[0-9a-f]+|[0-9a-f]{8}-[0-9a-f-]{27}|'[^']*'|\d+(?:\.\d+)?")
+_VARIES = re.compile(r"\bb'.*|0x[0-9a-f]+|[0-9a-f]{8}-[0-9a-f-]{27}|'[^']*'|\d+(?:\.\d+)?")
 
 Row = Mapping[str, Any]
 
@@ -131,13 +133,15 @@ def excluded(run: Path) -> Counter:
 def told(before: str, after: str, most: int = 4) -> list[str]:
     """Lines of a log with a warning or an error that it did not have before the fault; each kind once, the last
     exception at the end."""
-    known = {_kind(line) for line in before.splitlines()}
+    known = {_kind(_clean(line)) for line in before.splitlines()}
     lines: dict[str, str] = {}
     for line in after.splitlines():
-        if _SIGNS.search(line) and (kind := _kind(line)) not in known:
-            lines.setdefault(kind, _clean(line))
+        said = _clean(line)
+        is_sign = _RAISED.match(said) or (_SIGNS.search(line) and not _USUAL.search(line))
+        if is_sign and _kind(said) not in known:
+            lines.setdefault(_kind(said), said)
     found = list(lines.values())
-    ends = [line for line in found if re.match(r"\w*(?:Error|Exception)\b", line)][-1:]
+    ends = [line for line in found if _RAISED.match(line)][-1:]
     return [line for line in found if line not in ends][: most - len(ends)] + ends
 
 
@@ -177,4 +181,4 @@ def _clean(line: str, width: int = 220) -> str:
 
 
 def _kind(line: str) -> str:
-    return _VARIES.sub("#", _clean(line))
+    return _VARIES.sub("#", line)

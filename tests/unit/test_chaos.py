@@ -156,15 +156,19 @@ def test_the_user_is_told_what_the_log_did_not_say_before(measure):
     after = "\n".join(
         [
             "(Worker pid=99) WARNING:2026-11-25 03:38:17,512:slow disk 4",
-            "\x1b[36m(W pid=3)\x1b[0m WARNING:2026-11-25 03:38:18,001:a tool failed: no answer of 127.0.0.1:8080",
-            "\x1b[36m(W pid=3)\x1b[0m WARNING:2026-11-25 03:38:19,001:a tool failed: no answer of 127.0.0.1:8081",
+            "\x1b[36m(W pid=3)\x1b[0m WARNING:2026-11-25 03:38:18,001:a tool failed: 127.0.0.1:8080 said b'a'",
+            "\x1b[36m(W pid=3)\x1b[0m WARNING:2026-11-25 03:38:19,001:a tool failed: 127.0.0.1:8081 said b'bcd'",
             "step:3 - critic/score:1",
+            "(Server pid=3) ERROR 11-25 03:38:18 [core.py:9] Traceback (most recent call last):",
+            "(W pid=3) WARNING:2026-11-25 03:38:18,002:step 3: only 1 of 4 groups had unequal rewards",
+            "Error executing job with overrides: ['trainer.device=cpu']",
+            "ray.exceptions.RayTaskError(RuntimeError): ray::TaskRunnerV1.run() (pid=1, ip=192.0.2.2)",
             "RuntimeError: 9 of 9 groups failed. Start the sandbox.",
             "\x1b[36m(Fleet pid=3)\x1b[0m INFO:2026-11-25 03:38:19,001:server a takes the place of b",
         ]
     )
     assert measure.told(before, before + after) == [
-        "a tool failed: no answer of 127.0.0.1:8080",
+        "a tool failed: 127.0.0.1:8080 said b'a'",
         "server a takes the place of b",
         "RuntimeError: 9 of 9 groups failed. Start the sandbox.",
     ]
@@ -191,7 +195,7 @@ def ask(url, **settings):
 
 
 def scene_of(faults, run, sandbox=None, processes=()):
-    scene = faults.Scene(run, sandbox, None, seed=0)
+    scene = faults.Scene(run, run / "log.txt", sandbox, None, seed=0)
     scene.processes = lambda: list(processes)
     return scene
 
@@ -251,7 +255,7 @@ def test_the_judge_scores_as_the_verifier_of_mathematics_and_can_hang(faults):
 
 @pytest.fixture
 def sleeper():
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "EngineCore"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     yield psutil.Process(process.pid)
     process.kill()
     process.wait()
@@ -273,6 +277,8 @@ def test_the_run_is_killed_when_a_checkpoint_is_half_there(faults, sleeper, tmp_
 
 
 def test_an_engine_is_hit_and_nothing_else(faults, sleeper, tmp_path):
+    log = f"(EngineCore_DP0 pid={sleeper.pid}) WARNING\n(EngineCore pid=1) x\n(Worker pid={psutil.Process().pid}) y\n"
+    (tmp_path / "log.txt").write_text(log)
     faults.engine_stopped(scene_of(faults, tmp_path, processes=[psutil.Process(), sleeper]))
     deadline = time.monotonic() + 5
     while sleeper.status() != psutil.STATUS_STOPPED:
@@ -288,17 +294,16 @@ def test_a_run_has_a_step_when_it_has_logged_it(script, tmp_path):
     assert script.has_step(tmp_path, 23) and not script.has_step(tmp_path, 2)
 
 
-class FakeSupervisor:
-    """Runs nothing; fails as often as it is told."""
+def starts(failures):
+    """Starts of a run, of which so many fail."""
+    left = iter([CommandFailed("ended with status 1")] * failures)
 
-    def __init__(self, failures):
-        self._failures = failures
-
-    def run(self, command, *, log, env, watch):
+    def start(watch):
         watch()
-        self._failures -= 1
-        if self._failures >= 0:
-            raise CommandFailed("ended with status 1")
+        if error := next(left, None):
+            raise error
+
+    return start
 
 
 @pytest.mark.parametrize(
@@ -308,21 +313,19 @@ class FakeSupervisor:
 def test_a_run_that_fails_is_started_again(script, faults, tmp_path, monkeypatch, failures, ends):
     monkeypatch.setattr(script.time, "sleep", lambda seconds: None)
     injection = SimpleNamespace(log_bytes=1, join=lambda: None)
-    scene, log = scene_of(faults, tmp_path), tmp_path / "log.txt"
-    assert script.run_to_its_end(FakeSupervisor(failures), [], {}, log, scene, injection)["ends"] == ends
+    scene = scene_of(faults, tmp_path)
+    assert script.run_to_its_end(starts(failures), scene, injection)["ends"] == ends
     assert scene.ended.is_set()
 
 
 def test_a_run_that_fails_by_itself_is_no_result(script, faults, tmp_path):
-    injection, scene = SimpleNamespace(log_bytes=None), scene_of(faults, tmp_path)
     with pytest.raises(CommandFailed):
-        script.run_to_its_end(FakeSupervisor(1), [], {}, tmp_path / "log.txt", scene, injection)
+        script.run_to_its_end(starts(1), scene_of(faults, tmp_path), SimpleNamespace(log_bytes=None))
 
 
 def test_a_run_that_does_not_end_is_ended(script, faults, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "LIMIT_S", -1.0)
-    injection, scene = SimpleNamespace(log_bytes=1), scene_of(faults, tmp_path)
-    result = script.run_to_its_end(FakeSupervisor(0), [], {}, tmp_path / "log.txt", scene, injection)
+    result = script.run_to_its_end(starts(0), scene_of(faults, tmp_path), SimpleNamespace(log_bytes=1))
     assert result["ends"] == "no: not within -1 s"
 
 
