@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -39,18 +39,35 @@ def delay_s(mean_s: float, seed: int, program: str, times: int) -> float:
 @contextmanager
 def slow_sandbox(url: str, mean_s: float, seed: int) -> Iterator[str]:
     """The URL of a proxy before the sandbox at `url`, for the length of a `with` block."""
-    upstream, came, lock = urlsplit(url), Counter(), threading.Lock()
+    came, lock = Counter(), threading.Lock()
+
+    def hold_back(program: str) -> None:
+        with lock:
+            times = came[program]
+            came[program] += 1
+        time.sleep(delay_s(mean_s, seed, program, times))
+
+    with proxied(url, hold_back) as slow:
+        yield slow
+
+
+@contextmanager
+def proxied(url: str, before: Callable[[str], bytes | None]) -> Iterator[str]:
+    """The URL of a proxy before the sandbox at `url`, for the length of a `with` block.
+
+    Args:
+        before: is called in a call's own thread, with its program. What it returns is the answer; None forwards it.
+    """
+    upstream = urlsplit(url)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            program = json.loads(body)["code"]
-            with lock:
-                times = came[program]
-                came[program] += 1
-            time.sleep(delay_s(mean_s, seed, program, times))
+            answer = before(json.loads(body)["code"])
+            if answer is not None:
+                return self.answer(200, {}, answer)
             connection = HTTPConnection(upstream.hostname, upstream.port, timeout=_ANSWER_TIMEOUT_S)
             try:
                 connection.request("POST", self.path, body, {"Content-Type": "application/json"})
@@ -60,6 +77,9 @@ def slow_sandbox(url: str, mean_s: float, seed: int) -> Iterator[str]:
                 status, headers, content = _GATEWAY_ERROR, {}, str(error).encode()
             finally:
                 connection.close()
+            self.answer(status, headers, content)
+
+        def answer(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
             self.send_response(status)
             self.send_header("Content-Type", headers.get("Content-Type", "text/plain"))
             self.send_header("Content-Length", str(len(content)))

@@ -8,7 +8,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -67,8 +67,9 @@ def make_folder(path: Path) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write a file so that there is the old one or the new one, whatever happens when, and then the new one."""
     part = path.with_name(f"{path.name}.part")
-    part.write_text(text, encoding="utf-8")
-    sync(part)
+    with _errors_name(part):
+        part.write_text(text, encoding="utf-8")
+        sync(part)
     os.replace(part, path)
     sync(path.parent)
 
@@ -81,13 +82,25 @@ def append_line(path: Path, line: str) -> None:
     """
     is_new = not path.exists()
     length = 0 if is_new else path.stat().st_size
-    try:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.truncate(path, length)
-        raise
-    sync(path)
+    with _errors_name(path):
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"{line}
+")
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.truncate(path, length)
+            raise
+        sync(path)
     if is_new:
         sync(path.parent)
+
+
+@contextlib.contextmanager
+def _errors_name(path: Path) -> Iterator[None]:
+    """The errors of `write` and `fsync` name no file: "No space left on device" alone does not say on which."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -103,3 +103,11 @@ def test_a_file_that_goes_while_its_folder_is_synced_is_no_error(tmp_path: Path,
     durable.sync_tree(tmp_path)
     with pytest.raises(FileNotFoundError):
         durable.sync(tmp_path / "gone")
+
+
+def test_an_error_says_which_file_could_not_be_written(tmp_path: Path, failing):
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        durable.append_line(Path("/dev/full"), "{}")
+    failing(errno.ENOSPC, files=True)
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/value.json.part'"):
+        durable.write_text(tmp_path / "value.json", "{}")

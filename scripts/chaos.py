@@ -1,0 +1,214 @@
+"""What becomes of a run when the things around it break: the tiny task under each of ten faults. See docs/chaos.md.
+
+    bash scripts/chaos.sh --quick              # five faults
+    bash scripts/chaos.sh --only "disk full"   # one
+
+A fault comes when a run has logged its second step. A run that fails is started again by the same command, as its user
+would, when the fault is over. Prints a table. The result of a fault is a line of --results, and is not measured again;
+a measurement that was broken off is made anew. The machine should do nothing else meanwhile.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "scripts"))
+
+from chaos_faults import FAULTS, QUICK, Fault, Judge, Missed, Sandbox, Scene, small_disk  # noqa: E402
+from chaos_measure import figures  # noqa: E402
+from published import Published  # noqa: E402
+from slow_sandbox import proxied  # noqa: E402
+
+from verl_ext.quickstart.supervise import CommandFailed, Supervisor  # noqa: E402
+from verl_ext.records.run_record import environment  # noqa: E402
+
+FAULT_STEP = 2  # behind which a fault comes
+IN_STEP_S = 0.5  # and so much later, when requests are under way
+MOST_STARTS = 3
+LIMIT_S = 400.0  # for a run, all its starts together: five of them in 35 minutes
+OVERRIDES = ("trainer.save_freq=2", "retool.recorder.token_share=0")
+
+
+class Injection(threading.Thread):
+    """Waits for the moment of a fault, and lets it happen.
+
+    Attributes:
+        log_bytes: of the log when it came; None before.
+        missed: why it hit nothing; "" where it did.
+    """
+
+    def __init__(self, fault: Fault, scene: Scene):
+        super().__init__(daemon=True)
+        self._fault, self._scene, self._cancelled = fault, scene, threading.Event()
+        self.log_bytes: int | None = None
+        self.missed, self.seconds = "", 0.0
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def run(self) -> None:
+        while not has_step(self._scene.run, FAULT_STEP):
+            if self._cancelled.wait(0.05):
+                return
+        time.sleep(IN_STEP_S)
+        self.log_bytes, began = self._scene.log.stat().st_size, time.monotonic()
+        try:
+            self._fault.inject(self._scene)
+        except Missed as error:
+            self.missed = str(error)
+        self.seconds = time.monotonic() - began
+
+
+def has_step(run: Path, step: int) -> bool:
+    """Whether a run has logged a step."""
+    texts = (path.read_text(errors="replace") for path in run.glob("metrics*.jsonl"))
+    return any(re.search(rf'"step": ?{step}\b', text) for text in texts)
+
+
+def run_to_its_end(start: Callable[[Callable[[], None]], None], scene: Scene, injection: Injection) -> dict:
+    """Start a run, and again where it fails.
+
+    Args:
+        start: runs it to its end, and calls what it is given meanwhile.
+    Raises:
+        CommandFailed: it failed before the fault came.
+    """
+    began, starts = time.monotonic(), 0
+
+    def watch() -> None:
+        if time.monotonic() - began > LIMIT_S:
+            raise TimeoutError
+
+    while True:
+        starts += 1
+        scene.ended.clear()
+        try:
+            start(watch)
+            ends = "yes" if starts == 1 else f"yes, started {starts - 1} time{'s' * (starts > 2)} more"
+        except TimeoutError:
+            ends = f"no: not within {LIMIT_S:g} s"
+        except CommandFailed:
+            if injection.log_bytes is None:
+                raise
+            ends = f"no: failed {starts} times" if starts == MOST_STARTS else ""
+        finally:
+            scene.ended.set()
+        if ends:
+            return {"ends": ends, "seconds": round(time.monotonic() - began)}
+        injection.join()
+        time.sleep(1.1)  # files of metrics are named by the second
+
+
+def measure(name: str, folder: Path, source: Path, seed: int) -> dict[str, Any]:
+    """Run the tiny task under a fault.
+
+    Raises:
+        CommandFailed: the run failed before the fault came.
+        Missed: the fault did not come, or hit nothing.
+    """
+    fault, run, log = FAULTS[name], folder / "run", folder / "log.txt"
+    shutil.rmtree(folder, ignore_errors=True)
+    run.mkdir(parents=True)
+    with ExitStack() as stack:
+        if fault.small_disk:
+            stack.enter_context(small_disk(run))
+        sandbox, judge = Sandbox(), Judge()
+        stack.callback(sandbox.stop)
+        stack.callback(judge.stop)
+        scene = Scene(run, log, sandbox, judge, seed)
+        proxy = stack.enter_context(proxied(sandbox.url, lambda program: scene.before(program)))
+        injection = Injection(fault, scene)
+        stack.callback(injection.cancel)
+        supervisor = stack.enter_context(Supervisor())
+        command = ["bash", str(REPO / "recipe" / "retool" / "run_tiny_dapo.sh"), *OVERRIDES]
+        command += [each.format(judge=judge.url) for each in fault.overrides]
+        command += [f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"]
+        command += [f"trainer.total_training_steps={fault.steps}"]
+        env = {
+            "PYTHON": sys.executable,
+            "DOCTOR": "0",
+            "DATA_DIR": str(source / "data"),
+            "MODEL_PATH": str(source / "sft" / "merged"),
+            "OUTPUT_DIR": str(run),
+            "SANDBOX_URL": proxy if fault.by_proxy else sandbox.url,
+        }
+
+        def start(watch: Callable[[], None]) -> None:
+            supervisor.run(command, log=log, env=env, watch=watch)
+
+        injection.start()
+        result = run_to_its_end(start, scene, injection)
+        if injection.log_bytes is None:
+            raise Missed(f"the run ended before step {FAULT_STEP}; {log} may say why")
+        injection.join()
+        if injection.missed:
+            raise Missed(injection.missed)
+        result |= {"fault_s": round(injection.seconds, 1), "fault_at_bytes": injection.log_bytes}
+        return result | figures(run, sandbox.url, log, injection.log_bytes)
+
+
+def table(names: Sequence[str], rows: Mapping[str, Mapping[str, Any]], missed: Mapping[str, str]) -> str:
+    """In Markdown.
+
+    Args:
+        rows: fault -> result.
+        missed: fault -> why there is none.
+    """
+    head = ["fault", "the run ends", "trained rollouts, of these wrong", "prompts lost, doubled"]
+    lines = [[*head, "kept out of training", "stall", "what the user is told"]]
+    lines.append(["---"] * len(lines[0]))
+    for name in names:
+        if row := rows.get(name):
+            kept_out = ", ".join(f"{number} {end}" for end, number in row["excluded"].items()) or "none"
+            lasted = f" of {row['fault_s']:g} s" if row["fault_s"] >= 1 else ""
+            counts = f"{row['trained']}, {row['wrong']}", f"{row['lost']}, {row['doubled']}"
+            said = "<br>".join(f"`{line.replace('`', '').replace('|', '/')}`" for line in row["told"]) or "nothing"
+            stall = f"{row['stall_s']:g} s (a step: {row['step_s']:g} s)"
+            lines.append([f"{name}{lasted}", row["ends"], *counts, kept_out, stall, said])
+        else:
+            lines.append([name, f"not run: {missed[name]}" if name in missed else "not run", *["-"] * 5])
+    return "\n".join(f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help=f"five faults: {', '.join(QUICK)}")
+    parser.add_argument("--only", nargs="+", choices=FAULTS, metavar="FAULT", help=f"of {', '.join(FAULTS)}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
+    parser.add_argument("--out", type=Path, default=REPO / "outputs" / "chaos", help="of the runs")
+    parser.add_argument("--results", type=Path, help="default: results.jsonl in --out")
+    args = parser.parse_args(argv)
+    names = args.only or (QUICK if args.quick else tuple(FAULTS))
+    source, out, missed = args.source.resolve(), args.out.resolve(), {}
+    platform = environment()["platform"]
+    settings = {"seed": args.seed, "cpu": platform["cpu"], "cores": platform["cores"]}
+    os.environ.setdefault("VERL_LOGGING_LEVEL", "INFO")
+    try:
+        results = Published(args.results or out / "results.jsonl")
+        for name in names:
+            if results.has(f"ours: {name}", settings):
+                continue
+            print(f"== {name}", flush=True)
+            try:
+                result = measure(name, out / name.replace(" ", "_"), source, args.seed)
+                results.add(f"ours: {name}", result, settings)
+            except Missed as error:
+                missed[name] = str(error)
+    except (CommandFailed, ValueError) as error:
+        sys.exit(f"chaos.py: {error}")
+    rows = {name: row for name in names if (row := results.rows.get(f"ours: {name}"))}
+    print(f"\n{table(names, rows, missed)}")
+
+
+if __name__ == "__main__":
+    main()

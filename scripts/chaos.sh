@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# Break what a run needs, and see what becomes of it: sandbox, verifier, rollout servers, learner, disk (docs/chaos.md).
+#
+# Usage: bash scripts/chaos.sh [--quick] [--only FAULT ...] [--seed N] [--from FOLDER] [--out FOLDER] [--results FILE]
+#   --quick  five faults, at most 35 minutes on two cores
+# `.venv/bin/python scripts/chaos.py --help` names the faults. A full disk needs root: it is a small tmpfs.
+# Takes the SFT model of the quickstart in outputs/quickstart, which is made if it is not there. Prints a table.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+if [[ ${1-} == --help ]]; then
+  sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"
+  exit 0
+fi
+
+RUN=outputs/quickstart
+for ((i = 1; i < $#; i++)); do
+  next=$((i + 1))
+  if [[ ${!i} == --from ]]; then RUN=${!next}; fi
+done
+
+bash scripts/setup_env.sh
+if [[ ! -e $RUN/sft/merged ]]; then
+  .venv/bin/python -m verl_ext.quickstart --out "$RUN" --stage data --stage sft --stage merge
+fi
+exec .venv/bin/python scripts/chaos.py "$@"

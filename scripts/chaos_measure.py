@@ -1,0 +1,185 @@
+"""What a fault did to a run, from the run's own records: scripts/chaos.py's figures."""
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from verl_ext.ledger.prompts import read_tally
+from verl_ext.ledger.servers import read_servers
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES, Fault, PromptEnd
+from verl_ext.records import store
+from verl_ext.records.run_record import read_metrics
+from verl_ext.reward.score import score_answer
+from verl_ext.sandbox import SandboxClient
+
+LIMITS = {"timeout_s": 5, "memory_limit_mb": 256}  # of a program, as configs/shared/quickstart_rl.yaml has them
+TOLERANCE = 1e-6
+_ROLLOUT = ["uid", "session", "ground_truth", "turns", "calls", "end_reason", "score", "reward_parts"]
+_SHAPING = ("reward_overlong", "reward_length", "reward_tool_bonus")  # which depend on lengths and calls alone
+_COLUMNS = [*_ROLLOUT, "validate", "trained_step", "timings"]
+_SIGNS = re.compile(r"\bWARNING\b|\bERROR\b|\bis dead\b|takes the place|cannot be written|Resume: ")
+_USUAL = re.compile(r"had unequal rewards|\[\w+\.py:\d+\]")  # of any run of the tiny task; vLLM's, which has tracebacks
+_RAISED = re.compile(r"\w*(?:Error|Exception): ")
+_TIME = r"(?:\d{4}-)?\d\d-\d\d[ T]\d\d:[\d:,.]+:?"
+_FRONT = re.compile(rf"\x1b\[[\d;]*m|\([\w.]+ pid=[^)]*\)|^\s*(?:WARNING|ERROR|INFO)\b[:\s]*|{_TIME}\s*")
+_VARIES = re.compile(r"\bb'.*|0x[0-9a-f]+|[0-9a-f]{8}-[0-9a-f-]{27}|'[^']*'|\d+(?:\.\d+)?")
+
+Row = Mapping[str, Any]
+
+
+class Stall(NamedTuple):
+    """Seconds: the longest time without progress beyond a usual step, and the usual step."""
+
+    stall_s: float
+    step_s: float
+
+
+def trained_rollouts(run: Path) -> list[Row]:
+    rows = store.rows(run, columns=_COLUMNS)
+    return [row for row in rows if not row["validate"] and row["trained_step"] is not None]
+
+
+def failures_in_the_loss(rows: Iterable[Row]) -> list[str]:
+    """Rollouts that trained though infrastructure failed them or one of their calls."""
+    return [
+        f"{_name(row)}: trained, though it ended as {row['end_reason']}"
+        for row in rows
+        if row["end_reason"] in INFRASTRUCTURE_FAILURES
+        or any(call["fault"] == Fault.INFRASTRUCTURE for call in row["calls"])
+    ]
+
+
+def wrong_scores(rows: Iterable[Row]) -> list[str]:
+    """Rollouts whose reward is not that of their answer, scored again here."""
+    found = []
+    for row in rows:
+        text = "\n".join(turn["text"] for turn in row["turns"] if turn["role"] == "model")
+        acc, parts = score_answer(text, row["ground_truth"]).acc, json.loads(row["reward_parts"])
+        expected = 2 * acc - 1 + sum(value for name, value in parts.items() if name in _SHAPING)
+        if abs(expected - row["score"]) > TOLERANCE:
+            found.append(f"{_name(row)}: trained with the reward {row['score']:g}, its answer has {expected:g}")
+    return found
+
+
+def wrong_answers_of_tools(rows: Iterable[Row], sandbox: str) -> list[str]:
+    """Rollouts that were told what their program does not say: each program is run again, in a sandbox that is well.
+
+    Args:
+        sandbox: URL.
+    """
+    rows = list(rows)
+    calls = [(row, call) for row in rows for call in row["calls"] if call["attempts"]]
+    ran = [(row, call) for row, call in calls if call["fault"] != Fault.INFRASTRUCTURE]
+    programs = sorted({call["code"] for _, call in ran})
+
+    async def run_all() -> list[Any]:
+        client = SandboxClient([sandbox], max_concurrency=8)
+        try:
+            return await asyncio.gather(*(client.run(program, **LIMITS) for program in programs))
+        finally:
+            await client.aclose()
+
+    truth = dict(zip(programs, asyncio.run(run_all()), strict=True))
+    return [
+        f"{_name(row)}: was told {call['stdout']!r} (exit code {call['exit_code']}), the program says "
+        f"{said.stdout!r} ({said.return_code})"
+        for row, call in ran
+        if (said := truth[call["code"]]).stdout != call["stdout"] or said.return_code != call["exit_code"]
+    ]
+
+
+def lost_and_doubled(run: Path, rows: Iterable[Row]) -> tuple[list[str], list[str]]:
+    """Prompts, from the ledger and from the records, a sentence each."""
+    tally = read_tally(run)
+    recorded = Counter((row["uid"], row["session"]) for row in rows)
+    trained = {uid for uid, end in tally.ends.items() if end is PromptEnd.TRAINED}
+    lost = [f"{uid} was open at a checkpoint and is gone" for uid in tally.lost]
+    missing = trained - {uid for uid, _ in recorded}
+    lost += [f"{uid} trained, and the records have no rollout of it" for uid in sorted(missing)]
+    doubled = [f"{uid} was drawn twice" for uid in tally.drawn_twice]
+    doubled += [f"{uid} ended twice" for uid in tally.wrong_ends]
+    doubled += [f"{uid}_{session} is in the records {n} times" for (uid, session), n in recorded.items() if n > 1]
+    doubled += [f"the problem {problem} was drawn {n} times" for problem, n in tally.problems.items() if n > 1]
+    if not (lost or doubled):
+        lost += tally.faults()
+    return lost, doubled
+
+
+def stall(run: Path) -> Stall:
+    """Progress is a rollout that ended and is in the records, or a part of a step that the trainer ended. What a run
+    did after the checkpoint that it resumed from is no progress: it is done again.
+    """
+    rows = store.rows(run, columns=["validate", "timings"])
+    events = [row["timings"]["ended_s"] for row in rows if not row["validate"]]
+    events += [row["end_s"] for row in store.rows(run, "timeline")]
+    metrics = read_metrics(list(run.glob("metrics*.jsonl")))
+    times = {step: data["timing_s/step"] for step, data in metrics.steps.items() if "timing_s/step" in data}
+    usual = median([took for step, took in times.items() if step not in metrics.cold] or times.values())
+    events = sorted(event for event in events if event is not None)
+    longest = max(after - before for before, after in zip(events, events[1:], strict=False))
+    return Stall(max(0.0, longest - usual), usual)
+
+
+def excluded(run: Path) -> Counter:
+    """End -> rollouts that infrastructure failed."""
+    rows = store.rows(run, columns=["validate", "end_reason"])
+    return Counter(r["end_reason"] for r in rows if not r["validate"] and r["end_reason"] in INFRASTRUCTURE_FAILURES)
+
+
+def told(before: str, after: str, most: int = 4) -> list[str]:
+    """Lines of a log with a warning or an error that it did not have before the fault; each kind once, the last
+    exception at the end."""
+    known = {_kind(_clean(line)) for line in before.splitlines()}
+    lines: dict[str, str] = {}
+    for line in after.splitlines():
+        said = _clean(line)
+        is_sign = _RAISED.match(said) or (_SIGNS.search(line) and not _USUAL.search(line))
+        if is_sign and _kind(said) not in known:
+            lines.setdefault(_kind(said), said)
+    found = list(lines.values())
+    ends = [line for line in found if _RAISED.match(line)][-1:]
+    return [line for line in found if line not in ends][: most - len(ends)] + ends
+
+
+def figures(run: Path, sandbox: str, log: Path, fault_at: int) -> dict[str, Any]:
+    """Of one run that has ended.
+
+    Args:
+        sandbox: URL of one that is well.
+        fault_at: bytes of the log when the fault came.
+    """
+    rows = trained_rollouts(run)
+    wrong = [*failures_in_the_loss(rows), *wrong_scores(rows), *wrong_answers_of_tools(rows, sandbox)]
+    lost, doubled = lost_and_doubled(run, rows)
+    text = log.read_bytes()
+    servers = read_servers(run)
+    return {
+        "trained": len(rows),
+        "wrong": len({line.partition(":")[0] for line in wrong}),
+        "lost": len(lost),
+        "doubled": len(doubled),
+        "excluded": dict(excluded(run)),
+        **{name: round(seconds, 1) for name, seconds in stall(run)._asdict().items()},
+        "servers": servers.line() if servers else None,
+        "told": told(*(part.decode(errors="replace") for part in (text[:fault_at], text[fault_at:]))),
+        "found": [*wrong, *lost, *doubled][:10],
+    }
+
+
+def _name(row: Row) -> str:
+    return f"{row['uid']}_{row['session']}"
+
+
+def _clean(line: str, width: int = 220) -> str:
+    while (cleaned := _FRONT.sub("", line).strip()) != line:
+        line = cleaned
+    return line[:width]
+
+
+def _kind(line: str) -> str:
+    return _VARIES.sub("#", line)
