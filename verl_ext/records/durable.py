@@ -85,8 +85,7 @@ def append_line(path: Path, line: str) -> None:
     with _errors_name(path):
         try:
             with open(path, "a", encoding="utf-8") as file:
-                file.write(f"{line}
-")
+                file.write(f"{line}\n")
         except OSError:
             with contextlib.suppress(OSError):
                 os.truncate(path, length)
