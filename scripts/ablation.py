@@ -26,8 +26,6 @@ not recorded; two steps later, those of the window are. P are the parameters of 
 
 import argparse
 import itertools
-import json
-import math
 import os
 import shutil
 import sys
@@ -44,6 +42,7 @@ from compare_modes import SLOW, launch, machine, markdown, spread, steps_of  # n
 from compare_objectives import MODES  # noqa: E402
 from published import Published  # noqa: E402
 
+from verl_ext.memory.shape import read_shape  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed  # noqa: E402
 from verl_ext.records import store  # noqa: E402
 
@@ -103,16 +102,8 @@ class Request(NamedTuple):
 
 def read_model(folder: Path) -> Model:
     """Of a merged checkpoint."""
-    from safetensors import safe_open
-
-    config = json.loads((folder / "config.json").read_text())
-    parameters = 0
-    for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if name != "lm_head.weight" or not config["tie_word_embeddings"]]
-            parameters += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return Model(parameters, 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head * BYTES)
+    shape = read_shape(str(folder))
+    return Model(shape.parameters, BYTES * shape.kv_bytes_per_token // 2)  # the shape's are 2 bytes a number
 
 
 def peaks() -> dict[str, float]:

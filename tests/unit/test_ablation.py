@@ -74,17 +74,13 @@ def test_a_run_that_ended_early_has_no_figures(script, run):
         script.figures_of(run, script.Model(1000, 8), steps=8)
 
 
-@pytest.mark.parametrize(("tied", "parameters"), [(True, 40 + 16), (False, 40 + 40 + 16)])
-def test_tied_embeddings_count_once(script, tmp_path, tied, parameters):
-    import torch
-    from safetensors.torch import save_file
-
-    shapes = {"model.embed_tokens.weight": (10, 4), "lm_head.weight": (10, 4), "model.layers.0.weight": (4, 4)}
-    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+def test_the_model_has_its_parameters_and_keys_and_values_of_four_bytes(script, tmp_path):
     sizes = {"num_hidden_layers": 2, "num_key_value_heads": 3, "num_attention_heads": 6, "hidden_size": 12}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | {"tie_word_embeddings": tied}))
-    # keys and values of 2 layers, 3 heads of 12 / 6 = 2 numbers, each of 4 bytes
-    assert script.read_model(tmp_path) == script.Model(parameters, 2 * 2 * 3 * 2 * 4)
+    sizes |= {"model_type": "qwen2", "intermediate_size": 5, "vocab_size": 7, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    # A layer: q, k, v with biases 12 x 24 + 24, o 12 x 12, gate, up and down 3 x 12 x 5, two norms of 12: 660.
+    # Keys and values of 2 layers, 3 heads of 12 / 6 = 2 numbers, each of 4 bytes.
+    assert script.read_model(tmp_path) == script.Model(2 * 660 + 7 * 12 + 12, 2 * 2 * 3 * 2 * 4)
 
 
 def test_a_static_batch_begins_when_all_of_the_one_before_has_ended(script):

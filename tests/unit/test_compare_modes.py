@@ -150,7 +150,7 @@ def test_what_was_taken_stands_beside_what_was_drawn(script, run):
 
 
 def test_the_table_is_shown_of_the_quickstarts_folder_and_what_is_none_is_named(script, run, tmp_path, capsys):
-    whole = tmp_path.with_name("quickstart")
+    whole = tmp_path.with_name(f"{tmp_path.name}_whole")
     whole.mkdir()
     run.rename(whole / "rl")
     script.main(["--show", str(whole)])
