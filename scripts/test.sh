@@ -90,8 +90,9 @@ SELECTED=0
 SLOW=(-m "slow or gpu" --timeout=1800 --durations=0 --durations-min=5)
 # End-to-end tests that start no training and put no load on the machine that would disturb a unit test.
 NO_TRAINING=(tests/e2e/test_prepare_scale.py tests/e2e/test_sandbox_alone.py)
-# One looks at what is left of a run in /dev/shm, where runs beside it have files too; the threads of the other spin.
-ALONE=(tests/e2e/test_quickstart.py tests/e2e/test_small.py)
+# One looks at what is left of a run in /dev/shm, where runs beside it have files too; the threads of the next spin; the
+# last compares latencies.
+ALONE=(tests/e2e/test_quickstart.py tests/e2e/test_small.py tests/e2e/test_sandbox_faults.py)
 
 if [ "$PART" != slow ]; then
     say "ruff and import-linter"
