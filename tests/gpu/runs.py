@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.gpu.stage import Context, Row
-from tests.processes import kill_tree
 
 REPO = Path(__file__).resolve().parents[2]
 STEPS = 6
@@ -31,7 +30,6 @@ def rl_on_gpu() -> list[str]:
     hardware = "~hardware" if importlib.util.find_spec("flash_attn") else "hardware=no_flash_attn"
     return [
         *(hardware, "trainer.device=cuda", "trainer.n_gpus_per_node=1", "trainer.nnodes=1"),
-        "algorithm.rollout_correction.bypass_mode=false",
         *(f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.gpu_memory_utilization=0.3"),
         *(f"{ROLLOUT}.agent.num_workers=1", "reward.num_workers=1"),
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
@@ -66,14 +64,14 @@ def make_inputs(folder: Path, traces: int = 2000) -> dict[str, str]:
 
 
 def sft_command(context: Context, steps: int) -> list[str]:
-    """In fp32, which flash-attn does not compute."""
+    """In fp32, which flash-attn does not compute: a GPU takes traces one by one, a CPU packs them (verl_ext/cpu)."""
     settings = [
         f"trainer.total_training_steps={steps}",
         "data.val_files=null",
         "trainer.test_freq=-1",
         f"trainer.device={context.device}",
     ]
-    return launcher("run_tiny_sft.sh", *settings, "+hardware=no_flash_attn_sft")
+    return launcher("run_tiny_sft.sh", *settings, *(["+hardware=no_flash_attn_sft"] if context.is_cuda else []))
 
 
 def metrics(folder: Path, key: str) -> dict[int, float]:
@@ -98,6 +96,7 @@ def check_sft(context: Context) -> Iterator[Row]:
 
     On a CPU the first is left out: its losses are those that were recorded.
     """
+    from tests.processes import kill_tree
     from verl_ext.checkpoints import folder as checkpoints
     from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE
     from verl_ext.evaluation.checkpoint import merge_command
@@ -178,7 +177,8 @@ def check_rl(context: Context) -> Iterator[Row]:
     policy = context.folder / "policy"
     run(merge_command(checkpoints.path_of(sft, LEARNED_STEPS), policy), context.folder / "merge.log")
     inputs["MODEL_PATH"] = str(policy)
-    settings = ["trainer.save_freq=3", *(rl_on_gpu() if context.is_cuda else [])]
+    compared = "algorithm.rollout_correction.bypass_mode=false"  # the actor's log-probs are computed, too
+    settings = ["trainer.save_freq=3", compared, *(rl_on_gpu() if context.is_cuda else [])]
     managers = {3: "LeanAgentLoopManager", 5: "InServerAgentLoopManager"}
     with running_server() as url:
         for steps, manager in managers.items():

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from tests.processes import kill_tree
-
 LIMIT_S = 8 * 60  # of any stage
 IMPORTED_AS = {"pyzmq": "zmq", "hydra-core": "hydra", "TransferQueue": "transfer_queue"}  # where the names differ
 
@@ -103,6 +101,8 @@ class Result:
 
 def missing(packages: tuple[str, ...]) -> list[str]:
     """Those that are not installed, or in another version than the one asked for."""
+    if importlib.util.find_spec("packaging") is None:  # it reads the others' versions
+        return ["packaging is not installed"]
     from packaging.requirements import Requirement
 
     lacking = []
@@ -140,6 +140,8 @@ def run_stage(stage: Stage, context: Context, show: Callable[[Row], None] = lamb
         result.not_run = "; ".join(lacking)
     if result.not_run:
         return result
+    from tests.processes import kill_tree  # needs psutil, as every stage does
+
     folder = context.folder / stage.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -320,3 +320,10 @@ util.find_spec = lambda name, *rest: None if name in {absent} else find(name, *r
         assert [row["ok"] for row in results[name]["rows"] if row["ok"] is not None] == [True] * count, results[name]
     written = (tmp_path / "out" / "acceptance.md").read_text().split("\n\n")[0].splitlines()
     assert [line for line in done.stdout.splitlines() if line.startswith("|")] == written
+
+
+def test_a_python_without_any_package_names_what_each_stage_lacks(tmp_path):
+    command = [sys.executable, "-S", "-m", "tests.gpu", "machine", "--device", "cpu", "--out", str(tmp_path)]
+    ended = subprocess.run(command, cwd=Path(__file__).parents[2], env={"PATH": os.defpath}, capture_output=True)
+    assert ended.returncode == 3, ended.stderr.decode()
+    assert "psutil is not installed" in ended.stdout.decode() or "packaging is not installed" in ended.stdout.decode()
