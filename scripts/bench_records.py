@@ -32,7 +32,7 @@ from verl_ext.records.trajectories import rollout_row  # noqa: E402
 from verl_ext.settings import RecorderSettings  # noqa: E402
 
 WARM_UP = 2
-TOGETHER = 6  # groups of a message: 32 end in half a step of 2.5 s, and it takes those of SEND_AFTER_S
+TOGETHER = 16  # groups of a message: 32 end in two waves, and a wave is a message
 WORDS = [a + b for a in ("ba", "do", "ki", "lu", "me", "no") for b in ("n", "r", "sing", "ted", "ver", "x")]
 CODE = "total = 0\nfor i in range({n}):\n    total += i * {n}\nprint(total)"
 
@@ -130,12 +130,16 @@ def one_step(writer: Recorder | Actor, clock: Clock, step: int, args: argparse.N
         for first in range(0, len(groups), TOGETHER):
             writer.groups(groups[first : first + TOGETHER])
             time.sleep(args.step_s / 2 * TOGETHER / len(groups))
+        of_step: list[tuple[str, tuple]] = []
         if len(keys):
-            writer.tokens(step, columns, {int(token): f"<{token}>" for token in set(columns["id"].tolist())})
+            of_step.append(
+                ("tokens", (step, columns, {int(token): f"<{token}>" for token in set(columns["id"].tolist())}))
+            )
             writer.loss(step, told, 0.0)
-        writer.end_step(Fates(step, ends, taken), 0.0)
+        of_step.append(("end_step", (Fates(step, ends, taken), 0.0)))
         whats = ("wait", "log_probs", "update", "save", "weight_sync")
-        writer.times(step, [{"what": each, "start_s": 1e9, "end_s": 1e9 + 1} for each in whats])
+        of_step.append(("times", (step, [{"what": each, "start_s": 1e9, "end_s": 1e9 + 1} for each in whats])))
+        writer.tell(of_step)
     time.sleep(max(0.0, ends_at - time.monotonic()))
 
 

@@ -44,7 +44,7 @@ from verl_ext.settings import FailedSamples
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
-SEND_AFTER_S = 0.25  # groups that end within this time are one message to the recorder
+SEND_AFTER_S = 1.0  # groups that end within this time are one message to the recorder
 
 
 @dataclass

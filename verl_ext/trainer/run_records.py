@@ -1,7 +1,8 @@
 """What the trainer tells the recorder (records/recorder.py): fates, advantages, tokens of a share of the groups, times.
 
-It never waits for an answer. What the loss does with the tokens, the actor's processes tell themselves
-(token_notes.py); they know a recorded response by the number in its column `record`.
+It never waits for an answer. What it tells of a step is one message, as Ray takes more for a message than for what is
+in it. What the loss does with the tokens, the actor's processes tell themselves (token_notes.py); they know a recorded
+response by the number in its column `record`.
 """
 
 import functools
@@ -50,6 +51,7 @@ class RunRecords:
 
     def __init__(self, settings: RecorderSettings, config: DictConfig):
         self._recorder = recorder.start(Path(config.trainer.default_local_dir).resolve(), settings)
+        self._untold: list[tuple[str, tuple]] = []  # methods of the recorder, with arguments
         self._share = settings.token_share
         self._known: set[int] = set()  # token ids whose text the recorder has
         self._ends: dict[str, PromptEnd] = {}  # of groups that are in the queue still
@@ -61,14 +63,20 @@ class RunRecords:
         self._fillers: set[str] = set()
         self._number, self._cpu_s = 0, 0.0
 
+    def _send(self, method: str, *arguments: Any) -> None:
+        """In one message with all that waits."""
+        self._untold.append((method, arguments))
+        self._recorder.tell.remote(self._untold)
+        self._untold = []
+
     def resume(self, step: int, ends: Mapping[str, PromptEnd]) -> None:
         """The run goes on from a step. `ends`: of the groups that waited there, as far as they were decided."""
         self._ends = dict(ends)
-        self._recorder.resume.remote(step)
+        self._send("resume", step)
 
     def save(self, step: int) -> None:
         """A checkpoint of a step is whole."""
-        self._recorder.save.remote(step)
+        self._send("save", step)
 
     @contextmanager
     def span(self, what: str) -> Iterator[None]:
@@ -110,7 +118,7 @@ class RunRecords:
             fields = ["responses", "response_mask", "loss_mask", "extra_fields", *_OF_TOKENS]
             told = token_columns(records, get(keys=chosen, select_fields=fields))
             new = set(told["id"].tolist()) - self._known
-            self._recorder.tokens.remote(step, told, {each: tokenizer.decode([each]) for each in new})
+            self._untold.append(("tokens", (step, told, {each: tokenizer.decode([each]) for each in new})))
             self._known |= new
         self._cpu_s += time.process_time() - began
 
@@ -125,19 +133,21 @@ class RunRecords:
         gone = {uid: end for uid, end in self._ends.items() if uid not in waiting}
         self._ends = {uid: end for uid, end in self._ends.items() if uid in waiting}
         fates = Fates(step, gone, self._taken, frozenset(self._fillers))
-        self._recorder.end_step.remote(fates, self._cpu_s + time.thread_time() - began)
+        self._untold.append(("end_step", (fates, self._cpu_s + time.thread_time() - began)))
         self._begin_step()
 
     def end_validation(self, step: int, uids: Iterable[str]) -> None:
-        self._recorder.end_step.remote(Fates(step, dict.fromkeys(uids), {}, validate=True), 0.0)
+        self._send("end_step", Fates(step, dict.fromkeys(uids), {}, validate=True), 0.0)
 
     def end_round(self, step: int) -> None:
         """A step is over with its checkpoint and validation: its intervals are told."""
-        self._recorder.times.remote(step, self._intervals)
+        self._send("times", step, self._intervals)
         self._intervals = []
 
     def close(self) -> None:
         """The last files are written when this returns, or a warning says that they may not be."""
+        if self._untold:  # a step that raised
+            self._recorder.tell.remote(self._untold)
         recorder.close(self._recorder)
 
 

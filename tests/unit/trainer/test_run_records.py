@@ -18,16 +18,24 @@ MASK = [1, 1, 0, 1]
 
 
 class Handle:
-    """Of the recorder: what it is told, by the name of the call."""
+    """Of the recorder: what it is told, or will be with the next message, by the name of the call."""
 
     def __init__(self):
         self.told = []
+
+        self.messages = 0
+        self.tell = SimpleNamespace(remote=self._tell)
+
+    def _tell(self, calls):
+        self.messages += 1
+        self.told += [(name, *arguments) for name, arguments in calls]
 
     def __getattr__(self, name):
         return SimpleNamespace(remote=lambda *arguments: self.told.append((name, *arguments)))
 
     def of(self, name):
-        return [arguments for called, *arguments in self.told if called == name]
+        waiting = [(called, *arguments) for called, arguments in self.records._untold]
+        return [arguments for called, *arguments in self.told + waiting if called == name]
 
 
 def nested(rows):
@@ -74,7 +82,8 @@ def make(cpu_platform, monkeypatch, tmp_path):
     def make(share):
         settings = RecorderSettings(token_share=share, keep_steps=1, max_gb=1)
         config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path)}})
-        return RunRecords(settings, config), handle, batch, stored
+        handle.records = RunRecords(settings, config)
+        return handle.records, handle, batch, stored
 
     return make
 
@@ -210,6 +219,27 @@ def test_intervals_are_told_at_the_end_of_a_round_also_of_what_raised(make):
     (step, intervals), (_, none) = handle.of("times")
     assert step == 3 and none == [] and [i["what"] for i in intervals] == ["save"]
     assert intervals[0]["end_s"] >= intervals[0]["start_s"] > 1e9
+
+
+def test_a_step_is_one_message_sent_with_its_checkpoint_or_its_end(make):
+    records, handle, batch, _ = make(1.0)
+    for step, has_checkpoint in ((3, False), (4, True)):
+        records.take(step, batch, (), TOKENIZER)
+        records.end_step(step, {}, ())
+        assert handle.messages == step - 3
+        if has_checkpoint:
+            records.save(step)
+            assert [name for name, *_ in handle.told][-3:] == ["tokens", "end_step", "save"]
+        records.end_round(step)
+    assert handle.messages == 3 and records._untold == []
+
+
+def test_what_a_step_that_raised_had_told_is_there_at_the_close(make, monkeypatch):
+    records, handle, batch, _ = make(1.0)
+    monkeypatch.setattr("verl_ext.records.recorder.close", lambda actor: None)
+    records.take(3, batch, (), TOKENIZER)
+    records.close()
+    assert [name for name, *_ in handle.told] == ["tokens"]
 
 
 def test_a_validation_is_told_by_its_prompts(make):

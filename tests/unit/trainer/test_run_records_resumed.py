@@ -53,6 +53,7 @@ class RecordedRun(Run):
             self.tell()
             end_step(step, ends, waiting, in_queue)
             self.records.end_step(step, ends, waiting)
+            self.records.end_round(step)
 
         self.ledger.end_step = end_both
 
