@@ -74,7 +74,9 @@ def has_step(run: Path, step: int) -> bool:
     return any(re.search(rf'"step": ?{step}\b', text) for text in texts)
 
 
-def run_to_its_end(start: Callable[[Callable[[], None]], None], scene: Scene, injection: Injection) -> dict:
+def run_to_its_end(
+    start: Callable[[Callable[[], None]], None], scene: Scene, injection: Injection, limit_s: float = LIMIT_S
+) -> dict:
     """Start a run, and again where it fails.
 
     Args:
@@ -85,7 +87,7 @@ def run_to_its_end(start: Callable[[Callable[[], None]], None], scene: Scene, in
     began, starts = time.monotonic(), 0
 
     def watch() -> None:
-        if time.monotonic() - began > LIMIT_S:
+        if time.monotonic() - began > limit_s:
             raise TimeoutError
 
     while True:
@@ -95,7 +97,7 @@ def run_to_its_end(start: Callable[[Callable[[], None]], None], scene: Scene, in
             start(watch)
             ends = "yes" if starts == 1 else f"yes, started {starts - 1} time{'s' * (starts > 2)} more"
         except TimeoutError:
-            ends = f"no: not within {LIMIT_S:g} s"
+            ends = f"no: not within {limit_s:g} s"
         except CommandFailed:
             if injection.log_bytes is None:
                 raise
@@ -108,14 +110,18 @@ def run_to_its_end(start: Callable[[Callable[[], None]], None], scene: Scene, in
         time.sleep(1.1)  # files of metrics are named by the second
 
 
-def measure(name: str, folder: Path, source: Path, seed: int) -> dict[str, Any]:
+def measure(fault: Fault, folder: Path, source: Path, seed: int, limit_s: float = LIMIT_S) -> dict[str, Any]:
     """Run the tiny task under a fault.
+
+    Args:
+        folder: of the run and its log; emptied.
+        limit_s: for the run, all its starts together.
 
     Raises:
         CommandFailed: the run failed before the fault came.
         Missed: the fault did not come, or hit nothing.
     """
-    fault, run, log = FAULTS[name], folder / "run", folder / "log.txt"
+    run, log = folder / "run", folder / "log.txt"
     shutil.rmtree(folder, ignore_errors=True)
     run.mkdir(parents=True)
     with ExitStack() as stack:
@@ -146,7 +152,7 @@ def measure(name: str, folder: Path, source: Path, seed: int) -> dict[str, Any]:
             supervisor.run(command, log=log, env=env, watch=watch)
 
         injection.start()
-        result = run_to_its_end(start, scene, injection)
+        result = run_to_its_end(start, scene, injection, limit_s)
         if injection.log_bytes is None:
             raise Missed(f"the run ended before step {FAULT_STEP}; {log} may say why")
         injection.join()
@@ -200,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             print(f"== {name}", flush=True)
             try:
-                result = measure(name, out / name.replace(" ", "_"), source, args.seed)
+                result = measure(FAULTS[name], out / name.replace(" ", "_"), source, args.seed)
                 results.add(f"ours: {name}", result, settings)
             except Missed as error:
                 missed[name] = str(error)

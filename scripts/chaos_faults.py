@@ -152,9 +152,14 @@ class Scene:
 
 
 def sandbox_dead(scene: Scene) -> None:
+    kill_sandbox(scene, HOLD_S)
+
+
+def kill_sandbox(scene: Scene, away_s: float) -> None:
+    """With all its processes; it is started again on its port."""
     _signal(scene.sandbox.processes(), signal.SIGKILL)
     scene.sandbox.stop()
-    time.sleep(HOLD_S)
+    time.sleep(away_s)
     scene.sandbox.start()
 
 

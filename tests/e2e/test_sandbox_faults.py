@@ -123,7 +123,7 @@ async def test_server_that_is_stopped_under_load_and_started_again(number: signa
     port = str(port_that_no_client_takes())
     server = Server("--preload", "", "--port", port)
     processes = server.descendants()
-    client = SandboxClient([server.url], max_concurrency=CLIENTS, max_attempts=20, backoff_s=0.1)
+    client = SandboxClient([server.url], max_concurrency=CLIENTS)
     async with load(client) as statuses:
         await more_answers(statuses, 50)
         server.process.send_signal(number)

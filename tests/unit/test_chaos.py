@@ -323,9 +323,9 @@ def test_a_run_that_fails_by_itself_is_no_result(script, faults, tmp_path):
         script.run_to_its_end(starts(1), scene_of(faults, tmp_path), SimpleNamespace(log_bytes=None))
 
 
-def test_a_run_that_does_not_end_is_ended(script, faults, tmp_path, monkeypatch):
-    monkeypatch.setattr(script, "LIMIT_S", -1.0)
-    result = script.run_to_its_end(starts(0), scene_of(faults, tmp_path), SimpleNamespace(log_bytes=1))
+def test_a_run_that_does_not_end_is_ended(script, faults, tmp_path):
+    scene, injection = scene_of(faults, tmp_path), SimpleNamespace(log_bytes=1)
+    result = script.run_to_its_end(starts(0), scene, injection, limit_s=-1.0)
     assert result["ends"] == "no: not within -1 s"
 
 

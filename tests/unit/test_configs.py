@@ -189,9 +189,7 @@ def test_settings_has_a_field_for_every_retool_key_and_every_field_has_a_key(run
         assert flatten(config["data"]["retool"], "data.retool.").keys() == set(known_keys(SftData, "data.retool"))
         assert flatten(config["retool"], "retool.").keys() == set(known_keys(SftRetool, "retool"))
     else:
-        with_default = {"retool.sandbox.queue_timeout_s"}  # of the client; no YAML of ours changes it
-        keys = flatten(config["retool"], "retool.").keys()
-        assert keys == set(known_keys(Retool, "retool")) - with_default
+        assert flatten(config["retool"], "retool.").keys() == set(known_keys(Retool, "retool"))
 
 
 def test_verl_ext_reads_every_field_of_its_settings():

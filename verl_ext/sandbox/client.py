@@ -17,6 +17,8 @@ from urllib.parse import quote, urlsplit
 
 import aiohttp
 
+from verl_ext.sandbox.recovery import Recovery
+
 # In the header `Server` of our server's answers: what goes beyond SandboxFusion's contract, only ours can do.
 SERVER_NAME = "verl-retool-sandbox"
 # Beyond queueing and running, before an attempt counts as lost. Above the server's own grace (pool.ANSWER_GRACE_S),
@@ -71,7 +73,9 @@ class SandboxClient:
             and after a failure to another. One that refuses calls is left alone for as long as a call pauses.
         max_concurrency: calls in flight from this client, to all servers together; further ones wait.
         max_attempts: requests per call; only infrastructure failures are tried again (connection, 408, 429, 5xx,
-            SandboxError, an answer that cannot be read).
+            SandboxError, an answer that cannot be read). Where servers have answered before, a call whose attempts are
+            spent waits until one of them runs a control program, and has as many again: a server that is started again
+            costs no call. Not so in a session, whose state is gone.
         backoff_s: pause before the second attempt; doubles each time, with jitter, up to 10 s.
         queue_timeout_s: what a call may take on top of the program's own time limit, for waiting and trying again.
         token: sent as `Authorization: Bearer`; default: $SANDBOX_TOKEN, if set.
@@ -106,6 +110,8 @@ class SandboxClient:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http: aiohttp.ClientSession | None = None
         self._sessions: dict[str, _Session] = {}
+        self._have_answered: set[int] = set()  # servers
+        self._recovery = Recovery(self._is_one_sound)
 
     async def run(
         self,
@@ -161,10 +167,18 @@ class SandboxClient:
         timeout_s = body["run_timeout"]
         failure = _InfrastructureFailure("no attempt was made")
         failed_servers: set[int] = set()  # by this call; tried again only when every other has failed, too
-        attempts = losses = 0
-        while attempts < self._max_attempts:
+        server = attempts = tries = losses = 0  # tries and losses: since a server was away
+        while True:
+            if tries == self._max_attempts:
+                if not session and MIN_LOSSES <= losses == tries and await self._is_sound(server, deadline):
+                    stderr = f"Killed: {losses} attempts to run this program lost it, and the sandbox is well"
+                    return RunResult("code_error", "", stderr, -signal.SIGKILL, 0.0, 0.0, attempts, "")
+                if session or not await self._is_back(deadline - timeout_s):
+                    break
+                tries = losses = 0
+                failed_servers.clear()
             if attempts:
-                pause_s = max(self._pause_s(attempts) * random.uniform(0.5, 1.5), failure.retry_after_s)
+                pause_s = max(self._pause_s(tries or 1) * random.uniform(0.5, 1.5), failure.retry_after_s)
                 if time.monotonic() + pause_s + timeout_s >= deadline:
                     failure = _InfrastructureFailure(f"{failure}; no time left to try again")
                     break
@@ -177,12 +191,13 @@ class SandboxClient:
                         await self._acquire()
                     waiting.reschedule(None)
                     waited_s = time.monotonic() - waited_from
-                    attempts += 1
+                    attempts, tries = attempts + 1, tries + 1
                     server = self._least_busy(failed_servers)
                     if session:
                         session.server = server = server if session.server is None else session.server
                     result = await self._attempt(server, body, deadline, waited_s, attempts, session)
                     self._refusals[server], self._rests_until[server] = 0, 0.0
+                    self._have_answered.add(server)
                     return result
             except TimeoutError:
                 failure = _InfrastructureFailure(f"{obstacle} for {time.monotonic() - waited_from:.1f} s")
@@ -198,10 +213,19 @@ class SandboxClient:
                     break
                 if session and not session.calls:  # no server has it yet: another may take it
                     session.server = None
-        if not session and MIN_LOSSES <= losses == attempts and await self._is_sound(server, deadline):
-            stderr = f"Killed: {losses} attempts to run this program lost it, and the sandbox is well"
-            return RunResult("code_error", "", stderr, -signal.SIGKILL, 0.0, 0.0, attempts, "")
         return _failure(f"sandbox failed after {attempts} attempt(s): {failure}", attempts)
+
+    async def _is_back(self, deadline: float) -> bool:
+        """Wait until a server that has answered before runs the control program; False where none has, or does."""
+        return bool(self._have_answered) and await self._recovery.wait(deadline - time.monotonic())
+
+    async def _is_one_sound(self) -> bool:
+        deadline, servers = time.monotonic() + CONTROL_TIMEOUT_S, list(self._have_answered)
+        sound = await asyncio.gather(*(self._is_sound(server, deadline) for server in servers))
+        for server, is_sound in zip(servers, sound, strict=True):
+            if is_sound:
+                self._refusals[server], self._rests_until[server] = 0, 0.0
+        return any(sound)
 
     async def _is_sound(self, server: int, deadline: float) -> bool:
         """Whether a server runs the control program, within CONTROL_TIMEOUT_S and before `deadline`."""
@@ -237,7 +261,7 @@ class SandboxClient:
         url = f"{self._urls[server]}/run_code"
         # An equal share of the waiting time that is left for this attempt and each possible later one.
         spare_s = deadline - time.monotonic() - body["run_timeout"]
-        queue_s = max(spare_s / (self._max_attempts - attempt + 1), 0.01)
+        queue_s = max(spare_s / (max(self._max_attempts - attempt, 0) + 1), 0.01)
         timeout_s = min(queue_s + body["run_timeout"] + ANSWER_GRACE_S, deadline - time.monotonic())
         self._in_flight[server] += 1
         try:

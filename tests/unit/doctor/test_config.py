@@ -259,11 +259,11 @@ def test_sft_batches_that_do_not_fit(overrides, message, make_run, told):
         (["retool.sandbox.timeout_s=90"], Level.WARN, "queue for 60 s, less than the 90 s that one program may run"),
         # 5 / 4 + 3 + 8 and 5 + 3; equal where q / 4 + 8 = q, q = 32 / 3
         (
-            ["retool.sandbox.timeout_s=3", "+retool.sandbox.queue_timeout_s=5"],
+            ["retool.sandbox.timeout_s=3", "retool.sandbox.queue_timeout_s=5"],
             Level.WARN,
             "a request may take 12.25 s, but its call ends after 8 s",
         ),
-        (["+retool.sandbox.queue_timeout_s=5"], Level.WARN, "Set retool.sandbox.queue_timeout_s to 60; 10.7 is too"),
+        (["retool.sandbox.queue_timeout_s=5"], Level.WARN, "Set retool.sandbox.queue_timeout_s to 60; 10.7 is too"),
         # 60 / 4 + 30 + 8 and 60 + 30
         ([], Level.OK, "code 30 s < request 53 s < call 90 s"),
     ],
@@ -273,14 +273,14 @@ def test_timeouts_lie_within_each_other(overrides, level, message, make_run, tol
 
 
 @pytest.mark.parametrize(
-    "override", ["~retool.sandbox.timeout_s", "retool.sandbox.timeout_s=0", "+retool.sandbox.queue_timeout_s=0"]
+    "override", ["~retool.sandbox.timeout_s", "retool.sandbox.timeout_s=0", "retool.sandbox.queue_timeout_s=0"]
 )
 def test_no_inequality_is_made_of_a_missing_or_wrong_timeout(override, make_run):
     assert list(check_timeouts(make_run("qwen2-32b_dapo", override))) == []
 
 
 def test_no_inequality_is_shown_that_does_not_hold(make_run):
-    run = make_run("qwen2-32b_dapo", "retool.sandbox.timeout_s=3", "+retool.sandbox.queue_timeout_s=5")
+    run = make_run("qwen2-32b_dapo", "retool.sandbox.timeout_s=3", "retool.sandbox.queue_timeout_s=5")
     assert Level.OK not in {finding.level for finding in check_timeouts(run)}
 
 

@@ -28,7 +28,7 @@ def test_our_own_runs_have_such_as_a_run_can_mean(name, hardware, make_run, only
         (f"{ROLLOUT}.val_kwargs.temperature=-1", Level.FAIL, "val_kwargs.temperature is -1, expected in [0, inf)"),
         (f"{ROLLOUT}.val_kwargs.temperature=3", Level.WARN, "expected in [0, 1.5]"),
         ("retool.sandbox.timeout_s=0", Level.FAIL, "retool.sandbox.timeout_s is 0, expected a number in (0, 86400]"),
-        ("+retool.sandbox.queue_timeout_s=0", Level.FAIL, "queue_timeout_s is 0, expected a number in (0, inf)"),
+        ("retool.sandbox.queue_timeout_s=0", Level.FAIL, "queue_timeout_s is 0, expected a number in (0, inf)"),
         (f"{ROLLOUT}.top_k=-5", Level.FAIL, "top_k is -5, expected in [-1, inf)"),
         (f"{ROLLOUT}.top_p=0", Level.FAIL, "top_p is 0, expected in (0, 1]"),
         (f"{ROLLOUT}.val_kwargs.top_p=60", Level.FAIL, "val_kwargs.top_p is 60"),

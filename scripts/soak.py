@@ -1,0 +1,127 @@
+"""A long run whose sandbox dies ten times and whose rollout servers die five times: does all still add up?
+
+    bash scripts/chaos.sh --only "engine killed"       # makes the SFT model of the quickstart, if it is not there
+    .venv/bin/python scripts/soak.py [--steps 130] [--calls 24000] [--from outputs/quickstart] [--out outputs/soak]
+
+The tiny task in `separate_async`, with two vLLM servers that are watched. Deaths are spread evenly over the steps: the
+sandbox is killed, and started again 2 s later; one of the servers' engines gets SIGKILL. Exit status 1 unless the run
+ends without being started again, made that many tool calls, its ledger sums, no trained rollout has a wrong reward (as
+scripts/chaos.py judges it), and its processes, their open files and their memory are flat. What they hold is in
+usage.jsonl, a line every 20 s.
+"""
+
+import argparse
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import psutil
+
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "scripts"))
+
+from chaos import has_step, measure  # noqa: E402
+from chaos_faults import TWO_ENGINES, Fault, Scene, engine_killed, kill_sandbox  # noqa: E402
+
+from verl_ext.records import jsonl, store  # noqa: E402
+from verl_ext.records.durable import append_line  # noqa: E402
+
+SANDBOX_DEATHS, SERVER_DEATHS = 10, 5
+AWAY_S = 2.0  # of the sandbox
+EVERY_S = 20.0  # between two looks at what the run holds
+STEP_S = 30.0  # at the most, all deaths included
+MAX_MORE = {"processes": 0, "files": 0.05, "memory_mb": 0.1}  # of the last fifth over the second, as a share
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the processes of a run hold together, the sandbox aside."""
+
+    processes: int
+    files: int  # open
+    memory_mb: float  # unique to each process, summed
+
+    @classmethod
+    def of(cls, processes: Sequence[psutil.Process]) -> "Usage":
+        found = [each for each in map(_held, processes) if each]
+        files, memory = (sum(each) for each in zip(*found, strict=True)) if found else (0, 0)
+        return cls(len(found), files, round(memory / 2**20, 1))
+
+
+def _held(process: psutil.Process) -> tuple[int, int] | None:
+    try:
+        return process.num_fds(), process.memory_full_info().uss
+    except psutil.Error:  # it has ended
+        return None
+
+
+def die_again_and_again(scene: Scene, steps: int, usage_to: Path) -> None:
+    """A death after every so many steps, a server's after two of the sandbox; what the run holds is noted meanwhile."""
+    of_sandbox = [partial(kill_sandbox, away_s=AWAY_S)] * (SANDBOX_DEATHS // SERVER_DEATHS)
+    deaths = [*of_sandbox, engine_killed] * SERVER_DEATHS
+    watch = threading.Thread(target=_note_usage, args=(scene, usage_to), daemon=True)
+    watch.start()
+    for number, death in enumerate(deaths, 1):
+        while not has_step(scene.run, max(2, number * steps // (len(deaths) + 2))):
+            if scene.ended.wait(0.2):
+                return
+        death(scene)
+    scene.ended.wait()
+    watch.join()
+
+
+def _note_usage(scene: Scene, path: Path) -> None:
+    began = time.monotonic()
+    while not scene.ended.wait(EVERY_S):
+        usage = asdict(Usage.of(scene.processes()))
+        append_line(path, jsonl.dumps({"s": round(time.monotonic() - began), **usage}))
+
+
+def growth(usages: Sequence[dict], key: str) -> tuple[float, float]:
+    """Least of the second fifth of a run, behind its start, and of its last: a server that is replaced holds less for
+    a while, and the two that are there at the same time hold more.
+    """
+    fifth = max(1, len(usages) // 5)
+    return min(each[key] for each in usages[fifth : 2 * fifth]), min(each[key] for each in usages[-fifth:])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=130)
+    parser.add_argument("--calls", type=int, default=24000, help="that the run must have made (default: 24000)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
+    parser.add_argument("--out", type=Path, default=REPO / "outputs" / "soak")
+    args = parser.parse_args(argv)
+    out = args.out.resolve()
+    usage_to = out.with_name(f"{out.name}-usage.jsonl")  # `out` is emptied
+    usage_to.unlink(missing_ok=True)
+    fault = Fault(partial(die_again_and_again, steps=args.steps, usage_to=usage_to), TWO_ENGINES, steps=args.steps)
+    result = measure(fault, out, args.source.resolve(), args.seed, limit_s=STEP_S * args.steps)
+    calls = sum(
+        call["attempts"] is not None for row in store.rows(out / "run", columns=["calls"]) for call in row["calls"]
+    )
+    checks = {
+        f"tool calls: {calls:,} (expected {args.calls:,})": calls >= args.calls,
+        f"the run ends: {result['ends']}": result["ends"] == "yes",
+        f"prompts lost: {result['lost']}, doubled: {result['doubled']}": not (result["lost"] or result["doubled"]),
+        f"trained rollouts: {result['trained']:,}, with a wrong reward: {result['wrong']}": not result["wrong"],
+        f"servers: {result['servers']}": True,
+        f"rollouts that infrastructure failed: {result['excluded'] or 'none'}": True,
+    }
+    usages = [json.loads(line) for line in usage_to.read_text().splitlines()]
+    for key, most in MAX_MORE.items():
+        before, after = growth(usages, key)
+        checks[f"{key}: {before:g}, at the end {after:g}"] = after <= before * (1 + most)
+    for text, holds in checks.items():
+        print(f"{'ok' if holds else 'NOT OK':6}  {text}")
+    sys.exit(not all(checks.values()))
+
+
+if __name__ == "__main__":
+    main()

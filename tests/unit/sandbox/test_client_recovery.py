@@ -1,0 +1,136 @@
+"""A sandbox that goes away while it is used and comes back: calls wait for it, and no program is blamed meanwhile."""
+
+import asyncio
+import socket
+import time
+
+import pytest
+from aiohttp import web
+
+from tests.unit.sandbox.fake_server import FakeServer, answer, in_session
+from verl_ext.sandbox import recovery
+from verl_ext.sandbox.client import CONTROL_PROGRAM
+
+AWAY_S = 0.4
+
+
+@pytest.fixture(autouse=True)
+def looks_often(monkeypatch):
+    monkeypatch.setattr(recovery, "EVERY_S", 0.05)
+
+
+class Breaking(FakeServer):
+    """Answers well, and while `is_broken` as `broken` says."""
+
+    def __init__(self):
+        super().__init__()
+        self.is_broken, self.broken = False, lambda: web.Response(text="<html>502</html>")
+
+    async def handle(self, request):
+        self.bodies.append(body := await request.json())
+        if self.is_broken:
+            return self.broken()
+        return answer(stdout="42\n" if body["code"] == CONTROL_PROGRAM else body["code"])
+
+
+@pytest.fixture
+async def breaking():
+    server = Breaking()
+    await server.start()
+    yield server
+    await server.runner.cleanup()
+
+
+def controls(server) -> int:
+    return sum(body["code"] == CONTROL_PROGRAM for body in server.bodies)
+
+
+async def break_for(server, seconds: float) -> None:
+    server.is_broken = True
+    await asyncio.sleep(seconds)
+    server.is_broken = False
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [lambda: web.Response(text="{"), lambda: answer("SandboxError"), lambda: web.Response(status=503)],
+    ids=["garbage", "SandboxError", "503"],
+)
+async def test_calls_wait_for_a_sandbox_that_is_unwell_and_none_is_blamed(breaking, client_of, broken):
+    client = client_of([breaking.url], backoff_s=0.01, max_attempts=2)
+    assert (await client.run("first")).status == "ok"
+    breaking.broken = broken
+    healing = asyncio.create_task(break_for(breaking, AWAY_S))
+    await asyncio.sleep(0)
+    results = await asyncio.gather(*(client.run(f"program {i}", timeout_s=5) for i in range(50)))
+    await healing
+    assert {(result.status, result.stdout) for result in results} == {("ok", f"program {i}") for i in range(50)}
+    assert all(result.attempts > 2 for result in results)
+    # Of 50 calls each looks once, to learn whom to blame; then one looks for all.
+    assert controls(breaking) <= 50 + AWAY_S / recovery.EVERY_S + 2
+
+
+async def test_a_server_that_is_started_again_on_its_port_costs_no_call(client_of, caplog):
+    server = Breaking()
+    await server.start()
+    client = client_of([server.url], backoff_s=0.01, max_attempts=2)
+    assert (await client.run("first")).status == "ok"
+    port = server.runner.addresses[0][1]
+    await server.runner.cleanup()
+    waiting = asyncio.create_task(client.run("second", timeout_s=5))
+    await asyncio.sleep(AWAY_S)
+    assert not waiting.done()
+    server.runner = web.AppRunner(app := web.Application(), shutdown_timeout=0.01)
+    app.router.add_post("/run_code", server.handle)
+    await server.runner.setup()
+    await web.TCPSite(server.runner, "127.0.0.1", port).start()
+    assert (await waiting).stdout == "second"
+    await server.runner.cleanup()
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "calls wait for one" in said[0] and "answers again" in said[1]
+
+
+async def test_one_that_stays_away_is_a_failure_by_the_deadline(breaking, client_of):
+    client = client_of([breaking.url], backoff_s=0.01, max_attempts=2, queue_timeout_s=0.5)
+    await client.run("first")
+    breaking.is_broken, began = True, time.monotonic()
+    result = await client.run("second", timeout_s=0.1)
+    assert result.status == "sandbox_failure" and "HTML" not in result.stderr
+    assert 0.3 < time.monotonic() - began < 0.8
+
+
+async def test_one_that_never_answered_is_not_waited_for(client_of):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    began = time.monotonic()
+    assert (await client_of([url], backoff_s=0.01).run("first")).status == "sandbox_failure"
+    assert time.monotonic() - began < 1
+
+
+async def test_a_call_of_a_session_does_not_wait_as_its_state_is_gone(start, client_of):
+    fake = await start(lambda: in_session(1), lambda: web.Response(status=503))
+    client = client_of([fake.url], backoff_s=0.01, max_attempts=2)
+    assert (await client.run("first", session_id="s")).status == "ok"
+    began = time.monotonic()
+    assert (await client.run("second", session_id="s")).status == "sandbox_failure"
+    assert time.monotonic() - began < 1
+
+
+async def test_one_waiter_that_is_cancelled_takes_the_look_from_no_other():
+    back = asyncio.Event()
+
+    async def is_back() -> bool:
+        return back.is_set()
+
+    watch = recovery.Recovery(is_back)
+    first, second = (asyncio.create_task(watch.wait(5)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.sleep(0.1)
+    assert not second.done()
+    second.cancel()
+    third = asyncio.create_task(watch.wait(5))  # before the look that nobody waits for has ended
+    await asyncio.sleep(0)
+    back.set()
+    assert await third

@@ -1,0 +1,59 @@
+"""`scripts/soak.py`: when something dies, what is watched, and what counts as growth."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+
+@pytest.fixture
+def script(load_script):
+    return load_script("soak")
+
+
+def test_deaths_are_spread_over_the_steps_and_usage_is_noted_until_the_run_ends(script, monkeypatch, tmp_path):
+    died = []
+    monkeypatch.setattr(script, "kill_sandbox", lambda scene, away_s: died.append("sandbox"))
+    monkeypatch.setattr(script, "engine_killed", lambda scene: died.append("server"))
+    monkeypatch.setattr(script, "EVERY_S", 0.05)
+    scene = SimpleNamespace(run=tmp_path, ended=threading.Event(), processes=lambda: [psutil.Process()])
+    usage = tmp_path / "usage.jsonl"
+    thread = threading.Thread(target=script.die_again_and_again, args=(scene, 34, usage))
+    thread.start()
+    metrics = tmp_path / "metrics-1.jsonl"
+    metrics.write_text("")
+    for step, deaths in ((1, 0), (2, 1), (4, 2), (6, 3), (12, 6), (30, 15)):
+        with open(metrics, "a") as file:
+            file.writelines(f'{{"step": {each}, "data": {{}}}}\n' for each in range(1, step + 1))
+        deadline = time.monotonic() + 5
+        while len(died) < deaths:
+            assert time.monotonic() < deadline, (step, died)
+            time.sleep(0.02)
+        time.sleep(0.3)
+        assert len(died) == deaths
+    assert died == ["sandbox", "sandbox", "server"] * 5
+    scene.ended.set()
+    thread.join(5)
+    assert not thread.is_alive()
+    lines = [json.loads(line) for line in usage.read_text().splitlines()]
+    assert len(lines) > 5 and all(line["processes"] == 1 and line["files"] > 0 < line["memory_mb"] for line in lines)
+
+
+def test_usage_is_that_of_all_processes_and_one_that_has_ended_counts_nothing(script):
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    both = script.Usage.of([psutil.Process(), gone := psutil.Process(child.pid)])
+    child.communicate(b"\n")
+    alone = script.Usage.of([psutil.Process(), gone])
+    assert (both.processes, alone.processes) == (2, 1)
+    assert both.files > alone.files > 0 < alone.memory_mb < both.memory_mb
+
+
+@pytest.mark.parametrize(("last", "grown"), [([5, 5, 9, 5, 9], (5, 5)), ([7, 9, 9, 8, 9], (5, 7))])
+def test_growth_is_from_behind_the_start_to_the_end_without_what_comes_and_goes(script, last, grown):
+    usages = [{"files": n} for n in [1, 2, 2, 3, 4, 5, 6, 6, 6, 6, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, *last]]
+    assert script.growth(usages, "files") == grown
