@@ -34,7 +34,8 @@ CALL = _struct(
     turn=pa.int32(),  # index into `turns` of the model's turn that made it
     tool=pa.string(),  # null: a call that could not be run
     code=pa.string(),  # the program, or the arguments of another tool as JSON
-    stdout=pa.string(),  # what the tool said, stderr and exit code in it where the tool gives one text alone
+    # What the tool said, stderr and exit code in it where the tool gives one text alone. Of a long one, both ends.
+    stdout=pa.string(),
     stderr=pa.string(),
     status=pa.string(),  # "ok", "error", "timeout", ...: `tool_use`'s words; "not_run"
     fault=pa.string(),  # of outcome.Fault; null where the call ended well or was not run
@@ -67,7 +68,7 @@ TRAJECTORIES = pa.schema(
         "end_reason": pa.string(),  # of outcome.RolloutEnd
         "exception": pa.string(),  # what was raised, or what the tool's failure says
         "fault": pa.string(),  # of outcome.Fault
-        "score": pa.float64(),
+        "score": pa.float64(),  # null where infrastructure failed, as `acc`
         "acc": pa.float64(),
         "reward_parts": pa.string(),  # JSON: all that the reward manager says
         "verdict": VERDICT,

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,9 @@ _NAME = re.compile(r"(step|val)_(\d{6,})\.parquet")
 _PART = ".tmp"
 _LONG = ("prompt", "text", "code", "stdout", "stderr", "reward_parts", "tool_use")  # columns that are most of a file
 _OF_STEPS = tuple(kind for kind in SCHEMAS if kind != "waiting")
-_CHUNK = 256  # rows that are in memory at once, and a row group of the file
+_CHUNK = 256  # rows that are in memory at once
+_BATCH = 64  # rows that are in memory at once where a file is read row by row
+_GROUP_BYTES = 2**24  # about those of a row group of the file, at the most: who reads takes them one by one
 
 
 def _options(schema: pa.Schema) -> dict[str, Any]:
@@ -96,7 +99,8 @@ def write(path: Path, kind: str, rows: Rows, notes: Notes = None) -> int:
                 rows = ()
             left = iter(rows)
             while chunk := list(itertools.islice(left, _CHUNK)):
-                writer.write_table(pa.Table.from_pylist(chunk, schema=schema))
+                table = pa.Table.from_pylist(chunk, schema=schema)
+                writer.write_table(table, max(1, len(chunk) * _GROUP_BYTES // max(1, table.nbytes)))
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
@@ -110,6 +114,24 @@ def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Mappin
     write(path, "trajectories", change(table.to_pylist()), notes)
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+    try:
+        with pq.ParquetFile(path) as file:
+            version = (file.schema_arrow.metadata or {}).get(VERSION_KEY, b"none").decode()
+            if version != VERSION:
+                raise BrokenRecords(f"{path} has records of version {version}, expected {VERSION}.")
+            known = SCHEMAS.get(path.parent.name)  # where the file was moved elsewhere, nobody knows
+            if lacks := sorted(set(known.names if known else ()) - set(file.schema_arrow.names)):
+                raise BrokenRecords(f"{path} lacks columns of version {VERSION}: {', '.join(lacks)}.")
+            yield file
+    except (pa.ArrowException, EOFError) as error:
+        raise BrokenRecords(
+            f"{path} cannot be read ({error}). Expected records in Parquet, version {VERSION}; the file was cut short "
+            "or changed after it was written. Remove it, or restore it."
+        ) from error
+
+
 def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """The rows of a file.
 
@@ -119,17 +141,15 @@ def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         BrokenRecords: the file is cut short or none of this version.
         FileNotFoundError: it is gone, as retention removes old ones while a run goes on.
     """
-    try:
-        with pq.ParquetFile(path) as file:
-            version = (file.schema_arrow.metadata or {}).get(VERSION_KEY, b"none").decode()
-            if version != VERSION:
-                raise BrokenRecords(f"{path} has records of version {version}, expected {VERSION}.")
-            return file.read(columns=None if columns is None else list(columns))
-    except (pa.ArrowException, EOFError) as error:
-        raise BrokenRecords(
-            f"{path} cannot be read ({error}). Expected records in Parquet, version {VERSION}; the file was cut short "
-            "or changed after it was written. Remove it, or restore it."
-        ) from error
+    with _opened(path) as file:
+        return file.read(columns=None if columns is None else list(columns))
+
+
+def stream(path: Path) -> Iterator[dict[str, Any]]:
+    """As `read`, all columns, a few rows in memory at a time."""
+    with _opened(path) as file:
+        for batch in file.iter_batches(_BATCH):
+            yield from batch.to_pylist()
 
 
 def tables(

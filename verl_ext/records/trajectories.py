@@ -15,6 +15,7 @@ from verl_ext.outcome import INFRASTRUCTURE_FAILURES, Fault, RolloutEnd, rollout
 from verl_ext.records import jsonl
 
 Row = Mapping[str, Any]
+MAX_OUTPUT = 2**15  # characters of stdout, and of stderr, that are kept of a call; the model sees fewer
 
 
 def rollout_row(
@@ -41,7 +42,7 @@ def rollout_row(
         "end_reason": str(end),
         "exception": next((call["stderr"] for call in calls if call["fault"] == Fault.INFRASTRUCTURE), None),
         "fault": str(_ENDS[end].fault) if end in _ENDS else None,
-        "score": score,
+        "score": None if end in INFRASTRUCTURE_FAILURES else score,
         "acc": None if end in INFRASTRUCTURE_FAILURES else info.get("acc"),
         "reward_parts": _json(info),
         "verdict": {name: _text(info.get(key) or None) for name, key in _VERDICT},
@@ -118,8 +119,16 @@ def _call(call: Row, turn: int) -> dict[str, Any]:
         return row | {"status": "failure", "stderr": _text(call["failure"]), "fault": str(Fault.INFRASTRUCTURE)}
     said = call["output"] if call["stdout"] is None else call["stdout"]
     fault = str(Fault.MODEL) if call["error"] else None
-    texts = {"stdout": _text(said), "stderr": _text(call["stderr"])}
+    texts = {"stdout": cut(_text(said)), "stderr": cut(_text(call["stderr"]))}
     return row | texts | {"status": call["error"] or "ok", "fault": fault}
+
+
+def cut(text: str | None) -> str | None:
+    """What is kept of an output: its two ends where it is longer than MAX_OUTPUT. A sandbox may give a MB of it."""
+    if text is None or len(text) <= MAX_OUTPUT:
+        return text
+    half = MAX_OUTPUT // 2
+    return f"{text[:half]}\n[{len(text) - 2 * half} characters are not recorded]\n{text[-half:]}"
 
 
 def _json(value: Row) -> str:

@@ -28,8 +28,9 @@ def main() -> None:
         listener = listen(args.port)
     except (NoRun, ValueError) as error:
         sys.exit(str(error))
-    except OSError as error:
-        sys.exit(f"Port {args.port} of {HOST} cannot be had ({error.strerror}). --port 0 takes a free one.")
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", error)
+        sys.exit(f"Port {args.port} of {HOST} cannot be had ({why}). --port 0 takes a free one.")
     port = listener.getsockname()[1]
     print(f"http://{HOST}:{port}/ shows {', '.join(names)}. Ctrl-C ends it.", flush=True)
     uvicorn.Server(uvicorn.Config(create_app(runs, port), log_level="warning")).run(sockets=[listener])

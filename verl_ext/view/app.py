@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import duckdb
 import jinja2
 from markupsafe import Markup
 from starlette.applications import Starlette
@@ -73,7 +74,7 @@ def diagnose(request: Request) -> Response:
 def open_step(request: Request) -> Response:
     """The records of a step, or those of the nearest step that has some."""
     run, step = run_of(request), request.path_params["step"]
-    found = [(abs(int(key[-6:]) - step), key.startswith("val"), key) for key in run.files()]
+    found = [(abs(data.step_of(key) - step), key.startswith("val"), key) for key in run.files()]
     if not found:
         raise HTTPException(404, f"{run.name} has no records of rollouts, so step {step} cannot be opened.")
     return RedirectResponse(f"/run/{run.number}/{min(found)[2]}")
@@ -132,8 +133,13 @@ def eval_file(request: Request) -> Response:
     """The rollouts of a run in inspect_ai's form."""
     run = run_of(request)
     with tempfile.NamedTemporaryFile(suffix=".eval", delete=False) as file:
-        export.write_eval(run, list(run.files()), Path(file.name))
-    return FileResponse(file.name, filename="run.eval", background=BackgroundTask(Path(file.name).unlink))
+        path = Path(file.name)
+    try:
+        export.write_eval(run, list(run.files()), path)
+    except BaseException:
+        path.unlink()
+        raise
+    return FileResponse(path, filename="run.eval", background=BackgroundTask(path.unlink))
 
 
 def code_page(request: Request) -> Response:
@@ -163,7 +169,8 @@ def page(request: Request, template: str, **values: Any) -> Response:
     html = TEMPLATES.get_template(template).render(values | {"runs": request.app.state.runs})
     if not exported:
         return HTMLResponse(html)
-    name = re.sub(r"[^\w.-]+", "_", f"{request.url.path} {request.query_params.get('uid', '')}").strip("_") or "runs"
+    uid = request.query_params.get("uid", "")
+    name = re.sub(r"[^\w.-]+", "_", f"{request.url.path} {uid}", flags=re.ASCII).strip("_") or "runs"
     html = re.sub(r' (?:href|action)="/[^"]*"', "", html)
     return HTMLResponse(html, headers={"Content-Disposition": f'attachment; filename="{name}.html"'})
 
@@ -171,6 +178,13 @@ def page(request: Request, template: str, **values: Any) -> Response:
 def refuse(request: Request, error: HTTPException) -> Response:
     html = TEMPLATES.get_template("message.html").render(message=error.detail, path="", query={})
     return HTMLResponse(html, error.status_code)
+
+
+def refuse_size(request: Request, error: duckdb.OutOfMemoryException) -> Response:
+    most = data.DATABASE["memory_limit"]
+    message = f"This page needs more than {most} of memory, the most that the viewer takes. Open a step or a group."
+    html = TEMPLATES.get_template("message.html").render(message=message, path="", query={})
+    return HTMLResponse(html, 413)
 
 
 def run_of(request: Request) -> data.Run:
@@ -208,7 +222,7 @@ TEMPLATES = jinja2.Environment(
     undefined=jinja2.StrictUndefined,
     finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else text.plain(value),
 )
-TEMPLATES.filters |= {"cut": text.cut, "highlight": text.highlight, "number": text.number}
+TEMPLATES.filters |= {"step_of": data.step_of, "cut": text.cut, "highlight": text.highlight, "number": text.number}
 TEMPLATES.globals |= {"address": address, "inline": charts.inline, "policy": charts.inline_policy, "styles": STYLES,
                       "scripts": SCRIPTS, "group": group, "curves": curves, "timeline": timeline,
                       "purposes": purposes, "token_columns": tokens.COLOURED}  # fmt: skip
@@ -235,7 +249,7 @@ def create_app(runs: Sequence[data.Run], port: int) -> Starlette:
     """The viewer of these runs; `port` is the one that browsers name in `Host`."""
     static = StaticFiles(directory=STATIC, packages=[("verl_ext.plots", "static")])
     routes = [*(Route(path, show) for path, show in ROUTES.items()), Mount("/static", static)]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: refuse})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: refuse, duckdb.OutOfMemoryException: refuse_size})
     app.add_middleware(BaseHTTPMiddleware, dispatch=guard)
     app.state.runs, app.state.port = list(runs), port
     return app

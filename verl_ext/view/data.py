@@ -4,8 +4,9 @@ Columns: verl_ext/records/schema.py. A file of a step is called by its `key`: it
 "val_000020".
 """
 
+import functools
 import glob
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,10 @@ LIGHT = (  # all but the long texts
     "key, uid, session, index, problem, id, left(prompt, 300) AS prompt, domain, score, acc, outcome, outcome_why,"
     " end_reason, exception, len(calls) AS num_calls, coalesce(verdict.normalised, verdict.extracted) AS answer"
 )
-FILES = "SELECT * EXCLUDE filename, parse_filename(filename, true) AS key FROM read_parquet($paths, filename=true)"
+FILES = (  # a folder `domain=math` of a sweep is no column
+    "SELECT * EXCLUDE filename, parse_filename(filename, true) AS key"
+    " FROM read_parquet($paths, filename=true, hive_partitioning=false)"
+)
 PAGE = 200  # groups on a page
 DATABASE = {"memory_limit": "400MB", "threads": 2, "preserve_insertion_order": True} | dict.fromkeys(
     ("autoinstall_known_extensions", "autoload_known_extensions"), False
@@ -32,8 +36,18 @@ def state_of(path: Path) -> State | None:
     """None where it is gone, as retention and a resume remove files while one looks."""
     try:
         return path, (found := path.stat()).st_mtime_ns, found.st_size
-    except FileNotFoundError:
+    except OSError:
         return None
+
+
+def step_of(key: str) -> int:
+    return int(key.partition("_")[2])
+
+
+@functools.cache
+def _database() -> duckdb.DuckDBPyConnection:
+    """One for all runs: its memory has a bound."""
+    return duckdb.connect(config=DATABASE)
 
 
 class Run:
@@ -45,7 +59,6 @@ class Run:
 
     def __init__(self, folder: Path, name: str, number: int):
         self.folder, self.name, self.number = training_folder(folder, "rl", "sft"), name, number
-        self._database = duckdb.connect(config=DATABASE)
         self._broken: dict[State | Path, str | None] = {}  # what is wrong with a file
         self._metrics: tuple[Any, Metrics, list[str]] | None = None  # of which states of files; what is wrong with them
 
@@ -81,6 +94,8 @@ class Run:
 
         Args:
             values: of each `$name` in the query.
+        Raises:
+            duckdb.OutOfMemoryException: it needs more than DATABASE allows.
         """
         for attempt in range(2):
             files = self.files(kind)
@@ -88,16 +103,27 @@ class Run:
             if not paths:
                 return []
             try:
-                cursor = self._database.cursor()
+                cursor = _database().cursor()
                 cursor.execute(f"WITH records AS ({FILES}) {sql}", {"paths": paths, **(values or {})})
                 names = [column[0] for column in cursor.description]
                 return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+            except duckdb.OutOfMemoryException:
+                raise
             except duckdb.Error:
                 listed = [file for file in store.files_of(self.folder, kind) if glob.escape(str(file.path)) in paths]
                 faults = [self._fault_of(file, None) for file in listed]
                 if attempt or (not any(faults) and len(listed) == len(paths)):
                     raise
         raise AssertionError
+
+    def rows(self, key: str) -> Iterator[dict[str, Any]]:
+        """The rollouts of a file, with its `key`, a few in memory at a time; what follows damage is left out."""
+        try:
+            for row in store.stream(self.files()[key]):
+                yield row | {"key": key}
+        except store.BrokenRecords as error:
+            path = store.path_of(self.folder, "trajectories", step_of(key), validate=key.startswith("val"))
+            self._broken[state_of(path) or path] = str(error)
 
     def metrics(self) -> Metrics:
         """The run's curves, as all commands read them; a line that is still being written is left for the next look."""
@@ -107,7 +133,7 @@ class Run:
             for path in states:
                 try:
                     read_metrics([path])
-                except ValueError as error:
+                except (ValueError, OSError) as error:
                     faults[path] = f"{path} is not shown: {error}"
             good = read_metrics([path for path in states if path not in faults])
             self._metrics = states, good, list(faults.values())

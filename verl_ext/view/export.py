@@ -15,7 +15,7 @@ from verl_ext.view.timeline import lanes
 
 
 def write_eval(run: Run, keys: Sequence[str], out: Path) -> int:
-    """Write rollouts as a log of inspect_ai, which `inspect view` opens, one step in memory at a time.
+    """Write rollouts as a log of inspect_ai, which `inspect view` opens, a few in memory at a time.
 
     Source: the log format, version 2, of inspect_ai 0.3.285: a zip with header.json, summaries.json and a file for each
     sample. A group is a sample, its rollouts the epochs; one that was not judged has an error and no score.
@@ -26,7 +26,7 @@ def write_eval(run: Run, keys: Sequence[str], out: Path) -> int:
     accs, ids, number, epochs = [], {}, 0, 1
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file, tempfile.TemporaryFile() as summaries:
         for key in keys:
-            for row in run.ask("SELECT * FROM records ORDER BY index, uid, session", keys=[key]):
+            for row in run.rows(key):
                 sample = _sample(row, f"{key}/{row['uid']}")
                 ids[sample["id"]] = None
                 accs += [] if row["acc"] is None else [row["acc"]]

@@ -3,6 +3,7 @@
 import difflib
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -18,19 +19,19 @@ def answer(row: Rollout) -> str:
 
 
 def clusters(rows: Sequence[Rollout]) -> list[tuple[str, list[Rollout]]]:
-    """(answer, its samples): right ones first, then by number; a sample that was not judged is in a cluster of its own
-    kind, since its answer says nothing."""
-    found: dict[tuple[bool, str], list[Rollout]] = {}
+    """(answer, its samples, which are all right or all wrong): right ones first, then by number; a sample that was not
+    judged is in a cluster of its own kind, since its answer says nothing."""
+    found: dict[tuple[float | None, str], list[Rollout]] = {}
     for row in rows:
-        judged = row["acc"] is not None
-        found.setdefault((judged, answer(row) if judged else "not judged"), []).append(row)
-    order = sorted(found.items(), key=lambda item: (not item[0][0], -(item[1][0]["acc"] or 0), -len(item[1])))
+        name = "not judged" if row["acc"] is None else answer(row)
+        found.setdefault((row["acc"], name), []).append(row)
+    order = sorted(found.items(), key=lambda item: (item[0][0] is None, -(item[0][0] or 0), -len(item[1])))
     return [(name, members) for (_, name), members in order]
 
 
 def spread(rows: Sequence[Rollout]) -> tuple[float, float] | None:
-    """Mean and sample standard deviation of the judged scores; None for fewer than two."""
-    scores = [row["score"] for row in rows if row["score"] is not None]
+    """Mean and sample standard deviation of the judged scores; None for fewer than two finite ones."""
+    scores = [row["score"] for row in rows if row["score"] is not None and math.isfinite(row["score"])]
     return (statistics.fmean(scores), statistics.stdev(scores)) if len(scores) > 1 else None
 
 

@@ -50,7 +50,8 @@ def compare(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Any]
 def draws(runs: Sequence[Run], problem: str) -> list[dict[str, Any]]:
     """Every group of a problem: run, key, uid, judged, acc, score, calls, tokens, id; by run, then time."""
     sql = (
-        "SELECT key[-6:] AS moment, key, uid, count(acc) AS judged, avg(acc) AS acc, avg(score) AS score,"
+        "SELECT split_part(key, '_', 2)::BIGINT AS moment, key, uid, count(acc) AS judged, avg(acc) AS acc,"
+        " avg(score) AS score,"
         " avg(len(calls)) AS calls, avg(response_tokens) AS tokens, min(outcome) AS outcome,"
         " min(id) AS id"
         " FROM records WHERE problem = $problem GROUP BY ALL ORDER BY moment, key, uid"

@@ -26,7 +26,7 @@ from typing import Any
 from verl_ext.plots.charts import Chart
 from verl_ext.records.run_record import Metrics
 from verl_ext.view import curves, text
-from verl_ext.view.data import Run, State, state_of
+from verl_ext.view.data import Run, State, state_of, step_of
 
 PURPOSES = ("other tool", "not Python", "no computation", "checking", "simulation", "algebra", "enumeration",
             "iteration", "numerics", "calculation")  # fmt: skip
@@ -100,7 +100,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 def over_training(run: Run) -> Metrics:
     """`summary` of SAMPLE judged responses of each step of training."""
     files = {key: path for key, path in run.files().items() if key.startswith("step")}
-    return Metrics({int(key[-6:]): _of_file(run, key, state_of(path)) for key, path in files.items()}, set())
+    return Metrics({step_of(key): _of_file(run, key, state_of(path)) for key, path in files.items()}, set())
 
 
 @lru_cache(maxsize=20_000)

@@ -1,5 +1,6 @@
 """A step's time: who did what when, and what the trainer waited for."""
 
+import heapq
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,16 +35,21 @@ def lanes(rows: Sequence[Interval]) -> list[dict[str, Any]]:
     start, end = min(row["start_s"] for row in rows), max(row["end_s"] for row in rows)
     scale = 1000 / ((end - start) or 1)
     found: dict[str, dict[str, Any]] = {}
+    ends: dict[str, list[tuple[float, int]]] = {}  # of each lane: when its rows end, the first of them on top
     for row in sorted(rows, key=lambda row: (row["lane"] != "trainer", row["lane"], row["start_s"])):
         lane = found.setdefault(row["lane"], {"name": row["lane"], "rows": [], "seconds": {}})
         seconds = row["end_s"] - row["start_s"]
         lane["seconds"][row["what"]] = lane["seconds"].get(row["what"], 0.0) + seconds
-        place = next((line for line in lane["rows"] if line[-1]["end_s"] <= row["start_s"]), None)
-        if place is None:
-            lane["rows"].append(place := [])
+        free = ends.setdefault(row["lane"], [])
+        if free and free[0][0] <= row["start_s"]:
+            number = heapq.heapreplace(free, (row["end_s"], free[0][1]))[1]
+        else:
+            number = len(lane["rows"])
+            lane["rows"].append([])
+            heapq.heappush(free, (row["end_s"], number))
         kind = WHATS.index(row["what"]) if row["what"] in WHATS else len(WHATS) - 1
         shape = {"x": (row["start_s"] - start) * scale, "width": max(0.5, seconds * scale)}
-        place.append(row | shape | {"kind": kind, "s": seconds})
+        lane["rows"][number].append(row | shape | {"kind": kind, "s": seconds})
     return list(found.values())
 
 

@@ -47,10 +47,12 @@ def colours(column: str, rows: Sequence[dict[str, Any]]) -> tuple[list[str], lis
 
 
 def foreign(rows: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]) -> list[int]:
-    """Positions of the tokens that train though the model did not write them: mask 1 within a tool's turn.
+    """Positions of the tokens that train though the model did not write them: mask 1 outside the model's turns.
 
-    By the turn that the token names, and by where the trajectory says that the tool's turns stand.
+    By the turn that the token names, and by where the trajectory says that the model's turns stand. Without turns, as
+    of another project's agent loop, nobody knows.
     """
-    tool = {number: turn for number, turn in enumerate(turns) if turn["role"] != "model"}
-    places = {place for turn in tool.values() for place in range(turn["start"], turn["start"] + turn["tokens"])}
-    return [row["position"] for row in rows if row["mask"] and (row["position"] in places or row["turn"] in tool)]
+    own = {number: turn for number, turn in enumerate(turns) if turn["role"] == "model"}
+    places = {place for turn in own.values() for place in range(turn["start"], turn["start"] + turn["tokens"])}
+    trained = [row for row in rows if row["mask"]] if turns else []
+    return [row["position"] for row in trained if row["position"] not in places or row["turn"] not in own]

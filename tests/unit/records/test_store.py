@@ -5,6 +5,7 @@ import os
 import time
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from verl_ext.records import store
@@ -117,7 +118,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part(tmp_path, monkeypatc
     path = store.path_of(tmp_path, "trajectories", 1)
     store.write(path, "trajectories", [ROW])
 
-    def full(writer, table):
+    def full(writer, table, rows):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store.pq.ParquetWriter, "write_table", full)
@@ -190,3 +191,22 @@ def test_retention_keeps_what_waits_at_every_checkpoint_that_is_there(tmp_path):
     assert [file.step for file in store.files_of(tmp_path)] == [4, 5, 6] == sorted(sizes)
     assert [file.step for file in store.files_of(tmp_path, "waiting")] == [2, 3], "3 is the newest"
     assert store.sizes(tmp_path) == sizes
+
+
+def test_long_rows_stand_in_small_row_groups_and_short_ones_in_one(tmp_path, monkeypatch):
+    """Who reads a file takes a row group at a time."""
+    monkeypatch.setattr(store, "_GROUP_BYTES", 10_000)
+    path = store.path_of(tmp_path, "trajectories", 1)
+    for length, groups in ((10, 1), (2_000, 4)):
+        store.write(path, "trajectories", [ROW | {"prompt": "x" * length}] * 16)
+        assert pq.ParquetFile(path).num_row_groups == groups
+        assert len(list(store.stream(path))) == store.read(path).num_rows == 16
+
+
+def test_a_file_that_lacks_a_column_is_named(tmp_path):
+    path = store.path_of(tmp_path, "trajectories", 1)
+    store.write(path, "trajectories", [ROW])
+    table = store.read(path)
+    pq.write_table(table.drop_columns(["problem"]).replace_schema_metadata(table.schema.metadata), path)
+    with pytest.raises(store.BrokenRecords, match="lacks columns of version 2: problem"):
+        store.read(path)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from verl_ext.records import store
-from verl_ext.records.trajectories import problem_of, raised_row, rollout_row
+from verl_ext.records.trajectories import MAX_OUTPUT, problem_of, raised_row, rollout_row
 
 SAMPLE = {
     "uid": "u",
@@ -85,6 +85,7 @@ def test_a_failure_of_the_sandbox_is_the_infrastructures_and_has_no_verdict():
     turn = TURNS[0] | {"calls": [failed], "reply": None}
     row = row_of([turn], finish_reason="sandbox_failure")
     assert (row["end_reason"], row["fault"], row["acc"]) == ("sandbox_failure", "infrastructure", None)
+    assert row["score"] is None, "what the reward manager gives in place of one is in `reward_parts`"
     assert row["exception"] == "no answer" and row["calls"][0]["fault"] == "infrastructure"
     unverified = row_of(reward_extra_info={"acc": 0.0, "unverified": 1.0, "finish_reason": "answer"})
     assert (unverified["end_reason"], unverified["acc"]) == ("verifier_unknown", None)
@@ -149,3 +150,13 @@ def test_an_index_that_is_no_number_is_left_out_and_costs_no_row(tmp_path, index
     raised = raised_row(sample, ValueError("x"), validate=False, **times)
     store.write(store.path_of(tmp_path, "trajectories", 5), "trajectories", [whole, raised])
     assert [row["index"] for row in store.rows(tmp_path)] == [stored, stored]
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_of_a_long_output_both_ends_are_kept(stream):
+    said = "first" + "x" * 10**6 + "last"
+    ran = TURNS[0]["calls"][0] | {stream: said}
+    call = row_of([TURNS[0] | {"calls": [ran]}])["calls"][0]
+    assert call[stream].startswith("firstxxx") and call[stream].endswith("xxxlast")
+    assert len(call[stream]) < MAX_OUTPUT + 100
+    assert f"[{len(said) - MAX_OUTPUT} characters are not recorded]" in call[stream]

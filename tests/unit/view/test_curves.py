@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from tests.unit.view.conftest import charts_of
 from tests.unit.view.synthetic import write_run
-from verl_ext.records.run_record import read_metrics
+from verl_ext.records.run_record import Metrics, read_metrics
 from verl_ext.view import curves
 
 REPO = Path(__file__).resolve().parents[3]
@@ -70,3 +70,14 @@ def test_an_alarm_links_to_the_line_that_helps(viewer, tmp_path, key, values, sa
     line = int(re.search(r'href="/diagnose#L(\d+)"', sentence)[1])
     assert curves.DIAGNOSE.read_text().splitlines()[line - 1].startswith(heading)
     assert f'id="L{line}"' in viewer(tmp_path / "run").get("/diagnose").text
+
+
+def test_what_no_alarm_could_look_at_is_named(client: TestClient) -> None:
+    page = client.get("/").text
+    assert "Not looked at, as the run does not log it: train/truncation_rate, failure/share_sandbox_failure" in page
+
+
+def test_the_entropy_that_a_bypassed_pass_leaves_is_looked_at() -> None:
+    falling = Metrics({step: {"actor/entropy_loss": 0.5**step} for step in range(8)}, set())
+    assert [alarm["sentence"][:21] for alarm in curves.alarms(falling)] == ["The entropy collapses"]
+    assert "actor/entropy" not in curves.not_logged(falling)

@@ -3,11 +3,13 @@
 import re
 from pathlib import Path
 
+import duckdb
 import pytest
 from starlette.testclient import TestClient
 
-from tests.unit.view.synthetic import write_step
+from tests.unit.view.synthetic import write_run, write_step
 from verl_ext.records import store
+from verl_ext.view.data import Run
 
 
 def has(text: str):
@@ -83,3 +85,29 @@ def test_a_step_that_is_written_again_is_read_again(client: TestClient, run_fold
     rows = store.read(store.path_of(run_folder, "trajectories", 2)).to_pylist()
     right = sum(row["acc"] == 1 for row in rows)
     assert client.get("/run/0/step_000002").text.count('class="dot right"') == right
+
+
+@pytest.mark.parametrize("name", ["domain=aime", "acc=1", "uid=3", "key=zz"])
+def test_a_folder_that_looks_like_a_partition_changes_no_column(viewer, tmp_path: Path, name: str) -> None:
+    client = viewer(write_run(tmp_path / name))
+    assert 'id="counts" role="status">20 of 20 rollouts, in 5 groups' in client.get("/run/0/step_000002").text
+    assert client.get("/run/0/step_000002/group?uid=s2-p1").text.count('class="sample card"') == 4
+
+
+def test_long_outputs_are_shown_and_a_query_beyond_the_memory_is_told(client, run_folder: Path, monkeypatch) -> None:
+    path = store.path_of(run_folder, "trajectories", 2)
+    rows = store.read(path).to_pylist()
+    call = next(row["calls"][0] for row in rows if row["calls"])
+    long = [row | {"calls": [call | {"stdout": str(i) * 2**15}] * 8} for i, row in enumerate(rows * 16)]
+    store.write(path, "trajectories", [row | {"uid": f"{row['uid']}-{i // 20}"} for i, row in enumerate(long)])
+    assert "320 of 320 rollouts" in client.get("/run/0/step_000002").text
+    assert client.get("/run/0/step_000002?text=77777").status_code == 200
+    assert client.get("/run/0/step_000002/group?uid=s2-p1-0").status_code == 200
+    assert client.get("/run/0/step_000002/timeline").status_code == 200
+
+    def too_large(*_, **__):
+        raise duckdb.OutOfMemoryException("needs more")
+
+    monkeypatch.setattr(Run, "ask", too_large)
+    answer = client.get("/run/0/step_000002")
+    assert answer.status_code == 413 and "more than 400MB of memory" in answer.text

@@ -11,6 +11,7 @@ import statistics
 import zipfile
 from pathlib import Path
 
+import pytest
 from starlette.testclient import TestClient
 
 from tests.unit.view.synthetic import intervals
@@ -86,3 +87,17 @@ def test_a_group_is_one_file_that_needs_nothing_else(client: TestClient) -> None
     assert 'filename="run_0_step_000002_group_s2-p1.html"' in answer.headers["content-disposition"]
     assert "Content-Security-Policy" in answer.text and "print(11 + 107)" in re.sub("<[^>]+>", "", answer.text)
     assert ' href="/' not in answer.text and " src=" not in answer.text
+
+
+def test_an_export_that_fails_leaves_no_file(client: TestClient, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(export, "_sample", lambda row, name: 1 / 0)
+    before = set(tmp_path.iterdir())
+    with pytest.raises(ZeroDivisionError):
+        client.get("/run/0/export.eval")
+    assert set(tmp_path.iterdir()) == before
+
+
+def test_a_name_that_no_header_takes_is_left_out_of_the_files(client: TestClient) -> None:
+    answer = client.get("/", params={"export": 1, "uid": "中"})
+    assert answer.status_code == 200 and 'filename="runs.html"' in answer.headers["content-disposition"]

@@ -6,6 +6,7 @@ import re
 import statistics
 from pathlib import Path
 
+import pytest
 from starlette.testclient import TestClient
 
 from verl_ext.records import store
@@ -125,3 +126,16 @@ def test_a_rollout_that_raised_is_shown_on_every_page(client: TestClient, run_fo
     for page in ("/run/0/step_000001", "/problems?a=0:first&b=0:last", "/problem?problem=p1", "/code",
                  "/run/0/export.eval"):  # fmt: skip
         assert client.get(page).status_code == 200
+
+
+def test_right_and_wrong_samples_without_an_answer_are_two_clusters() -> None:
+    """Of a verifier that finds no answer, but judges the text."""
+    rows = [{"acc": acc, "verdict": None, "session": i} for i, acc in enumerate((0.0, 1.0, 0.0))]
+    found = [(name, [row["session"] for row in members]) for name, members in group.clusters(rows)]
+    assert found == [("", [1]), ("", [0, 2])]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_score_that_is_no_number_leaves_mean_and_deviation_of_the_others(value: float) -> None:
+    assert group.spread([{"score": score} for score in (1.0, value, -1.0, None)]) == (0.0, math.sqrt(2))
+    assert group.spread([{"score": score} for score in (1.0, value)]) is None

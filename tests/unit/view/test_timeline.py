@@ -1,5 +1,6 @@
 """The timeline of a step: its lanes, and what the trainer waited for."""
 
+import time
 from pathlib import Path
 
 import pyarrow.parquet  # noqa: F401  pa.parquet
@@ -70,3 +71,10 @@ def test_a_step_without_times_says_so(client: TestClient, run_folder: Path) -> N
     store.rewrite(path, lambda rows: [row | {"turns": [], "calls": [], "timings": None} for row in rows])
     store.path_of(run_folder, "timeline", 2).unlink()
     assert "No times of this step were recorded" in client.get("/run/0/step_000002/timeline").text
+
+
+def test_thousands_of_intervals_that_overlap_are_placed_at_once() -> None:
+    rows = [interval("a:1", "generate", i / 1000, 100 + i / 1000, i) for i in range(8000)]
+    began = time.process_time()
+    (lane,) = timeline.lanes(rows)
+    assert len(lane["rows"]) == 8000 and time.process_time() - began < 2

@@ -90,3 +90,10 @@ def test_every_column_colours_a_page(client: TestClient) -> None:
 def test_a_response_without_tokens_says_so(client: TestClient) -> None:
     page = client.get("/run/0/val_000004/sample", params={"uid": "v4-p1", "session": 0}).text
     assert "No tokens of this response were recorded" in page
+
+
+def test_a_token_that_trains_behind_the_last_turn_is_foreign() -> None:
+    turns = [{"role": "model", "start": 0, "tokens": 2}]
+    rows = [{"position": position, "mask": True, "turn": turn} for position, turn in ((1, 0), (2, 0), (0, 9))]
+    assert tokens.foreign(rows, turns) == [2, 0]
+    assert tokens.foreign(rows, []) == [], "no turn is known"
