@@ -21,7 +21,7 @@ def check_batch(run: Run) -> Iterator[Finding]:
 
 
 def _check_rl(run: Run) -> Iterator[Finding]:
-    prompts, n, longest, mini = run.batch, run.n, run.longest, run.get(f"{ACTOR}.ppo_mini_batch_size")
+    prompts, n, mini = run.batch, run.n, run.get(f"{ACTOR}.ppo_mini_batch_size")
     per_server = run.tensor_parallel * run.get(f"{ROLLOUT}.pipeline_model_parallel_size", 1)
     if run.is_separate:
         yield from _check_separate(run, mini, per_server)
@@ -38,14 +38,7 @@ def _check_rl(run: Run) -> Iterator[Finding]:
     yield from _check_tokens(run, ACTOR, "ppo_max_token_len_per_gpu", "ppo_micro_batch_size_per_gpu", share)
     if run.get(f"{ROLLOUT}.log_prob_use_dynamic_bsz"):
         yield from _check_tokens(run, ROLLOUT, "log_prob_max_token_len_per_gpu")
-    max_model_len = run.get(f"{ROLLOUT}.max_model_len")
-    if max_model_len is None:
-        yield warn(f"""rollout.max_model_len is null: vLLM takes the model's maximum, and refuses to start
-            where its KV cache holds no sequence of that length
-            -> Set it to {longest}, or leave it to configs/shared/rl.yaml.""")
-    elif max_model_len < longest:
-        yield fail(f"""rollout.max_model_len={max_model_len} is below prompt + response = {longest} tokens: vLLM would
-            refuse -> Set it to {longest}, or leave it to configs/shared/rl.yaml.""")
+    yield from _check_model_len(run)
     response, reply = run.get("data.max_response_length"), run.get("retool.max_tool_response_tokens", 0)
     if reply >= response:
         yield fail(f"""retool.max_tool_response_tokens={reply} leaves nothing of a response of {response} tokens
@@ -58,6 +51,25 @@ def _check_rl(run: Run) -> Iterator[Finding]:
     if limit != response:
         yield warn(f"""the length penalty counts from reward_kwargs.max_resp_len={limit}, but responses end at
             {response} tokens -> Leave it at ${{data.max_response_length}}.""")
+
+
+def _check_model_len(run: Run) -> Iterator[Finding]:
+    """As verl 0.9.1 refuses, when the cluster is up already: workers/rollout/vllm_rollout/vllm_async_server.py:1107."""
+    longest, positions, given = run.longest, run.positions, run.get(f"{ROLLOUT}.max_model_len")
+    if given is None:
+        yield warn(f"""rollout.max_model_len is null: vLLM takes the model's maximum, and refuses to start
+            where its KV cache holds no sequence of that length
+            -> Set it to {longest}, or leave it to configs/shared/rl.yaml.""")
+    elif given < longest:
+        yield fail(f"""rollout.max_model_len={given} is below prompt + response = {longest} tokens: vLLM would
+            refuse -> Set it to {longest}, or leave it to configs/shared/rl.yaml.""")
+    if positions is not None and positions < max(longest, given or 0):
+        less = f"Set rollout.max_model_len={longest}."
+        if longest > positions:
+            less = f"""Lower data.max_response_length by {longest - positions}, or take a model with more positions:
+                verl reads max_position_embeddings of its config.json, whatever its rope scaling."""
+        yield fail(f"""prompt + response = {longest} and rollout.max_model_len={given} tokens, but the model has
+            max_position_embeddings={positions}: verl would refuse once its cluster is up -> {less}""")
 
 
 def _check_separate(run: Run, mini: int, per_server: int) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_ext.memory.shape import ModelShape, read_shape
+from verl_ext.memory.shape import ModelShape, read_positions, read_shape
 from verl_ext.settings import Retool, SftData, SftRetool
 from verl_ext.settings.checks import Problem, problems
 
@@ -132,6 +132,16 @@ class Run:
         if not self.is_rl:
             return self.get("data.max_length")
         return self.get("data.max_prompt_length") + self.get("data.max_response_length")
+
+    @cached_property
+    def positions(self) -> int | None:
+        """The model's `max_position_embeddings`, as verl reads it (and overrides it); None where that is not known."""
+        overrides = self.get(f"{self.model}.override_config") or {}
+        overrides = overrides.get("model_config", overrides)
+        try:
+            return overrides.get("max_position_embeddings") or read_positions(self.model_path or "")
+        except ValueError:  # no JSON: `shape_or_why` says so
+            return None
 
     @property
     def output_folder(self) -> Path:

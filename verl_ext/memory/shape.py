@@ -16,6 +16,12 @@ _KNOWN = {
     "Qwen3-0.6B": ("qwen3", 28, 1024, 3072, 16, 8, 128, 151936, True),
     "Qwen3-4B-Instruct-2507": ("qwen3", 36, 2560, 9728, 32, 8, 128, 151936, True),
 }
+_POSITIONS = {
+    "Qwen2.5-32B-Instruct": 32_768,
+    "Qwen2.5-7B-Instruct": 32_768,
+    "Qwen3-0.6B": 40_960,
+    "Qwen3-4B-Instruct-2507": 262_144,
+}
 
 
 @dataclass(frozen=True)
@@ -124,8 +130,24 @@ def read_shape(model: str) -> ModelShape | None:
         ValueError: its config.json is there, and is none of a dense decoder (json.JSONDecodeError is a ValueError).
         KeyError: a size is missing from it.
     """
-    path = Path(model).expanduser() / "config.json"
-    if path.is_file():
-        return ModelShape.from_config(json.loads(path.read_text(encoding="utf-8")))
+    if config := _read_config(model):
+        return ModelShape.from_config(config)
     sizes = _KNOWN.get(model.rpartition("/")[2]) if model.count("/") == 1 else None
     return ModelShape(*sizes) if sizes else None
+
+
+def read_positions(model: str) -> int | None:
+    """Tokens that a sequence of the model may have, its `max_position_embeddings`; None where that is not told.
+
+    As verl 0.9.1 takes it (workers/rollout/utils.py:31): the text model's where the whole has none, and rope scaling
+    does not raise it. Any kind of model has it; raises json.JSONDecodeError.
+    """
+    if config := _read_config(model):
+        text = config.get("text_config") or {}
+        return config.get("max_position_embeddings") or text.get("max_position_embeddings")
+    return _POSITIONS.get(model.rpartition("/")[2]) if model.count("/") == 1 else None
+
+
+def _read_config(model: str) -> dict[str, Any] | None:
+    path = Path(model).expanduser() / "config.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

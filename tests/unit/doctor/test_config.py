@@ -13,6 +13,7 @@ from verl_ext.settings import CONFIGS, VERL, FailedSamples
 RUNS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 DATA = ("data.train_files=train.parquet", "data.val_files=val.parquet")
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+MANY_TOKENS = [f"{ACTOR}.ppo_max_token_len_per_gpu=40000", f"{ROLLOUT}.log_prob_max_token_len_per_gpu=40000"]
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -150,6 +151,23 @@ def test_reward_settings_are_read_by_the_class_that_uses_them(make_run, told, on
 def test_rl_batches_that_do_not_fit(overrides, level, message, make_run, told):
     texts = told(check_batch(make_run("qwen2-32b_dapo", *overrides)), level)
     assert any(message in text for text in texts), texts
+
+
+def test_no_sequence_is_longer_than_the_model_has_positions(make_run, told, only_ok, tmp_path):
+    """Qwen2.5-7B: 32,768. 2,048 + 30,720 = 32,768; 2,048 + 32,768 = 34,816, which is 2,048 more."""
+    only_ok(check_batch(make_run("qwen2-7b_dapo", "data.max_response_length=30720", *MANY_TOKENS)))
+    text = told(check_batch(make_run("qwen2-7b_dapo", "data.max_response_length=32768", *MANY_TOKENS)), Level.FAIL)[0]
+    assert "max_model_len=34816 tokens, but the model has max_position_embeddings=32768: verl would refuse" in text
+    assert "-> Lower data.max_response_length by 2048, or take a model with more positions" in text
+    longer = make_run("qwen2-7b_dapo", f"{ROLLOUT}.max_model_len=40000")
+    assert "-> Set rollout.max_model_len=18432." in told(check_batch(longer), Level.FAIL)[0]
+    null = ["data.max_response_length=32768", f"{ROLLOUT}.max_model_len=null"]
+    assert "max_model_len=None" in told(check_batch(make_run("qwen2-7b_dapo", *null, *MANY_TOKENS)), Level.FAIL)[0]
+    override = "+actor_rollout_ref.model.override_config={max_position_embeddings: 65536}"
+    only_ok(check_batch(make_run("qwen2-7b_dapo", f"{ROLLOUT}.max_model_len=40000", override)))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{")  # which the estimate of memory tells
+    only_ok(check_batch(make_run("tiny_dapo")))
 
 
 SEPARATE = ["trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=8"]

@@ -1,10 +1,11 @@
 """Parameters of the recipes' models, against those that transformers makes."""
 
 import dataclasses
+import json
 
 import pytest
 
-from verl_ext.memory.shape import read_shape
+from verl_ext.memory.shape import read_positions, read_shape
 
 # sum(p.numel()) of the whole models made on the meta device
 EXPECTED = {
@@ -29,6 +30,33 @@ def test_parameters_are_those_that_transformers_makes(name, tmp_path):
     assert shape.parameters == sum(parameter.numel() for parameter in model.parameters())
     config.save_pretrained(tmp_path)
     assert read_shape(str(tmp_path)) == shape
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"max_position_embeddings": 64}, 64),
+        ({"model_type": "mixtral", "text_config": {"max_position_embeddings": 32}}, 32),
+        ({"max_position_embeddings": 64, "text_config": {"max_position_embeddings": 32}}, 64),
+        ({"max_position_embeddings": 64, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 64),
+        ({"model_type": "qwen2"}, None),
+    ],
+)
+def test_positions_are_those_that_verl_reads(config, positions, tmp_path):
+    from types import SimpleNamespace
+
+    from verl.workers.rollout.utils import get_max_position_embeddings
+
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_positions(str(tmp_path)) == positions
+    if positions:
+        text = SimpleNamespace(**config.get("text_config", {}))
+        assert get_max_position_embeddings(SimpleNamespace(**config | {"text_config": text})) == positions
+
+
+def test_positions_of_the_recipes_models_are_known():
+    assert {read_positions(f"Qwen/{name}") for name in EXPECTED} == {32_768, 40_960, 262_144}
+    assert read_positions("Qwen2.5-7B-Instruct") is None, "a folder that is not here"
 
 
 @pytest.mark.parametrize(
