@@ -134,14 +134,16 @@ def _check_rollout(run: Run, plan: Plan, memory: Memory, gpu_gib: float) -> Iter
     if run.has_hybrid_servers and memory.sync / GIB + 2 * CONTEXT_GIB > gpu_gib:
         yield say(f"""while weights are sent, vLLM's {memory.vllm_weights / GIB:.0f} GiB and the actor's make
             {memory.sync / GIB:.0f} -> A larger tensor_model_parallel_size, or optimizer_offload.""")
-    parallel, longest = run.tensor_parallel, run.longest
+    parallel, longest, room = run.tensor_parallel, run.longest, max(run.longest, run.max_model_len or 0)
     tokens = kv_tokens(plan.shape, (vllm - CONTEXT_GIB) * GIB - memory.vllm_weights, parallel)
     sequences = run.batch * run.n / max(1, run.rollout_gpus // parallel)
     text = f"""a vLLM server has {share:g} x {gpu_gib:.0f} - {memory.vllm_weights / GIB:.1f} (weights) - {CONTEXT_GIB:g}
         GiB on each of {parallel} GPU(s): {tokens:,.0f} tokens of KV cache, {tokens / longest:.1f} sequences of
         {longest:,} tokens at once, of {sequences:,.0f} a step"""
-    if tokens * TOLERANCE < longest:
-        yield fail(f"{text} -> A larger tensor_model_parallel_size or gpu_memory_utilization.")
+    if tokens * TOLERANCE < room:  # vLLM refuses (v1/core/kv_cache_utils.py, `check_enough_kv_cache_memory`)
+        text += f"; vLLM wants room for a sequence of max_model_len={room:,}" * (room > longest)
+        lower = f", or rollout.max_model_len={longest}" * (room > longest)
+        yield fail(f"{text} -> A larger tensor_model_parallel_size or gpu_memory_utilization{lower}.")
     elif tokens < 8 * longest and sequences > tokens / longest:
         slow = "Generation will be slow: a larger tensor_model_parallel_size leaves more for the cache."
         yield warn(f"{text} -> {slow}")

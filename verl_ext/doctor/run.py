@@ -144,6 +144,11 @@ class Run:
             return None
 
     @property
+    def max_model_len(self) -> int | None:
+        """Tokens of the longest sequence that vLLM has room for; where null, verl takes the model's positions."""
+        return self.get(f"{ROLLOUT}.max_model_len") or self.positions
+
+    @property
     def output_folder(self) -> Path:
         return self.folder / str(self.get("trainer.default_local_dir", "checkpoints"))
 

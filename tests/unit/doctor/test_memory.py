@@ -78,6 +78,22 @@ def test_kv_cache_of_a_server(make_run, make_machine, told):
     assert any("Generation will be slow" in each or "KV cache" in each for each in text), text
 
 
+@pytest.mark.parametrize("given", ["null", "40960"])
+def test_kv_cache_holds_what_vllm_takes_not_only_what_the_run_sends(given, make_run, make_machine, told, only_ok):
+    # 0.6B: 2 x 2 x 28 layers x 8 heads x 128 = 114,688 bytes a token; 0.43 x 15.6 - 3 - 1.11 (weights) = 2.60 GiB, or
+    # 24,311 tokens: enough for a prompt and a response, not for the model's 40,960 positions
+    small = ["actor_rollout_ref.rollout.gpu_memory_utilization=0.43"]
+    run, machine = make_run("qwen3-0.6b_dapo", *small), make_machine(1, gpu_gib=15.6)
+    assert run.longest < 24_311
+    assert not [each for each in check_memory(run, machine) if "KV cache" in each.message and each.level == Level.FAIL]
+    texts = told(
+        check_memory(make_run("qwen3-0.6b_dapo", *small, f"{ROLLOUT}.max_model_len={given}"), machine), Level.FAIL
+    )
+    text = next(text for text in texts if "KV cache" in text)
+    assert "vLLM wants room for a sequence of max_model_len=40,960" in text
+    assert f"or gpu_memory_utilization, or rollout.max_model_len={run.longest}." in text
+
+
 def test_separate_async_has_servers_on_gpus_of_their_own(make_run, make_machine, told, only_ok):
     mode = ["trainer.v1.trainer_mode=separate_async", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=8"]
     settings = [f"{FSDP}.param_offload=false", f"{ROLLOUT}.gpu_memory_utilization=0.95"]
