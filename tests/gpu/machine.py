@@ -13,6 +13,7 @@ from tests.gpu.numbers import below, relative_error
 from tests.gpu.stage import Context, NotRun, Row, installed
 from verl_ext.versions import pinned_version, read_lock
 
+DEFAULT_NVCC = "/usr/local/cuda/bin/nvcc"
 LOCK = Path(__file__).resolve().parents[2] / "requirements" / "gpu.txt"
 
 
@@ -20,11 +21,18 @@ def locked(name: str) -> str:
     return next(pinned_version(pin) for pin in read_lock(LOCK) if pin.name == name)
 
 
+def find_nvcc() -> str | None:
+    """Where scripts/setup_env.sh looks, and torch (utils/cpp_extension.py): the variables come before PATH."""
+    if home := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return shutil.which(f"{home}/bin/nvcc")
+    return shutil.which("nvcc") or shutil.which(DEFAULT_NVCC)
+
+
 def nvcc_release() -> str:
-    """`13.0` of the nvcc on PATH; empty where there is none."""
-    if not shutil.which("nvcc"):
+    """`13.0`; empty where there is no nvcc."""
+    if (nvcc := find_nvcc()) is None:
         return ""
-    found = re.search(r"release ([\d.]+)", subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout)
+    found = re.search(r"release ([\d.]+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
     return found[1] if found else ""
 
 
@@ -60,10 +68,16 @@ def _check_gpu() -> Iterator[Row]:
     capability = f"{properties.major}.{properties.minor}"
     yield Row("GPU", "", f"{properties.name}, {properties.total_memory / 2**30:.1f} GiB, capability {capability}")
     yield Row("capability", ">= 8.0 (bf16, flash-attn)", capability, properties.major >= 8)
-    cuda, nvcc = torch.version.cuda or "none", nvcc_release()
+    cuda = torch.version.cuda or "none"
     yield Row("CUDA of torch", locked("cuda-toolkit")[:4], cuda, cuda == locked("cuda-toolkit")[:4])
-    yield Row("nvcc", f"{cuda.split('.')[0]}.*", nvcc or "none", nvcc.split(".")[0] == cuda.split(".")[0])
-    yield Row("ninja", "on PATH", shutil.which("ninja") or "none", shutil.which("ninja") is not None)
+    yield from _check_compilers(cuda)
+
+
+def _check_compilers(cuda: str) -> Iterator[Row]:
+    """For the torch of this CUDA. No stage compiles: none, or another one, is no failure."""
+    nvcc, ninja = nvcc_release(), shutil.which("ninja")
+    yield Row("nvcc", f"{cuda.split('.')[0]}.*", nvcc or "none", nvcc.split(".")[0] == cuda.split(".")[0] or None)
+    yield Row("ninja", "on PATH", ninja or "none", bool(ninja) or None)
 
 
 def _check_host(context: Context) -> Iterator[Row]:

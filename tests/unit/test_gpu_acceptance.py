@@ -152,6 +152,46 @@ def test_no_stage_is_longer_than_eight_minutes_and_each_has_a_name_of_its_own():
     assert all(stage.limit_s <= 8 * 60 for stage in STAGES)
 
 
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """`tools(NAME, RELEASE)` puts an nvcc into a folder, which it returns; at first there is none, and no ninja."""
+
+    def tool(name: str, release: str) -> str:
+        file = tmp_path / name / "bin" / "nvcc"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V1'\n")
+        file.chmod(0o755)
+        return str(tmp_path / name)
+
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "path" / "bin"))
+    monkeypatch.setattr(machine, "DEFAULT_NVCC", str(tmp_path / "default" / "bin" / "nvcc"))
+    return tool
+
+
+def test_nvcc_is_looked_for_where_the_set_up_looks(tools, monkeypatch):
+    assert machine.nvcc_release() == ""
+    tools("default", "13.0")
+    assert machine.nvcc_release() == "13.0"
+    tools("path", "13.1")
+    assert machine.nvcc_release() == "13.1"
+    monkeypatch.setenv("CUDA_PATH", tools("cuda_path", "13.2"))
+    assert machine.nvcc_release() == "13.2"
+    monkeypatch.setenv("CUDA_HOME", tools("cuda_home", "13.3"))
+    assert machine.nvcc_release() == "13.3"
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    assert machine.nvcc_release() == "", "the set-up would refuse, too"
+
+
+def test_a_missing_compiler_is_told_and_fails_no_stage(tools):
+    nvcc, ninja = machine._check_compilers("13.0")
+    assert (nvcc.seen, nvcc.ok, ninja.seen, ninja.ok) == ("none", None, "none", None)
+    tools("path", "13.1")
+    assert next(machine._check_compilers("13.0")) == Row("nvcc", "13.*", "13.1", True)
+    assert next(machine._check_compilers("12.8")) == Row("nvcc", "12.*", "13.1", None)
+
+
 # Single stages --------------------------------------------------------------------------------------------------------
 
 
