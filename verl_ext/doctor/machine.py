@@ -91,31 +91,43 @@ def check_ray(run: Run, machine: Machine) -> Iterator[Finding]:
             {", ".join(given)} there -> Stop that cluster (ray stop), give this run one of its own
             (RAY_TMPDIR=another folder), or leave the key out (~ray_kwargs.ray_init.{given[0]}).""")
     elif run.nodes == 1:
-        yield warn(f"""{source} names a running Ray cluster at {address}; the run would join it
+        yield warn(f"""{source} names a running Ray cluster at {address}; the run would join it. {_of_a_joined(run)}
             -> If that is not meant: ray stop, or RAY_TMPDIR=another folder.""")
     else:
-        yield ok(f"a Ray cluster answers at {address}")
+        yield ok(f"a Ray cluster answers at {address}. {_of_a_joined(run)}")
 
 
-def _own_cluster(run: Run) -> Finding:
-    """Whether Ray has the CPUs that verl 0.9.1 and TransferQueue 0.1.11 reserve; both wait for them without a time-out.
+def _reserved(run: Run) -> tuple[int, str]:
+    """CPUs that verl 0.9.1 and TransferQueue 0.1.11 reserve of Ray, and their sum in words.
 
     They are 3 for each GPU (single_controller/ray/base.py:146, 192), 2 for each of a server of its own
     (workers/rollout/replica.py:205), 1 for each storage unit (storage/simple_storage.py:722) and for the controller
     (controller.py:943) of TransferQueue.
     """
     units, servers = run.get(STORAGE_UNITS, 8), run.rollout_gpus if run.is_separate else 0
-    need = 3 * run.gpus + 2 * servers + units + 1
+    parts = f"3 for each of {run.gpus} GPU(s), {f'2 for each of {servers} of servers, ' * bool(servers)}"
+    parts += f"{units} for TransferQueue's storage, 1 for its controller"
+    return 3 * run.gpus + 2 * servers + units + 1, parts
+
+
+def _of_a_joined(run: Run) -> str:
+    """What is not compared here, as the cluster's CPUs are not asked for."""
+    need, parts = _reserved(run)
+    return f"""The run reserves {need} CPUs of it, {parts}; {3 * run.gpus_per_node} of them on each of {run.nodes}
+        node(s), for its GPUs. With less it waits for ever (ray status)"""
+
+
+def _own_cluster(run: Run) -> Finding:
+    """Whether Ray has the CPUs that are reserved; verl and TransferQueue wait for them without a time-out."""
+    need, parts = _reserved(run)
     if not (have := run.get("ray_kwargs.ray_init.num_cpus")):
         from ray._private.utils import get_num_cpus  # imports Ray
 
         have = int(get_num_cpus())
     if have >= need:
         return ok(f"no Ray cluster runs here: the run starts its own, and reserves {need} of its {have} CPUs")
-    parts = f"3 for each of {run.gpus} GPU(s), {f'2 for each of {servers} of servers, ' * bool(servers)}"
-    parts += f"{units} for TransferQueue's storage"
-    return fail(f"""the run reserves {need} CPUs of Ray, which has {have}, and would wait for ever: {parts}, 1 for its
-        controller -> Set ray_kwargs.ray_init.num_cpus={need}, which Ray only counts, or {STORAGE_UNITS}=1.""")
+    return fail(f"""the run reserves {need} CPUs of Ray, which has {have}, and would wait for ever: {parts}
+        -> Set ray_kwargs.ray_init.num_cpus={need}, which Ray only counts, or {STORAGE_UNITS}=1.""")
 
 
 def _answers(address: str) -> bool:

@@ -149,6 +149,18 @@ def test_a_running_cluster_is_joined_and_refuses_resources(cluster, listener, ma
     assert "refuses num_cpus, num_gpus, object_store_memory there" in on_cpu
 
 
+@pytest.mark.parametrize(("run", "need"), CPUS)
+def test_a_cluster_that_is_joined_is_told_the_cpus(listener, make_run, make_machine, told, run, need):
+    machine = make_machine(environment={"RAY_ADDRESS": listener})
+    text = told(check_ray(make_run(*run), machine), Level.WARN)[0]
+    gpus = make_run(*run).gpus_per_node
+    assert f"The run reserves {need} CPUs of it, 3 for each of {gpus} GPU(s), " in text
+    assert f"; {3 * gpus} of them on each of 1 node(s), for its GPUs. With less it waits for ever" in text
+    # 3 x 16 GPUs, 8 storage units, 1 for the controller
+    two_nodes = told(check_ray(make_run("qwen2-32b_dapo"), machine), Level.OK)[0]
+    assert "reserves 57 CPUs of it" in two_nodes and "; 24 of them on each of 2 node(s), for its GPUs" in two_nodes
+
+
 def test_an_address_that_is_set_by_hand_is_not_second_guessed(cluster, make_run, make_machine):
     cluster(closed_port())
     assert list(check_ray(make_run("tiny_dapo", "+ray_kwargs.ray_init.address=local"), make_machine())) == []
