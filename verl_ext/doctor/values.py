@@ -11,6 +11,7 @@ from verl_ext.settings.checks import is_in
 
 LARGE = 1e9  # parameters
 LARGE_LR = 1e-4  # a hundred times the recipes' learning rate of RL, ten times that of SFT
+NCCL_TIMEOUT = "actor_rollout_ref.nccl_timeout"  # which verl_ext/trainer/limits.py obeys
 RECIPES = "1e-6 for RL or 1e-5 for SFT, as the recipes have it; the tiny model has 3e-4 and 3e-3"
 
 # Whole numbers of at least 1.
@@ -46,6 +47,7 @@ BOUNDS = (
     (f"{ACTOR}.entropy_coeff", warn, "[0, 0.1]", "below it less entropy is rewarded, above nothing else is", "0"),
     (f"{ACTOR}.kl_loss_coef", fail, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
     ("algorithm.kl_ctrl.kl_coef", fail, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
+    (NCCL_TIMEOUT, fail, "(0, inf)", "it is the seconds that ranks wait for each other", "3600"),
     ("algorithm.gamma", fail, "[0, 1]", "it is a discount", "1.0"),
     ("algorithm.lam", fail, "[0, 1]", "it is a discount", "1.0"),
 )
@@ -96,6 +98,9 @@ def _check_algorithm(run: Run) -> Iterator[Finding]:
     if low is not None and high is not None and high < low < 1:  # at 1 there is no lower bound, as in CISPO
         yield warn(f"""{ACTOR}.clip_ratio_low is {low:g}, expected at most clip_ratio_high={high:g}: DAPO's clip-higher
             is the other way round -> Exchange them: 0.2 and 0.28.""")
+    if run.get(NCCL_TIMEOUT) is None:
+        yield warn(f"""{NCCL_TIMEOUT} is null, expected seconds: ranks would wait for each other as torch does by
+            default, 30 minutes, and rank 0 may read weights for longer -> Set it to 3600.""")
     yield from map(fail, weight_update.refusals(run.get))
     yield from map(fail, health.refusals(run.get))
     yield from map(fail, balancer.refusals(run.get))
