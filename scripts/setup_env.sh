@@ -97,6 +97,26 @@ find_nvcc() { # where torch/utils/cpp_extension.py (2.11) looks
     [ -x "$nvcc" ] && echo "$nvcc"
 }
 
+within_groups() { # $1 GB of memory, or what the smallest control group around this process has (a container, a job), if less
+    local gb=$1 root=${CGROUP_ROOT:-} controllers folder name limit
+    [ ! -r "$root/proc/self/cgroup" ] || while IFS=: read -r _ controllers folder; do
+        case $controllers in
+            "") folder=/sys/fs/cgroup$folder name=memory.max ;; # version 2
+            memory) folder=/sys/fs/cgroup/memory$folder name=memory.limit_in_bytes ;; # version 1
+            *) continue ;;
+        esac
+        while [ -n "$folder" ]; do # the limits of the groups around it hold, too
+            limit=$(cat "$root$folder/$name" 2>/dev/null || true)
+            case $limit in
+                "" | *[!0-9]*) ;;
+                *) [ $((limit / 1000000000)) -ge "$gb" ] || gb=$((limit / 1000000000)) ;;
+            esac
+            folder=${folder%/*}
+        done
+    done <"$root/proc/self/cgroup"
+    echo "$gb"
+}
+
 # flash-attn 2.8.3 names architectures 80, 90, 100 and 120 (its setup.py:179-191): one for each major capability from 8 on.
 gpu_architectures() {
     nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | while IFS=. read -r major _; do
@@ -106,7 +126,7 @@ gpu_architectures() {
 
 # $1: Python. What compiling flash-attn takes, before 10 GB are installed; sets MAX_JOBS and FLASH_ATTN_CUDA_ARCHS.
 check_flash_attn() {
-    local otherwise nvcc release memory_gb limit architectures
+    local otherwise nvcc release memory_gb architectures
     otherwise="Or go on without flash-attn: RETOOL_FLASH_ATTN=0 (slower, see --help)"
     case $FLASH_ATTN in
         0) return ;;
@@ -139,11 +159,7 @@ check_flash_attn() {
     # A compiler takes up to 5.3 GB (pytorch pull 130443; flash-attention pull 2079 says 3 to 5): 6 for each job, which
     # compiles for one architecture at a time. A container's limit is not in /proc/meminfo.
     memory_gb=$(awk '/^MemAvailable/ {print int($2 / 1000 / 1000)}' /proc/meminfo)
-    limit=$(cat "${CGROUP_MEMORY_MAX:-/sys/fs/cgroup/memory.max}" 2>/dev/null || true)
-    case $limit in
-        "" | *[!0-9]*) ;;
-        *) [ $((limit / 1000000000)) -ge "$memory_gb" ] || memory_gb=$((limit / 1000000000)) ;;
-    esac
+    memory_gb=$(within_groups "$memory_gb")
     if [ -z "${MAX_JOBS:-}" ]; then
         MAX_JOBS=$((memory_gb / 6))
         [ "$MAX_JOBS" -le "$(nproc)" ] || MAX_JOBS=$(nproc)

@@ -115,8 +115,7 @@ def gpu(checkout, monkeypatch) -> Path:
     replace(bin / "awk", f'case "$1" in */^MemAvailable/*) echo 100;; *) exec {REAL["awk"]} "$@";; esac')
     (checkout / "requirements").mkdir()
     shutil.copy(ROOT / "requirements" / "gpu.txt", checkout / "requirements")
-    (checkout / "limit").write_text("max\n")
-    monkeypatch.setenv("CGROUP_MEMORY_MAX", str(checkout / "limit"))
+    monkeypatch.setenv("CGROUP_ROOT", str(checkout / "root"))  # which has no control groups
     monkeypatch.setenv("CUDA_HOME", str(checkout))  # there may be another nvcc in /usr/local/cuda
     for name in ("RETOOL_FLASH_ATTN", "MAX_JOBS", "FLASH_ATTN_CUDA_ARCHS", "NVCC_THREADS", "CXX"):
         monkeypatch.delenv(name, raising=False)
@@ -168,16 +167,34 @@ def test_architectures_follow_the_gpus(capabilities, architectures, gpu):
     assert "CUDA 13.0 for all" in check(gpu, RETOOL_HARDWARE="gpu").stdout
 
 
+VERSION_1 = "5:cpuset:/job\n4:memory:/job/step\n0::/\n"
+V1 = "memory/job/memory.limit_in_bytes"
+
+
 @pytest.mark.parametrize(
-    ("memory_gb", "limit", "jobs"),
-    [(100, "max", 8), (30, "max", 5), (3, "max", 1), (100, "20000000000", 3), (12, "99000000000", 2)],
-    ids=["cores", "memory", "little", "container", "container-larger"],
+    ("memory_gb", "groups", "limits", "jobs"),  # 6 GB for each job
+    [
+        (100, "0::/", {"memory.max": "max"}, 8),
+        (30, "0::/", {"memory.max": "max"}, 5),
+        (3, "0::/", {"memory.max": "max"}, 1),
+        (100, "0::/", {"memory.max": "20000000000"}, 3),
+        (12, "0::/", {"memory.max": "99000000000"}, 2),
+        (100, "0::/job/step", {"memory.max": "max", "job/memory.max": "20000000000", "job/step/memory.max": "max"}, 3),
+        (100, VERSION_1, {V1: "20000000000", "memory/job/step/memory.limit_in_bytes": "9223372036854771712"}, 3),
+        (100, "0::/", {V1: "20000000000"}, 8),
+        (100, None, {"memory.max": "20000000000"}, 8),
+    ],
+    ids="cores memory little container container-larger nested version-1 of-others no-groups".split(),
 )
-def test_jobs_follow_cores_and_memory(memory_gb, limit, jobs, gpu):
+def test_jobs_follow_cores_and_memory(memory_gb, groups, limits, jobs, gpu):
     replace(
         gpu / "bin" / "awk", f'case "$1" in */^MemAvailable/*) echo {memory_gb};; *) exec {REAL["awk"]} "$@";; esac'
     )
-    (gpu / "limit").write_text(limit)
+    files = {f"sys/fs/cgroup/{file}": limit for file, limit in limits.items()}
+    files |= {} if groups is None else {"proc/self/cgroup": groups}
+    for file, text in files.items():
+        (gpu / "root" / file).parent.mkdir(parents=True, exist_ok=True)
+        (gpu / "root" / file).write_text(f"{text}\n")
     assert f"for 90, {jobs} job(s) at a time" in check(gpu).stdout
     assert "for 90, 7 job(s)" in check(gpu, MAX_JOBS="7").stdout
 
