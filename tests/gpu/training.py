@@ -108,7 +108,7 @@ def plan_of(context: Context) -> Plan:
 
 
 def expected_peaks(plan: Plan, context: Context) -> dict[str, float]:
-    """Bytes that the doctor's formula says; on a GPU, where verl is installed, its simulation's, too (15 s)."""
+    """Bytes that the doctor's formula says; on a GPU, where verl is installed, its simulation's, too (30 s)."""
     peaks = {"the doctor": estimate(plan).training}
     if context.is_cuda and importlib.util.find_spec("verl"):
         from verl_ext.memory.simulate import simulate

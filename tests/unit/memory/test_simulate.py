@@ -204,6 +204,8 @@ PLANS = {  # -> where the peak is
     "32B": (Plan(BIG, tokens=18_432, ranks=8), "of a layer's backward pass"),
     "72B, SP 4": (Plan(BIGGER, tokens=16_384, ranks=16, ulysses=4), "of a layer's backward pass"),
     "entropy, bf16 weights": (Plan(HALF_B, tokens=8192, ranks=2, entropy=True, weight_bytes=2), "of the logits"),
+    # three and four layers of it peak where the embedding's gradient is sent
+    "few tokens, deep": (Plan(HALF_B, tokens=1024, ranks=2, checkpointing=False), "of the logits"),
     "few tokens": (Plan(HALF_B, tokens=256, ranks=2), "of the embedding's gradient"),
 }
 
