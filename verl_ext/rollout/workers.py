@@ -10,8 +10,9 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,8 +56,7 @@ class _RunningGroup:
     keys: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     tags: list[dict[str, Any]] = field(default_factory=list)
-    records: list[dict[str, Any]] = field(default_factory=list)
-    cpu_s: float = 0.0  # that the records took
+    records: list[Callable[[], dict[str, Any]]] = field(default_factory=list)  # each makes a row
 
 
 class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
@@ -86,7 +86,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             skip_load_balancer(self.llm_client)
         self._recorder = find() if self.config.retool.recorder.enable else None
         self._num_prompts = 0  # under way
-        self._unsent: list[Group] = []
+        self._unsent: list[tuple[_RunningGroup, bool, dict[str, Any]]] = []
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -120,20 +120,17 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         group, validate, started = running_group, trajectory["validate"], time.time()
         try:
             outputs = await self._roll_out(agent_loop, sampling_params, validate, sample)
-            with costs_nothing("made"):
-                self._record(group, outputs, validate, sample, started)
+            self._record(group, outputs, validate, sample, started)
             self._add_rows(group, outputs, validate, sample)
         except Exception as error:  # whatever it is: verl gets it, the record says so
             if self._recorder is not None:
                 times = {"started_s": started, "ended_s": time.time()}
-                with costs_nothing("made"):
-                    group.records.append(raised_row(sample, error, validate=validate, **times))
+                group.records.append(partial(raised_row, sample, error, validate=validate, **times))
             raise
         finally:
             group.running -= 1
             if group.running == 0 and group.records:
-                with costs_nothing("sent"):
-                    self._send(group, validate, sample)
+                self._send(group, validate, sample)
             if group.running == 0 and group.keys:  # also where this one raised: validation counts the others
                 rows = list_of_dict_to_tensordict(group.rows)
                 partition = "val" if validate else "train"
@@ -235,33 +232,29 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         trajectories = [output.extra_fields.pop("trajectory", {}) for output in outputs]
         if self._recorder is None:
             return
-        began, final = time.thread_time(), outputs[-1]
-        row = rollout_row(
-            sample,
-            trajectories[-1],
-            final.extra_fields,
-            validate=validate,
-            score=final.reward_score,
-            score_s=final.metrics.compute_score,
-            started_s=started_s,
-            ended_s=time.time(),
-        )
-        group.records.append(row)
-        group.cpu_s += time.thread_time() - began
+        final = outputs[-1]
+        times = {"score_s": final.metrics.compute_score, "started_s": started_s, "ended_s": time.time()}
+        said = (sample, trajectories[-1], final.extra_fields)
+        group.records.append(partial(rollout_row, *said, validate=validate, score=final.reward_score, **times))
 
     def _send(self, group: _RunningGroup, validate: bool, sample: dict[str, Any]) -> None:
         """To the recorder, together with what ends soon after: a message costs more than a group."""
-        began = time.thread_time()
-        packed = pack(group.records)
-        cpu_s = group.cpu_s + time.thread_time() - began
-        self._unsent.append(Group(sample["uid"], sample["global_steps"], validate, packed, cpu_s))
+        self._unsent.append((group, validate, sample))
         if self._num_prompts == 1:  # the last one: the step may be over when it is stored
             self._send_all()
         elif len(self._unsent) == 1:
             asyncio.get_running_loop().call_later(SEND_AFTER_S, self._send_all)
 
     def _send_all(self) -> None:
-        groups, self._unsent = self._unsent, []
+        """Rows are made here, one after the other: between other work a row takes more than twice the time."""
+        ended, self._unsent = self._unsent, []
+        groups = []
+        for group, validate, sample in ended:
+            began = time.thread_time()
+            with costs_nothing("made"):
+                packed = pack([make() for make in group.records])
+                cpu_s = time.thread_time() - began
+                groups.append(Group(sample["uid"], sample["global_steps"], validate, packed, cpu_s))
         with costs_nothing("sent"):
             if groups:
                 self._recorder.groups.remote(groups)

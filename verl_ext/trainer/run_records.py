@@ -199,9 +199,8 @@ def _turns(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
 
 
 def _single(advantages: Tensor, masks: Tensor) -> list[float | None]:
-    """The advantage of each response; None where its tokens have several, or none trains."""
-    lengths = torch.tensor([len(mask) for mask in masks.unbind()])
-    values, is_out = torch.cat(advantages.unbind()).float(), ~torch.cat(masks.unbind()).bool()
+    """The advantage of each response; None where its tokens have several, or none trains. Of jagged tensors."""
+    lengths, values, is_out = masks.offsets().diff(), advantages.values().float(), ~masks.values().bool()
     low = torch.segment_reduce(values.masked_fill(is_out, torch.inf), "min", lengths=lengths).tolist()
     high = torch.segment_reduce(values.masked_fill(is_out, -torch.inf), "max", lengths=lengths).tolist()
     return [least if least == most else None for least, most in zip(low, high, strict=True)]

@@ -42,7 +42,7 @@ async def test_groups_that_end_one_after_the_other_are_one_message_and_the_last_
 
     def end(uid: str, under_way: int) -> None:
         worker._num_prompts = under_way
-        worker._send(SimpleNamespace(records=[], cpu_s=0.0), False, {"uid": uid, "global_steps": 1})
+        worker._send(SimpleNamespace(records=[]), False, {"uid": uid, "global_steps": 1})
 
     end("a", 3)
     end("b", 2)
