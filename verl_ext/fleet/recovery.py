@@ -161,6 +161,7 @@ class Fleet:
             server.has_answered = False
             if server.beat is None:
                 server.beat = asyncio.ensure_future(_beat(server.replica))
+                server.beat.add_done_callback(_read)  # nobody reads that of a server which has left meanwhile
         if self._servers:
             await asyncio.wait([server.beat for server in self._servers], timeout=self._limits.every_s)
         for server in list(self._servers):
@@ -324,6 +325,11 @@ async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
 
 async def _answer(method: Any) -> None:
     await method.remote()
+
+
+def _read(beat: asyncio.Future) -> None:
+    if not beat.cancelled():
+        beat.exception()
 
 
 async def _beat(replica: RolloutReplica) -> tuple[str, int]:

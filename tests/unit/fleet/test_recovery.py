@@ -1,5 +1,7 @@
 """The fleet over made-up replicas: who leaves, and who comes."""
 
+import asyncio
+import gc
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,30 @@ def test_a_server_that_hangs_dies_also_where_its_own_process_does_not_answer(sce
         assert made.weights.dead == {hanging} and made.routed() == ["server 1"]
         await made.until(lambda: made.weights.newcomers)
         assert made.stopped == [hanging] and made.hanging == [("node", 123)]
+
+    scene(script)
+
+
+def test_the_heartbeat_of_a_server_that_was_buried_may_fail_unread(scene):
+    """A hanging server's is open when the server is declared dead, and fails when its process is killed."""
+
+    async def script(made):
+        complaints = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context["message"]))
+        hanging = made.replicas[0].server
+        killed = asyncio.Event()
+
+        async def never() -> None:
+            await killed.wait()
+            raise OSError("its process was killed")
+
+        hanging._answer = never
+        await made.until(lambda: made.weights.newcomers)
+        assert made.weights.dead == {made.replicas[0]}
+        killed.set()
+        await made.rounds(2)
+        gc.collect()
+        assert complaints == []
 
     scene(script)
 
