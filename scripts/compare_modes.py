@@ -46,7 +46,7 @@ from verl_ext.sandbox.launch import running_server  # noqa: E402
 ACCURACY = "val-core/tiny_tools/acc/mean@4"
 SLOW = (
     "retool.sandbox.max_concurrency=1024",  # the sandbox of others is slow, not full
-    "+retool.sandbox.queue_timeout_s=600",  # nor is a slow call a lost one
+    "retool.sandbox.queue_timeout_s=600",  # nor is a slow call a lost one
 )
 OVERRIDES = ("trainer.save_freq=10", "actor_rollout_ref.rollout.val_kwargs.n=4", *SLOW)
 KEEP = "separate_async_keep"

@@ -62,7 +62,8 @@ async def test_a_click_leads_from_a_curve_to_a_token_and_its_values(tab, serve, 
     assert [float(value) for value in drawn] == [statistics.fmean(values) for values in judged]
 
     spot = await tab.js(
-        "(() => { const p = document.querySelector('.chart').plot, box = p.over.getBoundingClientRect();"
+        "(() => { const p = document.querySelector('.chart').plot; p.over.scrollIntoView({block: 'center'});"
+        " const box = p.over.getBoundingClientRect();"
         " return [box.left + p.valToPos(2, 'x'), box.top + p.valToPos(p.data[1][1], 'y')]; })()"
     )
     tab.loaded.clear()

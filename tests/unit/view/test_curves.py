@@ -74,7 +74,8 @@ def test_an_alarm_links_to_the_line_that_helps(viewer, tmp_path, key, values, sa
 
 def test_what_no_alarm_could_look_at_is_named(client: TestClient) -> None:
     page = client.get("/").text
-    assert "Not looked at, as the run does not log it: train/truncation_rate, failure/share_sandbox_failure" in page
+    assert "alarms have nothing to look at" in page
+    assert "The run does not log train/truncation_rate, failure/share_sandbox_failure" in page
 
 
 def test_the_entropy_that_a_bypassed_pass_leaves_is_looked_at() -> None:
