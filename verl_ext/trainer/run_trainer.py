@@ -160,7 +160,7 @@ class RunTrainer(RunValidation):
         if self._ledger:
             clear_leftovers()
             waited = self._ledger.resume(self.global_steps, prompts_in_queue())
-            self.replay_buffer.seen_before = set(waited)
+            self.replay_buffer.seen_before = waited
         if self._records and not self.config.trainer.get("val_only", False):  # which leaves later steps as they are
             decided = {uid: end for uid, end in waited.items() if end is not PromptEnd.OPEN}
             self._records.resume(self.global_steps, decided)

@@ -99,7 +99,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             expected = "false, true or loss, and null, paper or code; with resample, not true"
             raise ValueError(f"sampler_kwargs has {got}; expected {expected}.")
         self.max_staleness = sampler_kwargs.get("max_staleness")
-        is_age = isinstance(self.max_staleness, int) and self.max_staleness >= 0 and not self.resample
+        is_age = type(self.max_staleness) is int and self.max_staleness >= 0 and not self.resample
         if self.max_staleness is not None and not is_age:
             got = f"max_staleness={self.max_staleness!r}, resample={self.resample!r}"
             raise ValueError(f"sampler_kwargs has {got}; expected null, or 0, 1, ... without resample.")
@@ -120,7 +120,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self.baseline_only: set[str] = set()  # keys of the rollouts in the newest batch that are not in the loss
         self._ended = Ended()  # since `take_ended`
         self._prompt_ends: dict[str, PromptEnd] = {}  # since `take_prompt_ends`
-        self.seen_before: set[str] = set()  # uids of ended groups that were counted before the run was resumed
+        self.seen_before: dict[str, PromptEnd] = {}  # ends of groups that were counted before the run was resumed
         self.on_group_end: Callable[[str, list[float]], None] | None = None
         self._rng = random.Random(0)  # draws the rollouts that are repeated
 
@@ -281,7 +281,10 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 resample=self.resample,
                 rng=self._rng,
             )
-        first_seen = rows.keys() - self.seen_before
+        first_seen = rows.keys() - self.seen_before.keys()
+        for uid in rows.keys() & self.seen_before.keys():
+            if (end := self.seen_before[uid]) is not PromptEnd.OPEN:  # decided, perhaps by the age of its rollouts then
+                self._groups[uid].end = end
         if self.max_staleness is not None:
             self._drop_too_old(first_seen)
         for uid, group in rows.items():

@@ -53,7 +53,7 @@ class Run:
         self.ledger = PromptLedger(self.folder)
         clear_leftovers()
         self.waited = self.ledger.resume(self.step, prompts_in_queue())
-        self.buffer.seen_before = set(self.waited)
+        self.buffer.seen_before = self.waited
         self.buffer.on_group_end = lambda uid, _: self.told.append(uid)
 
     def one_step(self):

@@ -97,3 +97,25 @@ def test_a_server_without_versions_and_values_that_cannot_be_are_refused(make):
     for value, resample in ((-1, None), ("1", None), (0.5, None), (1, "paper")):
         with pytest.raises(ValueError, match=f"max_staleness={value!r}, .* null, or 0, 1, ... without resample"):
             make([], batch_size=0, max_staleness=value, resample=resample)
+
+
+def test_a_group_that_was_equal_by_its_age_ends_once_also_in_the_run_that_resumes(make):
+    """It waits as a filler. The run that goes on does not know how old its rollouts were when it ended."""
+    options = {"mode": "colocate_async", "max_num_gen_batches": 1, "max_staleness": 1}
+    queue, buffer = make([EQUAL_WITHOUT_OLD] * 3, batch_size=3, **options)
+    buffer.sample(5, "train", 1)
+    ends, _ = buffer.take_prompt_ends()
+    assert ends == dict.fromkeys(["uid-0", "uid-1", "uid-2"], "equal")
+
+    resumed, buffer = make((), batch_size=0, **options)
+    resumed.tags, resumed.values, resumed.groups = queue.tags, queue.values, queue.groups
+    buffer.seen_before = {uid: ends[uid] for uid in ("uid-1", "uid-2")}
+    resumed.outcomes = iter([group((0, [5]), (1, [5]), (1, [5]), (0, [5]))] * 9)
+    resumed.submit(1)
+    buffer.sample(6, "train", 1)
+    assert set(buffer.take_prompt_ends()[0]) == {"uid-3"}
+
+
+def test_an_age_is_a_number(make):
+    with pytest.raises(ValueError, match="max_staleness=True"):
+        make([FRESH], batch_size=1, max_staleness=True)
