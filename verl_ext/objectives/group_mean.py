@@ -27,5 +27,6 @@ def group_mean(rewards: Tensor, groups: Sequence[str], *, by_std: bool) -> Tenso
     for rows in rows_of_groups(groups):
         if len(rows) > 1:
             own = rewards[rows]
-            result[rows] = (own - own.mean()) / (own.std() + 1e-6 if by_std else 1.0)
+            if (own != own[0]).any():  # of equal ones, the rounded mean over a rounded deviation of 0 may be .1
+                result[rows] = (own - own.mean()) / (own.std() + 1e-6 if by_std else 1.0)
     return result

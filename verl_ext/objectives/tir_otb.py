@@ -8,7 +8,7 @@ tokens: those of a tool are left out before responses are laid side by side. Whe
 baseline is 0. With weights against the rollout engine, each term of W_t is multiplied by their square.
 Departures: 1e-8 in the denominator, as verl; a group of one gets 0, where verl gives it its reward. verl notes a score
 at a response's last token. Where a tool wrote that one (`retool.run_last_code`), verl's function drops the score; here
-it counts at the policy's last token (`at_last_own`).
+it counts at the policy's last token (`at_last_own`). A log-prob that is no number adds nothing to W_t.
 """
 
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def tir_otb(
     energy = 1 - 2 * log_prob.exp() + sum_pi_squared
     if weights is not None:
         energy = energy * weights**2
-    energy = torch.where(mask, energy, 0).cumsum(-1)
+    energy = torch.where(mask & energy.isfinite(), energy, 0).cumsum(-1)
     result = torch.zeros_like(to_go)
     for rows in rows_of_groups(groups):
         lengths = sorted(int(mask[row].sum()) for row in rows)

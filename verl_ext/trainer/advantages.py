@@ -63,7 +63,8 @@ def group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estim
 
     verl does so for `grpo` alone (trainer/ppo/v1/utils.py:167): a copy that fills a group (`DapoReplayBuffer`) is a
     further output of its session. Its advantages are those of that session. A group of one gets 0, where verl's
-    estimators give it its score.
+    estimators give it its score. So does one of equal rewards with `grpo`: verl divides what rounding leaves of their
+    differences by what it leaves of their deviation, and eight times -.9 get .056 each.
 
     Args:
         verls: verl's function, which has `grpo` and, as it has no groups, `gae`.
@@ -77,12 +78,14 @@ def group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estim
         data = verls(data, batch_keys=batch_keys, adv_estimator=adv_estimator, **settings)
     else:
         data = _of_last_outputs(data, batch_keys, sessions, adv_estimator, settings)
-    members: dict[str, set[str]] = {}
-    for session in sessions:
-        members.setdefault(session.rpartition("_")[0], set()).add(session)
-    alone = torch.tensor([len(members[session.rpartition("_")[0]]) == 1 for session in sessions])
-    if alone.any():
-        data.batch["advantages"][alone] = 0
+    members: dict[str, dict[str, float]] = {}  # group -> session -> its reward
+    for session, reward in zip(sessions, data.batch["token_level_rewards"].sum(-1).tolist(), strict=True):
+        members.setdefault(session.rpartition("_")[0], {})[session] = reward
+    groups = {group: [*rewards.values()] for group, rewards in members.items()}
+    by_group_mean = adv_estimator == "grpo"
+    without = {group for group, own in groups.items() if len(own) == 1 or (by_group_mean and len(set(own)) == 1)}
+    if without:
+        data.batch["advantages"][torch.tensor([session.rpartition("_")[0] in without for session in sessions])] = 0
     return data
 
 

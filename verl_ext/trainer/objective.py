@@ -242,6 +242,11 @@ def check_objective(config: DictConfig) -> None:
         )
     if config.algorithm.adv_estimator == "tir_otb":
         correction = config.algorithm.rollout_correction
+        if config.actor_rollout_ref.model.get("use_fused_kernels"):
+            raise ValueError(
+                "algorithm.adv_estimator=tir_otb needs the whole distribution of each token, which "
+                "actor_rollout_ref.model.use_fused_kernels=true does not compute. Set it to false."
+            )
         if correction.bypass_mode or not actor.calculate_sum_pi_squared:
             raise ValueError(
                 "algorithm.adv_estimator=tir_otb needs the actor's pass for old log-probs, got rollout_correction."
@@ -274,6 +279,12 @@ def _problems(config: DictConfig, loss: Loss, unit: str) -> list[str]:
         )
     if actor.loss_agg_mode not in loss.modes:
         problems.append(f"actor.loss_agg_mode is {actor.loss_agg_mode}; expected {' or '.join(loss.modes)}")
+    has_scale = actor.get("loss_scale_factor") is not None
+    if has_scale != (actor.loss_agg_mode == "seq-mean-token-sum-norm"):
+        problems.append(
+            f"actor.loss_scale_factor is {actor.get('loss_scale_factor')} with actor.loss_agg_mode="
+            f"{actor.loss_agg_mode}; expected a number of tokens with seq-mean-token-sum-norm, and null with others"
+        )
     if unit not in UNITS or (unit != "mini_batch" and actor.loss_agg_mode != "token-mean"):
         problems.append(
             f"policy_loss.unit is {unit} with actor.loss_agg_mode={actor.loss_agg_mode}; expected one of "

@@ -1,6 +1,7 @@
 """Advantages against the mean of a group."""
 
 import pytest
+import torch
 
 from tests.unit.objectives.cases import float64
 from verl_ext.objectives.group_mean import group_mean
@@ -21,3 +22,11 @@ def test_groups_may_be_mixed_and_the_rewards_stay_as_they_are():
     rewards = float64([1.0, 4.0, 0.0, 2.0])
     assert group_mean(rewards, ["a", "b", "a", "b"], by_std=False).tolist() == [0.5, 1.0, -0.5, -1.0]
     assert rewards.tolist() == [1.0, 4.0, 0.0, 2.0]
+
+
+@pytest.mark.parametrize("by_std", [False, True])
+@pytest.mark.parametrize("number,reward", [(8, -0.9), (16, -0.6), (12, -0.8)])
+def test_equal_rewards_that_no_binary_number_is_have_exactly_0(number, reward, by_std):
+    """In float32 eight times -.9 have the mean -.9 + 6e-8, and would get .056 each."""
+    found = group_mean(torch.full((number,), reward), ["a"] * number, by_std=by_std)
+    assert found.tolist() == [0.0] * number

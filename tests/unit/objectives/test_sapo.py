@@ -31,3 +31,8 @@ def test_on_policy_the_slope_is_the_advantage():
     """r = 1: 4 / tau x tau / 4 = 1, for both taus; two tokens: -A / 2."""
     _, gradient, _ = evaluate(sapo, tokens([1.0, 1.0], [3.0, -2.0]), mode=RESPONSES, **TAUS)
     assert gradient == pytest.approx([-1.5, 1.0])
+
+
+def test_the_temperature_has_the_precision_of_the_ratio():
+    loss, _, _ = evaluate(sapo, tokens([math.exp(0.5)], [-1.0]), mode=RESPONSES, **TAUS)
+    assert loss == pytest.approx(4 / 1.05 * sigmoid(1.05 * (math.exp(0.5) - 1)), abs=1e-12)

@@ -76,3 +76,12 @@ def test_the_order_of_responses_does_not_matter():
     moved = [each[order] for each in (rewards, mask, *numbers)]
     found = tir_otb(moved[0], moved[1], [groups[row] for row in order], *moved[2:])
     assert torch.allclose(found, expected[order], atol=1e-12, rtol=0)
+
+
+def test_a_log_prob_that_is_no_number_leaves_the_advantages_of_the_others():
+    """It adds nothing to W: 1 of the first token alone, so that W is 1, 1 and 1.5, 3; baselines .4 and .25."""
+    mask = torch.ones(2, 2, dtype=torch.bool)
+    log_prob = float64([[0.5, 0.5], [0.25, 0.25]]).log()
+    log_prob[0, 1] = torch.nan
+    found = tir_otb(float64([[0.0, 1.0], [0.0, 0.0]]), mask, ["a", "a"], log_prob, torch.ones(2, 2).double())
+    assert found.flatten().tolist() == pytest.approx([0.6, 0.75, -0.4, -0.25])

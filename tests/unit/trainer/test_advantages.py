@@ -37,6 +37,12 @@ def test_a_group_of_one_has_advantage_0(advantages, estimator):
     assert found["one_0_0"] == found["one_0_1"] == [0.0, 0.0, 0.0] and found["a_0_0"][0] > 0.1
 
 
+def test_a_group_of_equal_rewards_has_exactly_0(advantages):
+    """verl's own gives eight times -.9 .056 each, as float32 rounds their mean and their deviation."""
+    found = advantages({f"u_{i}_0": -0.9 for i in range(8)} | FILLED, (), "grpo")
+    assert first(found)[:8] == [0.0] * 8 and found["a_0_0"][0] > 0.1
+
+
 def test_grpo_of_whole_groups_is_verls(advantages):
     """1 and -1, twice each: sample std 2 / sqrt 3, .866."""
     found = advantages({"u_0_0": 1.0, "u_1_0": -1.0, "u_2_0": 1.0, "u_3_0": -1.0}, (), "grpo")

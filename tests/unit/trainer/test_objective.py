@@ -218,6 +218,10 @@ CORRECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
         ("icepop_onpolicy", f"{ACTOR}.ppo_epochs=2", "one update"),
         ("tir_otb", f"{CORRECTION}.bypass_mode=true", "needs the actor's pass for old log-probs"),
         ("tir_otb", f"{ACTOR}.calculate_sum_pi_squared=false", "expected false and true"),
+        ("tir_otb", "actor_rollout_ref.model.use_fused_kernels=true", "Set it to false"),
+        ("dr_grpo", f"{ACTOR}.loss_agg_mode=token-mean", "loss_scale_factor|expected seq-mean-token-sum-norm"),
+        ("dr_grpo", f"{ACTOR}.loss_scale_factor=null", "loss_scale_factor is None.*expected a number of tokens"),
+        ("dapo", f"{ACTOR}.loss_scale_factor=64", "loss_scale_factor is 64.*null with others"),
         ("dapo", f"+{ACTOR}.policy_loss.unti=batch", "policy_loss.unti is no key.*Did you mean unit"),
         (
             "dapo",
