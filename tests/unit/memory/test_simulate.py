@@ -24,7 +24,6 @@ FEW_WORDS = ModelShape("qwen2", 4, 8, 8, 2, 1, 4, 64, False)
 REAL = {
     "one-rank": Plan(TINY, tokens=512, entropy=True),
     "two-ranks": Plan(TIED, tokens=512, ranks=2, ulysses=2, fused=False),
-    "two-ranks-untied": Plan(TINY, tokens=512, ranks=2),
     "deeper": Plan(dataclasses.replace(TIED, layers=8), tokens=512),
     "no-checkpointing": Plan(TIED, tokens=512, checkpointing=False, keeps_logits=True),
 }
