@@ -45,7 +45,8 @@ from verl_ext.settings import FailedSamples
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
-SEND_AFTER_S = 1.0  # groups that end within this time are one message to the recorder
+# Groups that end within this time are one message to the recorder. It is below a step, whose end they must precede.
+SEND_AFTER_S = 0.25
 
 
 @dataclass

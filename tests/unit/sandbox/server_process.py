@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -129,5 +130,9 @@ def running(processes: list[psutil.Process]) -> list[int]:
 
 def root_of(processes: list[psutil.Process]) -> Path:
     """The folder that the server made for its programs, from the zygote's command line."""
-    commands = " ".join(argument for process in processes for argument in process.cmdline())
+    words: list[str] = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):  # a program that has just ended
+            words += process.cmdline()
+    commands = " ".join(words)
     return Path(re.search(r"/[^\s\"]*verl-sandbox-\w+", commands)[0])
