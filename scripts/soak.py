@@ -7,7 +7,7 @@ The tiny task in `separate_async`, with two vLLM servers that are watched. Death
 sandbox is killed, and started again 2 s later; one of the servers' engines gets SIGKILL. Exit status 1 unless the run
 ends without being started again, made that many tool calls, its ledger sums, no trained rollout has a wrong reward (as
 scripts/chaos.py judges it), and its processes, their open files and their memory are flat. What they hold is in
-usage.jsonl, a line every 20 s.
+a file beside --out (outputs/soak-usage.jsonl), a line every 20 s.
 """
 
 import argparse

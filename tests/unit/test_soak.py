@@ -1,8 +1,6 @@
 """`scripts/soak.py`: when something dies, what is watched, and what counts as growth."""
 
 import json
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -44,13 +42,27 @@ def test_deaths_are_spread_over_the_steps_and_usage_is_noted_until_the_run_ends(
     assert len(lines) > 5 and all(line["processes"] == 1 and line["files"] > 0 < line["memory_mb"] for line in lines)
 
 
+class Process:
+    """As psutil's; `ended`: one that has ended."""
+
+    def __init__(self, files, memory_mb, ended=False):
+        self.files, self.memory_mb, self.ended = files, memory_mb, ended
+
+    def num_fds(self):
+        if self.ended:
+            raise psutil.NoSuchProcess(1)
+        return self.files
+
+    def memory_full_info(self):
+        return SimpleNamespace(uss=self.memory_mb * 2**20)
+
+
 def test_usage_is_that_of_all_processes_and_one_that_has_ended_counts_nothing(script):
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    both = script.Usage.of([psutil.Process(), gone := psutil.Process(child.pid)])
-    child.communicate(b"\n")
-    alone = script.Usage.of([psutil.Process(), gone])
-    assert (both.processes, alone.processes) == (2, 1)
-    assert both.files > alone.files > 0 < alone.memory_mb < both.memory_mb
+    usage = script.Usage.of([Process(3, 10), Process(4, 2.5), Process(9, 9, ended=True)])
+    assert usage == script.Usage(processes=2, files=7, memory_mb=12.5)
+    assert script.Usage.of([]) == script.Usage(0, 0, 0)
+    own = script.Usage.of([psutil.Process()])
+    assert own.processes == 1 and own.files > 0 < own.memory_mb
 
 
 @pytest.mark.parametrize(("last", "grown"), [([5, 5, 9, 5, 9], (5, 5)), ([7, 9, 9, 8, 9], (5, 7))])
