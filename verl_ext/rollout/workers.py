@@ -49,7 +49,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 SEND_AFTER_S = 0.25
 
 
-@dataclass
+@dataclass(eq=False)
 class _RunningGroup:
     """The rollouts of one prompt that have ended, until the last one has."""
 
@@ -86,7 +86,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         if self.config.trainer.v1.trainer_mode == "sync" and number_of_slots(self.config) == 1:
             skip_load_balancer(self.llm_client)
         self._recorder = find() if self.config.retool.recorder.enable else None
-        self._num_prompts = 0  # under way
+        self._under_way: set[_RunningGroup] = set()
         self._unsent: list[tuple[_RunningGroup, bool, dict[str, Any]]] = []
 
     async def _run_prompt(
@@ -96,11 +96,11 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         rollout = self.config.actor_rollout_ref.rollout
         n = (rollout.val_kwargs if trajectory["validate"] else rollout).n
         group = _RunningGroup(running=prompt.get("__rollout_n__", n))
-        self._num_prompts += 1
+        self._under_way.add(group)
         try:
             await super()._run_prompt(prompt | {"running_group": group}, sampling_params, trajectory, trace)
         finally:
-            self._num_prompts -= 1
+            self._under_way.discard(group)
 
     async def _run_agent_loop(
         self,
@@ -130,8 +130,10 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             raise
         finally:
             group.running -= 1
-            if group.running == 0 and group.records:
-                self._send(group, validate, sample)
+            if group.running == 0:
+                self._under_way.discard(group)
+                if group.records:
+                    self._send(group, validate, sample)
             if group.running == 0 and group.keys:  # also where this one raised: validation counts the others
                 rows = list_of_dict_to_tensordict(group.rows)
                 partition = "val" if validate else "train"
@@ -241,7 +243,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     def _send(self, group: _RunningGroup, validate: bool, sample: dict[str, Any]) -> None:
         """To the recorder, together with what ends soon after: a message costs more than a group."""
         self._unsent.append((group, validate, sample))
-        if self._num_prompts == 1:  # the last one: the step may be over when it is stored
+        if not self._under_way:  # the last one: the step, and the run, may be over when it is stored
             self._send_all()
         elif len(self._unsent) == 1:
             asyncio.get_running_loop().call_later(SEND_AFTER_S, self._send_all)

@@ -15,7 +15,10 @@ def answer(encode, tokenizer):
 
 @pytest.fixture
 def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
-    """The real `_run_prompt` of a worker, over a loop whose samples are the functions given; returns what it stored."""
+    """The real `_run_prompt` of a worker, over a loop whose samples are the functions given; returns what it stored.
+
+    `uids` are rolled out at once, each with these samples.
+    """
     import transfer_queue
     from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 
@@ -28,6 +31,7 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
         stored.append((f"{partition_id}:{key}", tag["status"]))
 
     async def batch_put(keys: list[str], fields: Any, tags: list[dict], partition_id: str) -> None:
+        await asyncio.sleep(0.01)  # others end meanwhile
         stored.append((f"{partition_id}:{keys}", (fields, tags)))
 
     monkeypatch.setattr(transfer_queue, "async_kv_put", put)
@@ -59,6 +63,7 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
         validate: bool = False,
         retool: dict | None = None,
         score: Any = None,
+        uids: tuple[str, ...] = ("p",),
         **prompt: Any,
     ) -> list[tuple[str, Any]]:
         worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
@@ -67,11 +72,16 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
             rollout["val_kwargs"]["n"] = len(samples)
         worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool or {}})
         worker._stored_columns, worker._score_rollout = ["uid", "reward_model"], score
-        worker._recorder, worker._num_prompts, worker._unsent = recorder, 0, []
+        worker._recorder, worker._under_way, worker._unsent = recorder, set(), []
         worker.reward_loop_worker_handles = None
         worker._shared_loops = {"retool_code": Loop(samples)}
-        prompt = {"uid": "p", "agent_name": "retool_code", "global_steps": 7, "reward_model": {"a": 1}} | prompt
-        asyncio.run(worker._run_prompt(prompt, {}, {"validate": validate}))
+        prompt = {"agent_name": "retool_code", "global_steps": 7, "reward_model": {"a": 1}} | prompt
+
+        async def run_all() -> None:
+            prompts = [prompt | {"uid": uid} for uid in uids]
+            await asyncio.gather(*(worker._run_prompt(each, {}, {"validate": validate}) for each in prompts))
+
+        asyncio.run(run_all())
         retries = ((retool or {}).get("validation") or {"retries": 2})["retries"]
         assert set(asked) == {retries if validate else None}
         return stored

@@ -40,18 +40,25 @@ async def test_groups_that_end_one_after_the_other_are_one_message_and_the_last_
     worker, recorder = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker), Recorder()
     worker._recorder, worker._unsent = recorder, []
 
-    def end(uid: str, under_way: int) -> None:
-        worker._num_prompts = under_way
+    def end(uid: str, others: int) -> None:
+        worker._under_way = set(range(others))
         worker._send(SimpleNamespace(records=[]), False, {"uid": uid, "global_steps": 1})
 
-    end("a", 3)
-    end("b", 2)
+    end("a", 2)
+    end("b", 1)
     assert recorder.sent == []
     await asyncio.sleep(SEND_AFTER_S + 0.1)
-    end("c", 2)
-    end("d", 1)
+    end("c", 1)
+    end("d", 0)
     await asyncio.sleep(SEND_AFTER_S + 0.1)  # the timer finds nothing left
     assert [[group.uid for group in groups] for groups in recorder.sent] == [["a", "b"], ["c", "d"]]
+
+
+def test_groups_that_end_together_are_sent_before_they_are_stored_when_no_other_runs(roll_out_prompt) -> None:
+    """Behind what is stored the run may end, and with it the recorder."""
+    recorder = Recorder()
+    roll_out_prompt(samples_of([2, 1]), recorder=recorder, uids=("p", "q"))
+    assert [group.uid for groups in recorder.sent for group in groups] == ["p", "q"]
 
 
 @pytest.mark.parametrize("raises_after_s", [0.0, 0.05], ids=["first", "last"])
