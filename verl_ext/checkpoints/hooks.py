@@ -100,7 +100,9 @@ def _guard_sft(module: ModuleType) -> None:
         decided: list[Any] = [None]  # by rank 0: it may have to put a checkpoint in its place, and reads GBs
         if self.rank == 0:
             try:
-                decided = [_chosen(mode, self.resume_from_path, Path(self.default_local_dir))]
+                decided = [_chosen(mode, self.resume_from_path, folder := Path(self.default_local_dir))]
+                if decided[0] is not None:
+                    checkpoints.set_back(folder, decided[0])
             except (ValueError, OSError, checkpoints.NotWhole) as error:
                 decided = [error]
         if self.mode == module.OrchestrationMode.SPMD:
@@ -146,7 +148,7 @@ def _guard_rl(module: ModuleType) -> None:
       tracker, not atomically: a kill may leave it empty, which no later start survives. Files of a half-written step
       stay when it is saved again. Here it writes into `.saving/`, and the callback is called once the step is whole.
     - :850 `_load_checkpoint` takes what the tracker or `resume_from_path` names, whole or not; without `data.pt` it
-      starts the data anew with a warning.
+      starts the data anew with a warning. The tracker goes on naming a later step, and `auto` takes that the next time.
     """
     from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
@@ -183,6 +185,8 @@ def _guard_rl(module: ModuleType) -> None:
             load(self)
         finally:
             settings.resume_mode, settings.resume_from_path = given
+        if chosen is not None and not settings.get("val_only", False):
+            checkpoints.set_back(Path(settings.default_local_dir), chosen)
 
     trainer._save_checkpoint = _save_checkpoint
     trainer._load_checkpoint = _load_checkpoint

@@ -26,6 +26,7 @@ class Tally:
     Attributes:
         ends: uid -> end; OPEN where none is known.
         drawn_twice, wrong_ends, lost: uids for which the ledger does not sum, see `faults`.
+        gaps: (first, last) of steps without a record, between others.
         seen: uids of ended groups that waited in the queue at the newest record. They may have an end, such as an equal
             group that may become a filler.
         in_queue: prompts in the queue by its own count at the newest record.
@@ -38,6 +39,7 @@ class Tally:
     drawn_twice: list[str] = field(default_factory=list)
     wrong_ends: list[str] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
+    gaps: list[tuple[int, int]] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     in_queue: int = 0
     step: int = 0
@@ -65,6 +67,8 @@ class Tally:
             self.lost.append(uid)
         self.rollouts.update(record.get("rollouts", {}))
         self.retries.update(record.get("retries", {}))
+        if self.step and record["step"] > self.step + 1:
+            self.gaps.append((self.step + 1, record["step"] - 1))
         self.step, self.seen, self.in_queue = record["step"], set(record["seen"]), record["in_queue"]
 
     def faults(self) -> list[str]:
@@ -77,6 +81,11 @@ class Tally:
                 (self.lost, "prompts were open at a checkpoint and not in the queue of the run that resumed from it"),
             )
             if uids
+        ]
+        faults += [
+            f"There is no record of steps {first} to {last}: an older checkpoint was resumed, and then one of "
+            "the course that the run had left."
+            for first, last in self.gaps
         ]
         if (expected := len(self.open | self.seen)) != self.in_queue:
             faults.append(f"{expected} prompts are open or wait with an end, but the queue held {self.in_queue}.")

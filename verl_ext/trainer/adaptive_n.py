@@ -58,6 +58,7 @@ class AdaptiveSampling:
         for record in self._journal.resume(step):
             for problem, rate in record["rates"]:
                 self._remember(problem, rate)
+            self._problems = dict(record.get("in_flight", {}))  # of the newest step
 
     def assign(
         self, step: int, uids: Sequence[str], prompts: Sequence[Sequence[Mapping]], known_rates: Sequence[float | None]
@@ -81,7 +82,7 @@ class AdaptiveSampling:
 
     def observe(self, uid: str, accs: Sequence[float]) -> None:
         """A group ended; `accs` is the correctness of its responses without an infrastructure failure."""
-        problem = self._problems.pop(uid, None)  # None: in flight since before a resume
+        problem = self._problems.pop(uid, None)  # None: of a run that noted no prompts in flight
         if problem is not None and len(accs) > 0:
             rate = round(float(np.mean(accs)), 4)
             self._remember(problem, rate)
@@ -89,7 +90,7 @@ class AdaptiveSampling:
 
     def end_step(self, step: int) -> dict[str, float]:
         """Write what was learned; returns metrics of the prompts that were submitted since the last call, if any."""
-        self._journal.append(step, rates=self._observed)
+        self._journal.append(step, rates=self._observed, in_flight=self._problems)
         given, self._given, self._observed = self._given, [], []
         if not given:
             return {}

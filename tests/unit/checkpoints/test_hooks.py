@@ -177,6 +177,7 @@ def test_sft_resumes_where_resume_mode_says(
         handler(tmp_path, loader()).save_checkpoint(step)
     monkeypatch.chdir(tmp_path)
     assert handler(tmp_path, loader(), **settings).load_checkpoint() == (expected or 0)
+    assert checkpoints.tracked_step(tmp_path) == (expected or 4)  # `auto` stays on this course
     with pytest.raises(ValueError, match="resume_mode='newest'; expected auto, resume_path or disable"):
         handler(tmp_path, loader(), resume_mode="newest").load_checkpoint()
 

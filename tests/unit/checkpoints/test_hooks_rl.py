@@ -36,6 +36,23 @@ def test_rl_saves_out_of_sight_and_resumes_from_what_is_whole(rolling: Any, tmp_
         PPOTrainer._load_checkpoint(trainer)
 
 
+@pytest.mark.parametrize(("val_only", "later"), [(False, 2), (True, 4)])
+def test_a_run_that_goes_back_leaves_later_checkpoints_behind(
+    rolling: Any, tmp_path: Path, val_only: bool, later: int
+):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    run, engine = tmp_path / "run", Engine(tmp_path / "run")
+    trainer = rl_trainer(run, engine)
+    for trainer.global_steps in (2, 4):
+        PPOTrainer._save_checkpoint(trainer)
+    back = {"resume_mode": "resume_path", "resume_from_path": str(run / "global_step_2"), "val_only": val_only}
+    PPOTrainer._load_checkpoint(rl_trainer(run, engine, **back))
+    trainer = rl_trainer(run, engine)  # killed before it saved, and started again with `auto`
+    PPOTrainer._load_checkpoint(trainer)
+    assert trainer.global_steps == later
+
+
 def prompts(shuffle: bool = True) -> Any:
     """As verl's RL trainer makes its loader, with the refill of single prompts: 4 rows."""
     from omegaconf import OmegaConf

@@ -92,6 +92,18 @@ def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path):
     assert tally.step == 1 and tally.open == {"b", "c"} and not tally.faults()
 
 
+def test_a_checkpoint_whose_records_are_gone_is_a_fault(tmp_path: Path):
+    """Resumed from step 1, which forgets steps 2 and 3, then from the checkpoint of step 3 that was still there."""
+    made = ledger(tmp_path)
+    made.end_step(3, {}, {"c", "d"}, 4)
+    PromptLedger(tmp_path).resume(1, {"b", "c"})
+    again = PromptLedger(tmp_path)
+    again.resume(3, {"b", "c"})
+    again.end_step(4, {"b": PromptEnd.TRAINED}, {"c"}, 1)
+    (fault,) = read_tally(tmp_path).faults()
+    assert fault.startswith("There is no record of steps 2 to 3: ")
+
+
 def test_a_resumed_run_learns_what_was_decided_of_surplus_that_has_left_the_queue(tmp_path: Path):
     ledger(tmp_path)
     assert PromptLedger(tmp_path).resume(2, {"c"}) == {"c": PromptEnd.EQUAL, "d": PromptEnd.SURPLUS}

@@ -109,7 +109,20 @@ def test_pass_rates_outlive_a_resume_but_not_those_after_its_step(sampling, tmp_
     resumed = AdaptiveSampling(SETTINGS, StepJournal(tmp_path / "pass_rates.jsonl"))
     resumed.resume(40)
     assert resumed.assign(41, ["x", "y"], [prompt("a"), prompt("b")], [None, None]) == [24, 16]
-    resumed.observe("in-flight-since-before", [1])  # it is not known of which problem
+    resumed.observe("of-an-older-run", [1])  # it is not known of which problem
+
+
+def test_a_group_in_flight_at_a_checkpoint_counts_for_its_problem_in_the_run_that_resumes(sampling, tmp_path):
+    """The asynchronous modes send it again, under its name."""
+    sampling.assign(40, ["x", "y"], [prompt("a"), prompt("b")], [None, None])
+    sampling.observe("x", [1, 1])
+    sampling.end_step(40)
+    sampling.assign(41, ["z"], [prompt("c")], [None])  # behind the checkpoint: drawn again, under another name
+    resumed = AdaptiveSampling(SETTINGS, StepJournal(tmp_path / "pass_rates.jsonl"))
+    resumed.resume(40)
+    for uid in ("x", "y", "z"):
+        resumed.observe(uid, [0, 0])
+    assert resumed.assign(41, ["1", "2", "3"], [prompt("a"), prompt("b"), prompt("c")], [None] * 3) == [16, 24, 16]
 
 
 def test_metrics_are_of_the_prompts_of_a_step(sampling):
