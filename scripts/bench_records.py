@@ -32,7 +32,7 @@ from verl_ext.records.trajectories import rollout_row  # noqa: E402
 from verl_ext.settings import RecorderSettings  # noqa: E402
 
 WARM_UP = 2
-TOGETHER = 6  # groups of a message: 32 end in half a step of 2.5 s, and it takes those of SEND_AFTER_S
+TOGETHER = 16  # groups of a message: in the mode `sync` those of a wave, and dynamic sampling makes two for 32
 WORDS = [a + b for a in ("ba", "do", "ki", "lu", "me", "no") for b in ("n", "r", "sing", "ted", "ver", "x")]
 CODE = "total = 0\nfor i in range({n}):\n    total += i * {n}\nprint(total)"
 

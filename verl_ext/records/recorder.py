@@ -287,7 +287,13 @@ def start(run: Path, settings: RecorderSettings) -> Any:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor = ray.remote(Recorder).options(name=NAME, num_cpus=0, max_restarts=-1, scheduling_strategy=here)
+    actor = ray.remote(Recorder).options(
+        name=NAME,
+        num_cpus=0,
+        max_restarts=-1,
+        scheduling_strategy=here,
+        enable_task_events=False,  # a tenth of a message
+    )
     return actor.remote(run, settings)
 
 

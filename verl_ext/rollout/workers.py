@@ -45,8 +45,9 @@ from verl_ext.settings import FailedSamples
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
-# Groups that end within this time are one message to the recorder. It is below a step, whose end they must precede.
-SEND_AFTER_S = 0.25
+# Groups that end within this time are one message to the recorder. They must precede the end of a step that takes them:
+# in the mode `sync` no group runs then, and the last one sends those that wait. In the others it is below a step.
+SEND_AFTER_S = {"sync": 5.0, "colocate_async": 0.25, "separate_async": 0.25}
 
 
 @dataclass(eq=False)
@@ -54,6 +55,7 @@ class _RunningGroup:
     """The rollouts of one prompt that have ended, until the last one has."""
 
     running: int
+    validate: bool = False
     keys: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     tags: list[dict[str, Any]] = field(default_factory=list)
@@ -86,6 +88,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         if self.config.trainer.v1.trainer_mode == "sync" and number_of_slots(self.config) == 1:
             skip_load_balancer(self.llm_client)
         self._recorder = find() if self.config.retool.recorder.enable else None
+        self._send_after_s = SEND_AFTER_S[self.config.trainer.v1.trainer_mode]
         self._under_way: set[_RunningGroup] = set()
         self._unsent: list[tuple[_RunningGroup, bool, dict[str, Any]]] = []
 
@@ -95,7 +98,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         """As verl/trainer/ppo/v1/agent_loop_tq.py:104 (0.9.1), which sets the prompt's status when this returns."""
         rollout = self.config.actor_rollout_ref.rollout
         n = (rollout.val_kwargs if trajectory["validate"] else rollout).n
-        group = _RunningGroup(running=prompt.get("__rollout_n__", n))
+        group = _RunningGroup(running=prompt.get("__rollout_n__", n), validate=trajectory["validate"])
         self._under_way.add(group)
         try:
             await super()._run_prompt(prompt | {"running_group": group}, sampling_params, trajectory, trace)
@@ -243,10 +246,10 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     def _send(self, group: _RunningGroup, validate: bool, sample: dict[str, Any]) -> None:
         """To the recorder, together with what ends soon after: a message costs more than a group."""
         self._unsent.append((group, validate, sample))
-        if not self._under_way:  # the last one: the step, and the run, may be over when it is stored
+        if not any(each.validate == validate for each in self._under_way):  # behind it step or run may be over
             self._send_all()
         elif len(self._unsent) == 1:
-            asyncio.get_running_loop().call_later(SEND_AFTER_S, self._send_all)
+            asyncio.get_running_loop().call_later(self._send_after_s, self._send_all)
 
     def _send_all(self) -> None:
         """Rows are made here, one after the other: between other work a row takes more than twice the time."""

@@ -37,9 +37,7 @@ def test_rl_saves_out_of_sight_and_resumes_from_what_is_whole(rolling: Any, tmp_
 
 
 @pytest.mark.parametrize(("val_only", "later"), [(False, 2), (True, 4)])
-def test_a_run_that_goes_back_leaves_later_checkpoints_behind(
-    rolling: Any, tmp_path: Path, val_only: bool, later: int
-):
+def test_a_run_that_goes_back_leaves_later_checkpoints_behind(rolling: Any, tmp_path: Path, val_only: bool, later: int):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
     run, engine = tmp_path / "run", Engine(tmp_path / "run")

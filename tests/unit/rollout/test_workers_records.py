@@ -35,22 +35,22 @@ def test_a_group_goes_to_the_recorder_in_one_message_and_not_into_the_storage(ro
 
 
 async def test_groups_that_end_one_after_the_other_are_one_message_and_the_last_one_waits_for_none() -> None:
-    from verl_ext.rollout.workers import SEND_AFTER_S, LeanAgentLoopWorker
+    from verl_ext.rollout.workers import LeanAgentLoopWorker
 
     worker, recorder = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker), Recorder()
-    worker._recorder, worker._unsent = recorder, []
+    worker._recorder, worker._unsent, worker._send_after_s = recorder, [], 0.05
 
     def end(uid: str, others: int) -> None:
-        worker._under_way = set(range(others))
+        worker._under_way = [SimpleNamespace(validate=True)] + others * [SimpleNamespace(validate=False)]
         worker._send(SimpleNamespace(records=[]), False, {"uid": uid, "global_steps": 1})
 
     end("a", 2)
     end("b", 1)
     assert recorder.sent == []
-    await asyncio.sleep(SEND_AFTER_S + 0.1)
+    await asyncio.sleep(0.2)
     end("c", 1)
     end("d", 0)
-    await asyncio.sleep(SEND_AFTER_S + 0.1)  # the timer finds nothing left
+    await asyncio.sleep(0.2)  # the timer finds nothing left
     assert [[group.uid for group in groups] for groups in recorder.sent] == [["a", "b"], ["c", "d"]]
 
 
