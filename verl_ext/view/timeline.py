@@ -6,13 +6,15 @@ from typing import Any
 
 from verl_ext.view.data import Run
 
-WHATS = ("generate", "tool", "score", "log_probs", "update", "weight_sync", "wait", "save", "validate")
+WHATS = ("generate", "tool_queue", "tool", "score", "log_probs", "update", "weight_sync", "wait", "save", "validate")
 Interval = dict[str, Any]  # lane ("trainer", a server, "tool", "score"), what, start_s, end_s, uid, session
 _OF_ROLLOUTS = """
     SELECT * FROM (SELECT coalesce(server, 'servers') AS lane, 'generate' AS what, started_s AS start_s,
         started_s + generate_s AS end_s, uid, session
         FROM (SELECT uid, session, unnest(turns, recursive := true) FROM records)
-    UNION ALL SELECT 'tool', 'tool', started_s, started_s + queue_s + run_s, uid, session
+    UNION ALL SELECT 'tool', 'tool_queue', started_s, started_s + queue_s, uid, session
+        FROM (SELECT uid, session, unnest(calls, recursive := true) FROM records) WHERE queue_s > 0
+    UNION ALL SELECT 'tool', 'tool', started_s + queue_s, started_s + queue_s + run_s, uid, session
         FROM (SELECT uid, session, unnest(calls, recursive := true) FROM records)
     UNION ALL SELECT 'score', 'score', timings.ended_s - timings.score_s, timings.ended_s, uid, session
         FROM records) WHERE start_s IS NOT NULL"""

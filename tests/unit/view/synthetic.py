@@ -179,8 +179,9 @@ def intervals(folder: Path, step: int) -> list[dict[str, Any]]:
                 begin, end = turn["started_s"], turn["started_s"] + turn["generate_s"]
                 lines.append(dict(key, lane=turn["server"], what="generate", start_s=begin, end_s=end))
         for call in row["calls"]:
-            begin, end = call["started_s"], call["started_s"] + call["queue_s"] + call["run_s"]
-            lines.append(dict(key, lane="tool", what="tool", start_s=begin, end_s=end))
+            begin, begun = call["started_s"], call["started_s"] + call["queue_s"]
+            lines.append(dict(key, lane="tool", what="tool_queue", start_s=begin, end_s=begun))
+            lines.append(dict(key, lane="tool", what="tool", start_s=begun, end_s=begun + call["run_s"]))
         begin, end = times["ended_s"] - times["score_s"], times["ended_s"]
         lines.append(dict(key, lane="score", what="score", start_s=begin, end_s=end))
     return lines
