@@ -47,7 +47,7 @@ class PromptEnd(StrEnum):
     OPEN = "open"  # not decided: rollouts still run, or the group is useful and no batch has taken it yet
     TRAINED = "trained"  # useful, and taken by a batch
     EQUAL = "equal"  # all right or all wrong: replaced; a filler, with advantage 0, where useful groups are missing
-    VOID = "void"  # half of its rollouts or more have void turns (`void_turn_filter`): replaced or a filler
+    VOID = "void"  # too many of its rollouts have void turns (`void_turn_filter`) to train: replaced or a filler
     FAILED = "failed"  # infrastructure failed so many of its rollouts, or one raised: replaced, never trained
     STALE = "stale"  # useful, but written by weights that were too old when a batch had room: replaced
     SURPLUS = "surplus"  # useful, but the batch was full: dropped, or kept for the next step (`keep_surplus`)

@@ -110,7 +110,7 @@ def end_group(
         end=PromptEnd.OPEN,
         valid={key: metric_of(extra["reward_extra_info"], metric) for key, extra, reason in rows if reason is None},
         excluded=[key for key, *_, reason in rows if reason is not None],
-        void=[key for key, extra, _ in rows if void_turn_filter == "loss" and has_void_turn(extra)],
+        void=[k for k, extra, why in rows if void_turn_filter == "loss" and why is None and has_void_turn(extra)],
         dropped=left_out(rows, resample, rng),
         oldest={key: oldest(extra.get("version_spans", ())) for key, extra, _ in rows},
     )
@@ -120,4 +120,6 @@ def end_group(
         group.end = PromptEnd.VOID if by_policy else PromptEnd.FAILED
     elif group.are_equal():
         group.end = PromptEnd.EQUAL
+    elif len(group.void) == len(group.valid):  # none of it is in the loss
+        group.end = PromptEnd.VOID
     return group

@@ -356,7 +356,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 self._counts.ages += ages * (uid in useful)
                 if self.resample:
                     remove(partition_id, group.dropped, partition_snapshot)
-                elif group.excluded and group.end != PromptEnd.VOID:
+                elif group.excluded and not group.is_lost():
                     self._fill(partition_id, group, partition_snapshot)
         return super()._materialize_batch(partition_id, selected_prompt_uids, partition_snapshot)
 

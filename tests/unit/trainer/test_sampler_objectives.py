@@ -3,6 +3,7 @@
 import pytest
 
 from tests.unit.trainer.prompt_groups import MODES, RAISED, buffer_maker, info, keys_of
+from verl_ext.outcome import PromptEnd
 
 
 @pytest.fixture
@@ -20,12 +21,23 @@ def test_void_turns_stay_in_the_group_and_are_named_for_the_loss(make_buffer, mo
 
 
 def test_a_copy_of_a_void_rollout_is_not_in_the_loss_either(make_buffer):
-    """Five rollouts, two failed: two of the three valid ones, of which two are void, are copied."""
+    """Five rollouts, two failed: two of the three valid ones, of which two are void, are copied: one void at least."""
     failed = info(0, sandbox_failure=1.0, finish_reason="sandbox_failure")
-    group = [info(1, void_turns=1), info(0, void_turns=1), info(1, void_turns=1), failed, failed]
+    group = [info(1), info(0, void_turns=1), info(1, void_turns=1), failed, failed]
     queue, buffer = make_buffer([group], batch_size=1, void_turn_filter="loss")
     batch, _ = buffer.sample(1, "train", 1)
-    assert len(batch.keys) == 5 and buffer.baseline_only == set(batch.keys)
+    assert len(batch.keys) == 5 and buffer.baseline_only < set(batch.keys)
+    assert len(buffer.baseline_only) >= 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_group_of_void_rollouts_alone_is_replaced(make_buffer, mode):
+    """Nothing of it would be in the loss."""
+    void = [info(1, void_turns=1), info(0, void_turns=1)]
+    _, buffer = make_buffer([void, [info(1), info(0)]], batch_size=1, void_turn_filter="loss", mode=mode)
+    batch, _ = buffer.sample(1, "train", 1)
+    assert sorted(batch.keys) == ["uid-1_0_0", "uid-1_1_0"] and not buffer.fillers
+    assert buffer.take_prompt_ends()[0] == {"uid-0": PromptEnd.VOID, "uid-1": PromptEnd.TRAINED}
 
 
 # Right with 2 of 2 calls failed, right without an error, wrong twice: of 4, 2 are kept, one right and one wrong.
