@@ -28,6 +28,7 @@ from chaos_measure import figures  # noqa: E402
 from published import Published  # noqa: E402
 from slow_sandbox import proxied  # noqa: E402
 
+from verl_ext.datasets.peek import count_rows  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor  # noqa: E402
 from verl_ext.records.run_record import environment  # noqa: E402
 
@@ -159,7 +160,8 @@ def measure(fault: Fault, folder: Path, source: Path, seed: int, limit_s: float 
         if injection.missed:
             raise Missed(injection.missed)
         result |= {"fault_s": round(injection.seconds, 1), "fault_at_bytes": injection.log_bytes}
-        return result | figures(run, sandbox.url, log, injection.log_bytes)
+        problems = count_rows([source / "data" / "rl_train.parquet"])
+        return result | figures(run, sandbox.url, log, injection.log_bytes, problems)
 
 
 def table(names: Sequence[str], rows: Mapping[str, Mapping[str, Any]], missed: Mapping[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -93,9 +94,14 @@ def wrong_answers_of_tools(rows: Iterable[Row], sandbox: str) -> list[str]:
     ]
 
 
-def lost_and_doubled(run: Path, rows: Iterable[Row]) -> tuple[list[str], list[str]]:
-    """Prompts, from the ledger and from the records, a sentence each."""
+def lost_and_doubled(run: Path, rows: Iterable[Row], problems: int) -> tuple[list[str], list[str]]:
+    """Prompts, from the ledger and from the records, a sentence each.
+
+    Args:
+        problems: of an epoch.
+    """
     tally = read_tally(run)
+    epochs = math.ceil(tally.problems.total() / problems)
     recorded = Counter((row["uid"], row["session"]) for row in rows)
     trained = {uid for uid, end in tally.ends.items() if end is PromptEnd.TRAINED}
     lost = [f"{uid} was open at a checkpoint and is gone" for uid in tally.lost]
@@ -104,7 +110,7 @@ def lost_and_doubled(run: Path, rows: Iterable[Row]) -> tuple[list[str], list[st
     doubled = [f"{uid} was drawn twice" for uid in tally.drawn_twice]
     doubled += [f"{uid} ended twice" for uid in tally.wrong_ends]
     doubled += [f"{uid}_{session} is in the records {n} times" for (uid, session), n in recorded.items() if n > 1]
-    doubled += [f"the problem {problem} was drawn {n} times" for problem, n in tally.problems.items() if n > 1]
+    doubled += [f"the problem {problem} was drawn {n} times" for problem, n in tally.problems.items() if n > epochs]
     if not (lost or doubled):
         lost += tally.faults()
     return lost, doubled
@@ -146,16 +152,17 @@ def told(before: str, after: str, most: int = 4) -> list[str]:
     return [line for line in found if line not in ends][: most - len(ends)] + ends
 
 
-def figures(run: Path, sandbox: str, log: Path, fault_at: int) -> dict[str, Any]:
+def figures(run: Path, sandbox: str, log: Path, fault_at: int, problems: int) -> dict[str, Any]:
     """Of one run that has ended.
 
     Args:
         sandbox: URL of one that is well.
         fault_at: bytes of the log when the fault came.
+        problems: of an epoch.
     """
     rows = trained_rollouts(run)
     wrong = [*failures_in_the_loss(rows), *wrong_scores(rows), *wrong_answers_of_tools(rows, sandbox)]
-    lost, doubled = lost_and_doubled(run, rows)
+    lost, doubled = lost_and_doubled(run, rows, problems)
     text = log.read_bytes()
     servers = read_servers(run)
     return {

@@ -123,11 +123,11 @@ def record(step, drawn=(), ends=None, **more):
 def test_prompts_that_are_lost_or_doubled_are_found(measure, run_of):
     good = [record(1, "ab", {"a": "trained", "b": "equal"})]
     run = run_of(rollout("a"), ledger=good)
-    assert measure.lost_and_doubled(run, measure.trained_rollouts(run)) == ([], [])
+    assert measure.lost_and_doubled(run, measure.trained_rollouts(run), 4) == ([], [])
 
     bad = [*good, record(2, "ac", {"b": "equal", "c": "trained"}), record(3, "d", in_queue=1), record(3, lost=["d"])]
     run = run_of(rollout("a"), rollout("a"), ledger=bad)
-    lost, doubled = measure.lost_and_doubled(run, measure.trained_rollouts(run))
+    lost, doubled = measure.lost_and_doubled(run, measure.trained_rollouts(run), 5)
     assert lost == ["d was open at a checkpoint and is gone", "c trained, and the records have no rollout of it"]
     assert doubled == [
         "a was drawn twice",
@@ -135,11 +135,16 @@ def test_prompts_that_are_lost_or_doubled_are_found(measure, run_of):
         "a_0 is in the records 2 times",
         "the problem problem of a was drawn 2 times",
     ]
+    _, in_second_epoch = measure.lost_and_doubled(run, measure.trained_rollouts(run), 4)
+    assert in_second_epoch == doubled[:-1]
 
 
 def test_a_ledger_that_does_not_sum_is_a_loss(measure, run_of):
     run = run_of(ledger=[record(1, "ab", {"a": "equal"}, in_queue=5)])
-    assert measure.lost_and_doubled(run, []) == (["1 prompts are open or wait with an end, but the queue held 5."], [])
+    assert measure.lost_and_doubled(run, [], 2) == (
+        ["1 prompts are open or wait with an end, but the queue held 5."],
+        [],
+    )
 
 
 def test_a_stall_is_the_longest_time_without_progress_beyond_a_step(measure, run_of):

@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import psutil
@@ -15,13 +16,13 @@ def script(load_script):
 
 
 def test_deaths_are_spread_over_the_steps_and_usage_is_noted_until_the_run_ends(script, monkeypatch, tmp_path):
-    died = []
+    died, counted = [], Counter()
     monkeypatch.setattr(script, "kill_sandbox", lambda scene, away_s: died.append("sandbox"))
     monkeypatch.setattr(script, "engine_killed", lambda scene: died.append("server"))
     monkeypatch.setattr(script, "EVERY_S", 0.05)
     scene = SimpleNamespace(run=tmp_path, ended=threading.Event(), processes=lambda: [psutil.Process()])
     usage = tmp_path / "usage.jsonl"
-    thread = threading.Thread(target=script.die_again_and_again, args=(scene, 34, usage))
+    thread = threading.Thread(target=script.die_again_and_again, args=(scene, 34, usage, counted))
     thread.start()
     metrics = tmp_path / "metrics-1.jsonl"
     metrics.write_text("")
@@ -34,7 +35,7 @@ def test_deaths_are_spread_over_the_steps_and_usage_is_noted_until_the_run_ends(
             time.sleep(0.02)
         time.sleep(0.3)
         assert len(died) == deaths
-    assert died == ["sandbox", "sandbox", "server"] * 5
+    assert died == ["sandbox", "sandbox", "server"] * 5 and counted == {"sandbox": 10, "server": 5}
     scene.ended.set()
     thread.join(5)
     assert not thread.is_alive()

@@ -41,7 +41,7 @@ def ask(run: Path, words: list[str], *, take_s: float = TAKE_S, answer_s: float 
     folder = run / FOLDER
     durable.make_folder(folder)
     name = f"{time.time_ns()}_{uuid4().hex[:8]}"
-    request, answer = folder / f"{name}.request.json", folder / f"{name}.answer.json"
+    request, taken, answer = (folder / f"{name}.{what}.json" for what in ("request", "taken", "answer"))
     durable.write_text(request, json.dumps(words))
     if not _wait(lambda: not request.exists(), take_s):
         with suppress(FileNotFoundError):  # taken in this moment
@@ -51,7 +51,10 @@ def ask(run: Path, words: list[str], *, take_s: float = TAKE_S, answer_s: float 
                 "servers of its own: trainer.v1.trainer_mode=separate_async, actor_rollout_ref.hybrid_engine=false."
             )
     if not _wait(answer.exists, answer_s):
-        raise NoAnswer(f"The run took {words} and did not answer within {answer_s:.0f} s. See its log.")
+        taken.unlink(missing_ok=True)  # nobody waits for an answer
+        raise NoAnswer(
+            f"The run took {words} and did not answer within {answer_s:.0f} s. It may do it yet; see its log."
+        )
     told = json.loads(answer.read_text(encoding="utf-8"))
     answer.unlink()
     if "refused" in told:
@@ -80,8 +83,9 @@ class Command:
         self._tell({"refused": why})
 
     def _tell(self, told: dict[str, Any]) -> None:
-        durable.write_text(self.taken.with_suffix("").with_suffix(".answer.json"), json.dumps(told))
-        self.taken.unlink()
+        if self.taken.exists():  # who asked waits still
+            durable.write_text(self.taken.with_suffix("").with_suffix(".answer.json"), json.dumps(told))
+            self.taken.unlink(missing_ok=True)
 
 
 def clear(run: Path) -> None:
@@ -98,4 +102,9 @@ def take(run: Path) -> Iterator[Command]:
             request.rename(taken)
         except FileNotFoundError:  # withdrawn in this moment
             continue
-        yield Command(json.loads(taken.read_text(encoding="utf-8")), taken)
+        try:
+            words = json.loads(taken.read_text(encoding="utf-8"))
+        except ValueError as error:
+            Command([], taken).refuse(f"Expected a list of words in JSON: {error}.")
+            continue
+        yield Command(words, taken)

@@ -87,10 +87,10 @@ class Members:
         def look() -> None:
             while not ended.wait(LOOK_S):
                 try:
-                    for command in commands.take(run):
-                        self.obey(command)
-                except (OSError, ValueError):  # a full disk takes no answer; a file that is no command
-                    logger.exception("fleet: a command in %s was not obeyed, or not answered", run / commands.FOLDER)
+                    for command in commands.take(run):  # one that waits for an update holds no other up
+                        threading.Thread(target=self.obey, args=(command,), name="fleet command", daemon=True).start()
+                except OSError:
+                    logger.exception("fleet: a command in %s was not taken", run / commands.FOLDER)
 
         thread = threading.Thread(target=look, name="fleet commands", daemon=True)
         thread.start()
@@ -102,6 +102,12 @@ class Members:
 
     def obey(self, command: Command) -> None:
         """Do what a command says, and answer it."""
+        try:
+            self._obey(command)
+        except OSError:
+            logger.exception("fleet: %s was not answered: the disk did not take it", command.words)
+
+    def _obey(self, command: Command) -> None:
         try:
             match command.words:
                 case ["list"]:

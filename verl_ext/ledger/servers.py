@@ -18,6 +18,8 @@ class ServerTally:
     Attributes:
         alive: of the newest start.
         doubled: servers that died or were removed twice, or were never started, or were started twice.
+        vacant: servers of the newest start that died and that no other one has replaced.
+        unfounded: servers that replaced one in a start in which none was vacant.
     """
 
     started: int = 0
@@ -27,19 +29,25 @@ class ServerTally:
     failed_starts: int = 0
     alive: set[str] = field(default_factory=set)
     doubled: list[str] = field(default_factory=list)
+    vacant: int = 0
+    unfounded: list[str] = field(default_factory=list)
 
     def add(self, record: Mapping[str, Any]) -> None:
         event, server = record["event"], record["server"]
         if event == "run":
-            self.alive = set()
+            self.alive, self.vacant = set(), 0
         elif event in ("started", "replaced"):
             self.doubled += [server] * (server in self.alive)
             self.alive.add(server)
-            self.started, self.replaced = self.started + 1, self.replaced + (event == "replaced")
+            self.started += 1
+            if event == "replaced":
+                self.replaced += 1
+                self.unfounded += [server] * (self.vacant == 0)
+                self.vacant = max(0, self.vacant - 1)
         elif event == "died":
             self.doubled += [server] * (server not in self.alive)
             self.alive.discard(server)
-            self.died += 1
+            self.died, self.vacant = self.died + 1, self.vacant + 1
         elif event == "removed":
             self.doubled += [server] * (server not in self.alive)
             self.alive.discard(server)
@@ -54,8 +62,8 @@ class ServerTally:
         faults = []
         if self.doubled:
             faults.append(f"{len(self.doubled)} servers died, left or started twice: {', '.join(self.doubled[:3])}.")
-        if self.replaced > self.died:
-            faults.append(f"{self.replaced} servers took the place of {self.died} that died.")
+        if self.unfounded:
+            faults.append(f"{len(self.unfounded)} servers replaced one where none had died: {self.unfounded[0]}.")
         return faults
 
     def line(self) -> str:
@@ -73,6 +81,7 @@ class ServerJournal:
 
     def begin(self, servers: Iterable[str]) -> None:
         """A start of the run, with these servers."""
+        jsonl.cut_half_line(self._path)
         self.note("run", "", "")
         for server in servers:
             self.note("started", server, "with the run")

@@ -61,6 +61,24 @@ def test_a_run_that_takes_a_command_and_dies_is_told_apart(tmp_path, obey):
     obey(lambda command: None)
     with pytest.raises(NoAnswer, match=r"The run took \['add'\] and did not answer within 0 s"):
         ask(tmp_path, ["add"], answer_s=0.2)
+    assert files(tmp_path) == []
+
+
+def test_an_answer_for_which_nobody_waits_leaves_no_file(tmp_path, obey):
+    late = []
+    obey(late.append)
+    with pytest.raises(NoAnswer, match="It may do it yet"):
+        ask(tmp_path, ["remove", "1"], answer_s=0.2)
+    late[0].answer("done")
+    assert files(tmp_path) == []
+
+
+def test_a_file_that_is_no_command_is_answered_and_holds_no_other_up(tmp_path, obey):
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "0.request.json").write_text("remove 1")
+    obey(lambda command: command.answer(command.words))
+    assert ask(tmp_path, ["list"]) == ["list"]
+    assert "Expected a list of words in JSON" in (tmp_path / FOLDER / "0.answer.json").read_text()
 
 
 def test_commands_are_taken_in_their_order_and_two_do_not_meet(tmp_path, obey):

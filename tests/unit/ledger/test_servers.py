@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.ledger.prompts import PromptLedger
-from verl_ext.ledger.servers import ServerJournal, read_servers
+from verl_ext.ledger.servers import FILE, ServerJournal, read_servers
 
 
 def command(folder: Path) -> subprocess.CompletedProcess:
@@ -42,7 +42,17 @@ def test_the_command_covers_servers_that_died_and_were_replaced(tmp_path: Path):
         ([("started", "a"), ("removed", "a"), ("died", "a")], "1 servers died, left or started twice: a."),
         ([("died", "x")], "1 servers died, left or started twice: x."),
         ([("started", "a"), ("replaced", "a")], "1 servers died, left or started twice: a."),
-        ([("started", "a"), ("replaced", "b")], "1 servers took the place of 0 that died."),
+        ([("started", "a"), ("replaced", "b")], "1 servers replaced one where none had died: b."),
+        (
+            [
+                ("started", "a"),
+                ("died", "a"),
+                ("run", ""),
+                ("started", "a"),
+                ("replaced", "b"),
+            ],  # that of an older start
+            "1 servers replaced one where none had died: b.",
+        ),
     ],
 )
 def test_servers_that_do_not_sum_are_told(tmp_path: Path, events: list, fault: str):
@@ -50,6 +60,14 @@ def test_servers_that_do_not_sum_are_told(tmp_path: Path, events: list, fault: s
     assert fault in read_servers(tmp_path).faults()
     shown = command(tmp_path)
     assert shown.returncode == 1 and fault in shown.stdout and "It sums" not in shown.stdout
+
+
+def test_a_start_of_the_run_behind_a_half_written_line_begins_a_new_one(tmp_path: Path):
+    servers(tmp_path, ("run", ""), ("started", "a"))
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"at": 1, "event": "di')  # power went off
+    ServerJournal(tmp_path).begin(["b"])
+    assert read_servers(tmp_path).alive == {"b"}
 
 
 def test_another_event_is_no_server(tmp_path: Path):
