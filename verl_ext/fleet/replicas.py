@@ -5,7 +5,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 KILL_S = 15.0  # for Ray to start a task on a node
-FREE_S = 30.0  # for Ray to count the GPUs of a server as free; it takes some tenths of a second
+FREE_S = 30.0  # for Ray to take the GPUs of a server back; it takes some tenths of a second
 
 
 def start_replica(servers: "LLMServerManager", number: int) -> "RolloutReplica":
@@ -45,8 +44,8 @@ def start_replica(servers: "LLMServerManager", number: int) -> "RolloutReplica":
 def stop_replica(replica: "RolloutReplica", hanging: tuple[str, int] | None = None) -> None:
     """End the processes of a server, dead or alive, and give its GPUs back to Ray.
 
-    Returns when Ray counts them as free, so that another server can start on them at once: verl raises where they are
-    not (ray/base.py:239).
+    Returns when Ray has taken them back, so that another server can start on them at once: verl raises where they are
+    not free (ray/base.py:239). Others may stop and start meanwhile.
 
     Args:
         hanging: node and process of its server, where that does not answer: Ray asks a process to end itself.
@@ -62,24 +61,22 @@ def stop_replica(replica: "RolloutReplica", hanging: tuple[str, int] | None = No
         with suppress(RayError):
             ray.kill(actor)
     groups = (replica.resource_pool.pgs if replica.resource_pool else None) or ()
-    before = free_gpus()
     for group in groups:
         ray.util.remove_placement_group(group)
-    freed = sum(_gpus(bundle) for group in groups for bundle in group.bundle_specs)
+    held = tuple(group.id.hex() for group in groups)
     deadline = time.monotonic() + FREE_S
-    while free_gpus() < before + freed:
+    # What a group holds is a resource of its own, "GPU_group_0_<id>", as long as the node has not taken it back. The
+    # group's state is REMOVED at once.
+    while left := [each for each in ray.cluster_resources() if each.endswith(held)]:
         if time.monotonic() > deadline:
-            logger.warning("Ray does not have the %g GPUs of a server that was stopped %g s ago.", freed, FREE_S)
+            logger.warning("Ray has not taken back %s of a server that was stopped %g s ago.", left, FREE_S)
             return
         time.sleep(0.1)
 
 
 def free_gpus() -> float:
-    return _gpus(ray.available_resources())
-
-
-def _gpus(resources: Mapping[str, float]) -> float:
     """As verl's ResourcePoolManager counts."""
+    resources = ray.available_resources()
     return resources.get("GPU", 0) or resources.get("NPU", 0)
 
 

@@ -44,7 +44,9 @@ class Replica:
 class Group(str):
     """A placement group, known by its name."""
 
-    bundle_specs = [{"CPU": 2.0, "GPU": 1.0}]
+    @property
+    def id(self):
+        return SimpleNamespace(hex=lambda: str(self))
 
 
 class Router:
@@ -68,16 +70,19 @@ def world(monkeypatch):
 
     def free(group):
         world.log.append(("free", group))
-        world.late += [0, 0, 1]  # Ray counts a GPU as free some looks later
+        world.late += [group] * 2  # Ray takes a GPU back some looks later
 
-    def gpus():
-        world.free += world.late.pop(0) if world.late else 0
-        return {"GPU": world.free}
+    def resources():
+        held = {f"GPU_group_0_{each}": 1.0 for each in world.late}
+        if world.late and world.late.pop() not in world.late:
+            world.free += 1
+        return held
 
     fake_ray = SimpleNamespace(
         get=lambda answer, timeout=None: answer,
         kill=lambda actor: world.log.append(("kill", actor)),
-        available_resources=gpus,
+        available_resources=lambda: {"GPU": world.free},
+        cluster_resources=resources,
         util=SimpleNamespace(remove_placement_group=free),
         exceptions=members.ray.exceptions,
     )
