@@ -78,6 +78,7 @@ class Fleet:
         self._limits, self._weights, self._router, self._clock = limits, weights, router, clock
         self._start_replica, self._stop_replica, self._note = start, stop, note
         self._servers: list[_Server] = []
+        self._known: set[RolloutReplica] = set()  # that are or were watched
         self._noted = {*weights.replicas}  # whose start is told
         self._events: deque[tuple[str, str, str]] = deque()  # that the journal does not have yet
         self._unwritten = 0
@@ -186,16 +187,17 @@ class Fleet:
     def _follow(self) -> None:
         """Watch who belongs to the run now: servers may also be added and removed while none of them is dead."""
         weights = self._weights
-        # Newcomers first: they are among the others before they leave their own list.
-        members = dict.fromkeys([*weights.newcomers, *weights.replicas])
+        # An update moves servers from either list to the other, and has them in both meanwhile.
+        members = dict.fromkeys([*weights.replicas, *weights.newcomers, *weights.replicas])
         for server in list(self._servers):
             if server.replica not in members and server.replica not in weights.dead:
                 self._servers.remove(server)
+                self._known.discard(server.replica)
                 self._left.add(server.name)
                 self._events.append(("removed", server.name, "by command"))
-        watched = {each.replica for each in self._servers}
-        for replica in members:
-            if replica not in watched and replica not in weights.dead:
+        for replica in [*members, *weights.dead]:  # one that came since the last round may have died in an update
+            if replica not in self._known:
+                self._known.add(replica)
                 self._servers.append(_Server(replica, Health(self._limits, self._clock)))
             if replica not in self._noted:
                 self._noted.add(replica)

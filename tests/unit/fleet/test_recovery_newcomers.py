@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from tests.unit.fleet.fleet_scene import Replica
+from verl_ext.ledger.servers import read_servers
 
 pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports
 
@@ -111,6 +112,59 @@ def test_a_server_that_is_suspected_when_weights_change_comes_back_when_it_answe
         assert made.weights.replicas == [made.replicas[1], silent] and not made.weights.dead and not made.started
 
     scene(script)
+
+
+@pytest.mark.parametrize("starts", ["in place of a dead one", "by command"])
+def test_a_newcomer_that_dies_in_an_update_before_its_first_round_is_buried_and_replaced(scene, tmp_path, starts):
+    async def script(made):
+        if starts == "by command":
+            new = Replica(7, abort="gone")
+            made.weights.newcomers.append(new)
+        else:
+            made.replicas[0].server.mode = "dead"
+            await made.rounds(1)
+            while not made.weights.newcomers:  # no round in this time
+                await asyncio.sleep(0.01)
+            (new,) = made.weights.newcomers
+            new.at["abort"] = "gone"
+        await made.weights.update_weights(global_steps=2)
+        assert new in made.weights.dead and new not in made.weights.newcomers
+        await made.until(lambda: made.weights.newcomers)
+        assert made.stopped[-1] is new and made.started[-1] is made.weights.newcomers[0]
+        await made.rounds(10)
+        assert made.stopped.count(new) == 1
+
+    scene(script)
+    servers = read_servers(tmp_path)
+    number = 1 if starts == "by command" else 2
+    assert (servers.died, servers.replaced) == (number, number) and servers.started == 4 and not servers.faults()
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_server_that_an_update_moves_while_a_round_looks_was_not_removed(scene, tmp_path, joins):
+    """From newcomers to the others, or back as it is silent; the update is a thread beside the round."""
+
+    async def script(made):
+        class Newcomers(list):
+            def __iter__(self):
+                if joins and server in made.weights.newcomers:
+                    made.weights.replicas = [*made.weights.replicas, server]
+                    self.remove(server)
+                seen = self.copy()
+                if not joins and server in made.weights.replicas:
+                    self.append(server)
+                    made.weights.replicas = [each for each in made.weights.replicas if each is not server]
+                return iter(seen)
+
+        server = Replica(7) if joins else made.replicas[0]
+        made.weights.newcomers += [server] * joins
+        await made.rounds(1)
+        made.weights.newcomers = Newcomers(made.weights.newcomers)
+        await made.rounds(2)
+        assert (server in made.weights.replicas) == joins
+
+    scene(script)
+    assert read_servers(tmp_path).removed == 0
 
 
 @pytest.mark.parametrize(("step", "limit_s"), [("abort", 0.1), ("load", 1.0)])
