@@ -59,6 +59,10 @@ class RingLoadBalancer:
         for slot in self._slots.get(_server_of(server_id), ()):
             self._router.failed(slot)
 
+    def tell_ranks(self, ranks: Mapping[str, int]) -> None:
+        """Of servers that are about to join. Others are asked, and one that hangs then holds all requests up."""
+        self._ranks.update(ranks)
+
     def add_servers(self, servers: Mapping[str, Any]) -> None:
         for address, handle in servers.items():
             if address not in self._ranks:

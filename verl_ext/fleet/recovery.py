@@ -37,6 +37,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 GIVE_UP_S = 15.0  # for a server to hand back its requests; one whose own process hangs does not
 ON_THEIR_WAY_S = 1.0  # for these answers, until the process is killed
 START_PAUSE_S = 10.0  # between two tries to start a replacement
+MAX_UNTOLD = 60  # rounds in a row in which the router could not be reached; the next one ends the run
 
 
 @dataclass(eq=False)
@@ -81,7 +82,7 @@ class Fleet:
         self._known: set[RolloutReplica] = set()  # that are or were watched
         self._noted = {*weights.replicas}  # whose start is told
         self._events: deque[tuple[str, str, str]] = deque()  # that the journal does not have yet
-        self._unwritten = 0
+        self._unwritten = self._untold = 0
         self._left: set[str] = set()  # names of servers that died or were removed
         self._starts = 0
         self._burials: set[asyncio.Task] = set()
@@ -167,7 +168,14 @@ class Fleet:
             await asyncio.wait([server.beat for server in self._servers], timeout=self._limits.every_s)
         for server in list(self._servers):
             self._judge(server)
-        await self._tell_router()
+        try:
+            await self._tell_router()
+            self._untold = 0
+        except ActorUnavailableError as error:  # the next round tells it
+            self._untold += 1
+            if self._untold > MAX_UNTOLD:
+                raise
+            logger.warning("the router cannot be reached now, %d rounds in a row: %r", self._untold, error)
         ready = [each for each in self._weights.newcomers if each not in self._weights.suspected]
         if ready and self._actor_is_idle and self._arrival is None:
             self._arrival = asyncio.ensure_future(_in_thread(self._let_newcomers_in))
@@ -263,6 +271,9 @@ class Fleet:
         ours = self._left | {server.name for server in self._servers}
         answered = {server.name for server in self._servers if server.has_answered}
         if new := {name: handle for name, handle in wanted.items() if name not in there and name in answered}:
+            if tell_ranks := getattr(self._router, "tell_ranks", None):  # verl's own has none
+                ranks = {each.name: each.replica.config.data_parallel_size for each in self._servers}
+                await tell_ranks.remote({name: ranks[name] for name in new})
             await self._router.add_servers.remote(new)
         if gone := sorted(there & ours - wanted.keys()):
             await self._router.remove_servers.remote(gone)
@@ -284,7 +295,10 @@ class Fleet:
         except (TimeoutError, RayError) as error:
             hanging = server.place if isinstance(error, TimeoutError) else None
             logger.warning("server %s did not hand back its requests: %r", server.name, error)
-        await _in_thread(self._stop_replica, server.replica, hanging)
+        try:
+            await _in_thread(self._stop_replica, server.replica, hanging)
+        except Exception:  # of Ray, whatever it is: the others live, and another may start all the same
+            logger.exception("server %s is dead, and what it holds was not freed", server.name)
         await self._replace(server.name)
 
     async def _replace(self, name: str) -> None:

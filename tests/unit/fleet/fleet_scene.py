@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from types import SimpleNamespace
 from typing import Any
 
 from tests.unit.fleet.remote import Remote
@@ -61,6 +62,7 @@ class Replica:
         self.replica_rank, self.at, self.log = number, at, [] if log is None else log
         self.server, self.worker = Server(), Worker()
         self.workers = [Remote(self.worker)]
+        self.config = SimpleNamespace(data_parallel_size=1)
         self.server_handle, self.server_address = Remote(self.server), f"server {number}"
 
     def __repr__(self) -> str:

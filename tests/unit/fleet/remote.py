@@ -13,6 +13,8 @@ class Remote:
         self.actor = actor
 
     def __getattr__(self, name: str) -> SimpleNamespace:
+        getattr(self.actor, name)  # as Ray's, it has what its actor has
+
         async def call(*args: Any, **kwargs: Any) -> Any:
             result = getattr(self.actor, name)(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result

@@ -60,6 +60,14 @@ def test_a_server_that_left_gets_nothing_and_one_that_comes_back_is_not_asked_ag
     assert "one" in {router.acquire_server(f"new {n}")[1] for n in range(20)}
 
 
+def test_a_server_whose_ranks_were_told_is_not_asked(asked):
+    router = make("one")
+    router.tell_ranks({"10.0.0.1:new": 2})
+    router.add_servers({"10.0.0.1:new": "new"})
+    assert list(router.get_status()["slots"]) == ["10.0.0.1:one", "10.0.0.1:new/0", "10.0.0.1:new/1"]
+    assert asked == ["one"]
+
+
 def test_an_empty_fleet_is_refused_with_the_words_of_verl(asked):
     with pytest.raises(NoServerError, match="No available servers in load balancer"):
         make().acquire_server("rollout")

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.fleet.fleet_scene import Replica, Scene
+from tests.unit.fleet.remote import Remote
 from verl_ext.ledger.servers import read_servers
 
 pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports
@@ -50,6 +51,105 @@ def test_a_fault_of_the_watching_ends_an_update_of_the_weights(unwatched):
     update.start()
     update.join(10)
     assert not update.is_alive()
+
+
+@pytest.fixture
+def router_is_away(scene, monkeypatch):
+    """Plays a script with a router that cannot be reached while `away` is not empty."""
+    from ray.exceptions import ActorUnavailableError
+
+    from verl_ext.fleet import recovery
+
+    monkeypatch.setattr(recovery, "MAX_UNTOLD", 5)
+    away: list[bool] = []
+
+    def play(script):
+        async def with_router(made):
+            all_servers = made.balancer.get_all_servers
+
+            def unless_away():
+                if away:
+                    raise ActorUnavailableError("a moment without network", None)
+                return all_servers()
+
+            made.balancer.get_all_servers = unless_away
+            await script(made, away)
+            away.clear()
+
+        scene(with_router)
+
+    return play
+
+
+def test_a_router_that_cannot_be_reached_for_a_moment_is_told_in_a_later_round(router_is_away):
+    async def script(made, away):
+        for _ in range(3):
+            away.append(True)
+            made.replicas[0].server.mode = "dead"
+            await made.rounds(5)
+            assert made.weights.dead == {made.replicas[0]}
+            away.clear()
+            await made.rounds(1)
+            assert made.routed() == ["server 1"]
+
+    router_is_away(script)
+
+
+def test_the_watching_ends_where_the_router_stays_out_of_reach(router_is_away):
+    from ray.exceptions import ActorUnavailableError
+
+    async def script(made, away):
+        away.append(True)
+        await made.rounds(5)
+        with pytest.raises(ActorUnavailableError):
+            await made.rounds(1)
+
+    router_is_away(script)
+
+
+def test_a_server_that_dies_as_it_joins_the_ring_costs_neither_router_nor_watching(scene, monkeypatch):
+    """The router asks no server that joins for its ranks: a dead one would fail, one that hangs hold all requests."""
+    from verl_ext.fleet import balancer
+
+    monkeypatch.setattr(balancer, "ranks_of", lambda handle: 1)
+
+    async def script(made):
+        handles = {each.server_address: each.server_handle for each in made.replicas}
+        made.balancer = balancer.RingLoadBalancer(handles | {"of another pool": None}, {})
+        made.fleet._router = Remote(made.balancer)
+        made.weights.newcomers.append(new := Replica(7))
+        new.config.data_parallel_size = 2
+        await made.weights.update_weights(global_steps=2)
+        monkeypatch.setattr(balancer, "ranks_of", lambda handle: pytest.fail("it is asked"))
+        add = made.balancer.add_servers
+
+        def add_and_die(servers):
+            new.server.mode = "gone"
+            add(servers)
+
+        made.balancer.add_servers = add_and_die
+        await made.rounds(1)
+        slots = [each for each in made.balancer.get_status()["slots"] if each.startswith("server 7")]
+        assert slots == ["server 7/0", "server 7/1"]
+        await made.rounds(1)
+        assert made.routed() == ["server 0", "server 1"] and made.weights.dead == {new}
+
+    scene(script)
+
+
+def test_a_dead_server_that_cannot_be_stopped_is_replaced_all_the_same(scene, caplog):
+    async def script(made):
+        def stop(replica, hanging):
+            raise ConnectionError("Ray is busy")
+
+        made.fleet._stop_replica = stop
+        made.replicas[0].server.mode = "dead"
+        await made.until(lambda: made.weights.newcomers)
+        await made.rounds(3)
+        assert made.routed() == ["server 1"] and not made.fleet._burials
+
+    scene(script)
+    assert "server 0 is dead, and what it holds was not freed" in caplog.text
 
 
 def test_a_full_disk_keeps_no_dead_server_and_its_events_are_written_when_there_is_room(scene, tmp_path, caplog):
