@@ -12,7 +12,7 @@ import time
 from contextvars import ContextVar
 from typing import Any
 
-from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError
+from ray.exceptions import ActorUnavailableError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -26,7 +26,8 @@ FAILED = "server_failed"  # among the extra fields of an output that its server 
 # Of a call whose process is gone, or whose answer went with its node; OwnerDiedError is an ObjectLostError.
 GONE = (RayActorError, OutOfMemoryError, NodeDiedError, ObjectLostError)
 GAVE_UP = "error"  # the reason of a turn's end for which the rollout is an infrastructure failure (rollout/loop.py)
-NO_SERVER_PAUSE_S = 0.5
+PAUSE_S = 0.5  # until a request asks again: for a server, or one that could not be reached
+MAX_UNREACHED = 20  # tries of a request in a row that did not reach its server; the next one is a loss
 _server: ContextVar[str] = ContextVar("server")  # of the newest request of this turn
 _lost: ContextVar[int] = ContextVar("lost")  # requests of this turn that were lost with their servers
 
@@ -45,12 +46,12 @@ class _Request(LLMServerClient):
         while True:
             try:
                 name, server = await super()._acquire_server(request_id, **extra)
-            except RuntimeError as error:
-                if "No available servers" not in str(error):  # verl's router.py:196
+            except (RuntimeError, ActorUnavailableError) as error:  # the latter of the router
+                if isinstance(error, RuntimeError) and "No available servers" not in str(error):  # verl's router.py:196
                     raise
                 if time.monotonic() > deadline:
-                    raise NoServerLeft(f"no rollout server for {self.limits.wait_s:g} s") from error
-                await asyncio.sleep(NO_SERVER_PAUSE_S)
+                    raise NoServerLeft(f"no rollout server for {self.limits.wait_s:g} s: {error!r}") from error
+                await asyncio.sleep(PAUSE_S)
             else:
                 _server.set(name)
                 return name, server
@@ -58,7 +59,7 @@ class _Request(LLMServerClient):
     async def generate(self, request_id: str, **kwargs: Any) -> TokenOutput:
         """As verl's (:99). Where the server fails, `aborted` with what it handed back, or `GAVE_UP`."""
         try:
-            output = await super().generate(request_id, **kwargs)
+            output = await self._reach(request_id, **kwargs)
         except NoServerLeft as error:
             logger.error("A rollout failed: %s. Look into the log of the rollout servers.", error)
             return TokenOutput(token_ids=[], stop_reason=GAVE_UP)
@@ -79,6 +80,19 @@ class _Request(LLMServerClient):
         if lost >= self.limits.attempts:
             output.stop_reason = GAVE_UP
         return output
+
+    async def _reach(self, request_id: str, **kwargs: Any) -> TokenOutput:
+        """verl's `generate`, again where Ray cannot reach the server now: it lives, and stays in the router.
+
+        Such a try is no loss of a server. Its tokens are lost, as the server has no way to hand them back.
+        """
+        for _ in range(MAX_UNREACHED):
+            try:
+                return await super().generate(request_id, **kwargs)
+            except ActorUnavailableError as error:
+                logger.warning("A server cannot be reached now, a request asks again in %g s: %r", PAUSE_S, error)
+                await asyncio.sleep(PAUSE_S)
+        return await super().generate(request_id, **kwargs)
 
 
 class FleetClient(FullyAsyncLLMServerClient, _Request):

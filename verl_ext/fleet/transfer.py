@@ -1,7 +1,8 @@
 """An update of the weights that no dead server holds up: verl's `CheckpointEngineManager`, step by step.
 
-It passes over servers that die under it, or are declared dead (`recovery.py`), and gives new ones their weights. For
-servers of their own (verl's replica mode standalone). Line numbers are of verl 0.9.1, checkpoint_engine/base.py.
+It passes over servers that die under it, are declared dead (`recovery.py`), or cannot be reached for a moment, and
+gives new ones their weights. For servers of their own (verl's replica mode standalone). Line numbers are of verl 0.9.1,
+checkpoint_engine/base.py.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from ray.exceptions import ActorUnavailableError
 from verl.checkpoint_engine.base import CheckpointEngineManager, _worker_cls
 from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.utils.ray_utils import auto_await
@@ -30,7 +32,8 @@ class FleetCheckpointManager(CheckpointEngineManager):
 
     Attributes:
         replicas: those that have weights, as verl's.
-        newcomers: started, and without weights yet; in place of a dead one, or added by command.
+        newcomers: started, and without weights yet, in place of a dead one or added by command; or an update did
+            without them, as they were silent or could not be reached.
         starting: numbers of those that start by command.
         dead: replicas that nothing waits for.
         version: of the newest update of all replicas.
@@ -63,7 +66,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
 
     @auto_await
     async def update_weights(self, global_steps: int | None = None) -> dict[str, Any]:
-        """As verl's (:510), of the replicas that answer and live to its end, newcomers among them."""
+        """As verl's (:510), of the replicas that answer each of its calls, newcomers among them."""
         with self.lock:
             metrics = await self._update([*self.replicas, *self.newcomers], global_steps)
             self.version = global_steps
@@ -83,16 +86,18 @@ class FleetCheckpointManager(CheckpointEngineManager):
             living, metrics = await self._transfer(replicas, version)
         finally:
             self.updating = frozenset()
+        out_of_reach = [each for each in replicas if each not in living and each not in self.dead]
+        self.newcomers += [each for each in out_of_reach if each not in self.newcomers]
         self.replicas = [each for each in self.replicas if each not in replicas and each not in self.dead] + living
         for each in replicas:
-            if each in self.newcomers:
+            if each in self.newcomers and each not in out_of_reach:
                 self.newcomers.remove(each)
         return metrics
 
     async def _transfer(
         self, replicas: list[RolloutReplica], version: int | None
     ) -> tuple[list[RolloutReplica], dict[str, Any]]:
-        """The steps of verl's; returns the replicas that lived through all of them, and the sender's metrics."""
+        """The steps of verl's; returns the replicas that answered in all of them, and the sender's metrics."""
         living = await self._of_living(replicas, lambda replica: replica.abort_all_requests())
         living = await self._of_living(living, lambda replica: replica.release_kv_cache())
         self.updating = frozenset(living)
@@ -148,23 +153,30 @@ class FleetCheckpointManager(CheckpointEngineManager):
     async def _of_living(
         self, replicas: list[RolloutReplica], call: Callable[[RolloutReplica], Awaitable[Any]]
     ) -> list[RolloutReplica]:
-        """Call each replica; returns those that answered. Who dies under the call, or is declared dead, is left out.
+        """Call each replica; returns those that answered.
+
+        Who dies under the call, is declared dead, or cannot be reached, is left out.
 
         Raises:
-            Exception: a call failed for another reason than the replica's death, or nobody watches.
+            Exception: a call failed for another reason, or nobody watches.
         """
         calls = {replica: asyncio.ensure_future(call(replica)) for replica in replicas if replica not in self.dead}
         while waiting := [each for replica, each in calls.items() if replica not in self.dead and not each.done()]:
             await asyncio.wait(waiting, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
             self.check()
+        living = []
         for replica, each in calls.items():
             if replica in self.dead:
                 each.cancel()
-            elif (error := each.exception()) is not None:
-                if not is_death(error):
-                    raise error
+            elif (error := each.exception()) is None:
+                living.append(replica)
+            elif isinstance(error, ActorUnavailableError):
+                logger.warning("%s cannot be reached, its weights do not change: %r", replica.server_address, error)
+            elif is_death(error):
                 self.dead.add(replica)
-        return [replica for replica in calls if replica not in self.dead]
+            else:
+                raise error
+        return living
 
 
 async def _all(answers: list[Any]) -> None:
@@ -177,5 +189,10 @@ def _group(replicas: Sequence[RolloutReplica]) -> RayWorkerGroup:
 
 
 def is_death(error: BaseException) -> bool:
-    """Whether a call of a server or of its worker failed because process or engine are gone."""
+    """Whether a call of a server or of its worker failed because process or engine are gone.
+
+    ActorUnavailableError, a RayActorError as well, is not: for Ray the process lives and cannot be reached now.
+    """
+    if isinstance(error, ActorUnavailableError):
+        return False
     return isinstance(error, GONE) or "EngineDeadError" in f"{error!r} {error}"  # wrapped by Ray, also twice

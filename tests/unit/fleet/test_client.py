@@ -1,6 +1,7 @@
 """A turn over servers that die under it: verl's own client and load balancer, and servers that are made up."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +100,41 @@ def test_a_server_whose_process_is_gone_takes_the_tokens_of_its_request_with_it(
     assert balancer.get_all_servers() == ["b"]
 
 
+class OutOfReach(Server):
+    """Ray cannot reach it at its first requests; it lives."""
+
+    def __init__(self, times: int):
+        super().__init__(3)
+        self.times = times
+
+    async def generate(self, **kwargs):
+        from ray.exceptions import ActorUnavailableError
+
+        if len(self.asked) < self.times:
+            self.asked.append(None)
+            raise ActorUnavailableError("a moment without network", None)
+        return await super().generate(**kwargs)
+
+
+def test_a_server_that_cannot_be_reached_for_a_moment_stays_and_the_turn_loses_none(ask):
+    server = OutOfReach(5)
+    output, attempts, balancer = ask({"a": server}, attempts=1)
+    assert output.token_ids == TEXT[:8] and output.stop_reason in ("completed", "length")
+    assert attempts == [(8, 3)] and attempts.lost == [] and balancer.get_all_servers() == ["a"]
+    assert server.asked == [None] * 5 + [([1], 8)] and balancer.get_total_inflight() == 0
+
+
+def test_a_server_that_is_out_of_reach_for_long_is_a_loss(ask, monkeypatch):
+    from verl_ext.fleet import client as clients
+
+    monkeypatch.setattr(clients, "MAX_UNREACHED", 2)
+    monkeypatch.setattr("random.choice", lambda names: names[0])
+    away = OutOfReach(99)
+    output, attempts, balancer = ask({"a": away, "b": Server(4)})
+    assert output.token_ids == TEXT[:8] and attempts.lost == ["a"] and balancer.get_all_servers() == ["b"]
+    assert len(away.asked) == 3
+
+
 @pytest.mark.parametrize("loses", ["", "OutOfMemoryError"])
 def test_a_turn_that_loses_a_server_too_often_is_a_failure_of_infrastructure(ask, loses):
     from verl_ext.rollout.loop import _FAILED_STOPS
@@ -129,6 +165,26 @@ def test_a_turn_that_an_update_broke_off_is_no_loss(ask):
 
     output, _, balancer = ask({"a": Aborting(3)})
     assert output.token_ids == TEXT[:8] and balancer.get_all_servers() == ["a"]
+
+
+@pytest.mark.parametrize("away_s", [0.02, 99])
+def test_a_turn_waits_for_a_router_that_cannot_be_reached_as_for_a_server(ask, monkeypatch, away_s):
+    from ray.exceptions import ActorUnavailableError
+    from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+    from verl_ext.rollout.loop import _FAILED_STOPS
+
+    acquire, began = GlobalRequestLoadBalancer.acquire_server, time.monotonic()
+
+    def acquire_or_not(self, request_id):
+        if time.monotonic() < began + away_s:
+            raise ActorUnavailableError("a moment without network", None)
+        return acquire(self, request_id)
+
+    monkeypatch.setattr(GlobalRequestLoadBalancer, "acquire_server", acquire_or_not)
+    output, _, balancer = ask({"a": Server(3)}, wait_s=0.1 if away_s > 1 else 10)
+    assert (output.stop_reason in _FAILED_STOPS) == (away_s > 1) and balancer.get_all_servers() == ["a"]
+    assert output.token_ids == ([] if away_s > 1 else TEXT[:8])
 
 
 def test_an_error_of_another_kind_is_raised(ask):

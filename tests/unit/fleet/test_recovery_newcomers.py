@@ -114,6 +114,21 @@ def test_a_server_that_is_suspected_when_weights_change_comes_back_when_it_answe
     scene(script)
 
 
+def test_a_server_that_cannot_be_reached_in_an_update_comes_back_with_the_weights_of_the_others(scene):
+    async def script(made):
+        away = made.replicas[0]
+        away.at["load"] = "unreachable"
+        await made.weights.update_weights(global_steps=2)
+        away.at["load"], away.server.mode = "well", "well"
+        await made.rounds(2)
+        assert made.routed() == ["server 1"] and made.weights.newcomers == [away]
+        made.fleet.actor_waits(is_exact=True)
+        await made.until(lambda: made.routed() == ["server 1", "server 0"])
+        assert made.weights.actor_wg.sent == [2, 2] and not made.weights.dead and not made.stopped
+
+    scene(script)
+
+
 @pytest.mark.parametrize("starts", ["in place of a dead one", "by command"])
 def test_a_newcomer_that_dies_in_an_update_before_its_first_round_is_buried_and_replaced(scene, tmp_path, starts):
     async def script(made):

@@ -33,6 +33,21 @@ def test_an_update_goes_on_without_a_replica_that_dies_in_it(make, step, mode):
     assert dying.log[-1][0] == step
 
 
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_replica_that_cannot_be_reached_in_an_update_lives_and_waits_for_the_next_one(make, step, is_new):
+    away, other = Replica(0, **{step: "unreachable"}), Replica(1)
+    manager = make(other) if is_new else make(away, other)
+    manager.newcomers += [away] * is_new
+    manager.update_weights(global_steps=4)
+    assert manager.replicas == [other] and manager.newcomers == [away] and not manager.dead
+    assert [name for name, _ in other.log] == STEPS and away.log[-1][0] == step
+    away.at, away.server.mode = {}, "well"
+    away.log.clear()
+    manager.let_newcomers_in()
+    assert [name for name, _ in away.log] == STEPS and manager.replicas == [other, away] and not manager.newcomers
+
+
 @pytest.mark.parametrize("step", ["abort", "prepare", "load", "resume"])
 def test_an_update_waits_for_one_that_hangs_until_it_is_declared_dead(make, step):
     hanging, other = Replica(0, **{step: "hangs"}), Replica(1)
