@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -79,7 +80,8 @@ class SandboxClient:
         backoff_s: pause before the second attempt; doubles each time, with jitter, up to 10 s.
         queue_timeout_s: what a call may take on top of the program's own time limit, for waiting and trying again.
         token: sent as `Authorization: Bearer`; default: $SANDBOX_TOKEN, if set.
-        acquire: awaited before every request, such as `RateLimit.acquire`; waiting there counts as queueing.
+        acquire: awaited before every request of a call, such as `RateLimit.acquire`; waiting there counts as queueing.
+            Control programs pass both limits by.
     """
 
     def __init__(
@@ -164,24 +166,24 @@ class SandboxClient:
 
     async def _run(self, body: dict[str, Any], deadline: float, session: "_Session | None") -> RunResult:
         """All attempts of one call; `deadline` is by time.monotonic()."""
-        timeout_s = body["run_timeout"]
-        failure = _InfrastructureFailure("no attempt was made")
+        timeout_s, failure = body["run_timeout"], _InfrastructureFailure("no attempt was made")
         failed_servers: set[int] = set()  # by this call; tried again only when every other has failed, too
-        server = attempts = tries = losses = 0  # tries and losses: since a server was away
+        losses: Counter[int] = Counter()  # server -> times that it lost the program since it last refused it
+        server = attempts = tries = 0  # tries: since a server was away
         while True:
-            if tries == self._max_attempts:
-                if not session and MIN_LOSSES <= losses == tries and await self._is_sound(server, deadline):
-                    stderr = f"Killed: {losses} attempts to run this program lost it, and the sandbox is well"
+            pause_s = max(self._pause_s(tries or 1) * random.uniform(0.5, 1.5), failure.retry_after_s)
+            has_time = not attempts or time.monotonic() + pause_s + timeout_s < deadline
+            if tries == self._max_attempts or not has_time:
+                if not session and (lost := await self._lost_while_sound(losses, deadline)) >= MIN_LOSSES:
+                    stderr = f"Killed: {lost} attempts to run this program lost it, and the sandbox is well"
                     return RunResult("code_error", "", stderr, -signal.SIGKILL, 0.0, 0.0, attempts, "")
-                if session or not await self._is_back(deadline - timeout_s):
-                    break
-                tries = losses = 0
-                failed_servers.clear()
-            if attempts:
-                pause_s = max(self._pause_s(tries or 1) * random.uniform(0.5, 1.5), failure.retry_after_s)
-                if time.monotonic() + pause_s + timeout_s >= deadline:
+                if not has_time:
                     failure = _InfrastructureFailure(f"{failure}; no time left to try again")
+                if not has_time or session or not await self._is_back(deadline - timeout_s):
                     break
+                tries, losses, failed_servers = 0, Counter(), set()
+                continue
+            if attempts:
                 await asyncio.sleep(pause_s)
             waited_from, obstacle = time.monotonic(), "no free slot of this client"
             try:
@@ -204,7 +206,7 @@ class SandboxClient:
                 break
             except _InfrastructureFailure as exc:
                 failure = exc
-                losses += exc.may_have_run
+                losses[server] = losses[server] + 1 if exc.may_have_run else 0
                 failed_servers.add(server)
                 if not exc.may_have_run and time.monotonic() >= self._rests_until[server]:
                     self._refusals[server] += 1
@@ -214,6 +216,12 @@ class SandboxClient:
                 if session and not session.calls:  # no server has it yet: another may take it
                     session.server = None
         return _failure(f"sandbox failed after {attempts} attempt(s): {failure}", attempts)
+
+    async def _lost_while_sound(self, losses: Mapping[int, int], deadline: float) -> int:
+        """Losses on servers that run the control program now; none is asked where there are too few altogether."""
+        servers = [server for server, number in losses.items() if number and sum(losses.values()) >= MIN_LOSSES]
+        sound = await asyncio.gather(*(self._is_sound(server, deadline) for server in servers))
+        return sum(losses[server] for server, is_sound in zip(servers, sound, strict=True) if is_sound)
 
     async def _is_back(self, deadline: float) -> bool:
         """Wait until a server that has answered before runs the control program; False where none has, or does."""
@@ -310,11 +318,13 @@ class SandboxClient:
     def _least_busy(self, failed: set[int]) -> int:
         """A server with the fewest calls in flight, at random among equals; one that failed, or rests, only if all do.
 
-        A dead server fails fast: by calls in flight alone, it would get most of them.
+        A dead server fails fast: by calls in flight alone, it would get most of them. Where all that are awake have
+        failed a call, one that refuses none gets it again.
         """
-        servers, now = set(range(len(self._urls))), time.monotonic()
-        awake = {server for server in servers if self._rests_until[server] <= now}
-        candidates = (awake - failed) or (servers - failed) or servers
+        servers = set(range(len(self._urls)))
+        awake = {server for server in servers if self._rests_until[server] <= time.monotonic()}
+        open_ = {server for server in servers if not self._refusals[server]}
+        candidates = (awake - failed) or open_ or (servers - failed) or servers
         fewest = min(self._in_flight[server] for server in candidates)
         return random.choice([server for server in candidates if self._in_flight[server] == fewest])
 

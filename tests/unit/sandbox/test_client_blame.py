@@ -44,6 +44,31 @@ async def test_refused_requests_are_no_losses(start):
     assert len(server.bodies) == 2
 
 
+async def test_another_server_that_is_down_saves_no_program(start, down):
+    server = await start(*[LOSSES[0]] * 3, control)
+    result = await call(server.url, down[0], max_attempts=4)
+    assert (result.status, result.return_code) == ("code_error", -9)
+
+
+async def test_a_program_is_to_blame_on_servers_that_lost_it_once_each(start):
+    servers = [await start(LOSSES[0], control) for _ in range(2)]
+    result = await call(*(server.url for server in servers), max_attempts=2)
+    assert (result.status, result.return_code) == ("code_error", -9)
+
+
+async def test_a_server_that_refused_it_since_has_lost_no_program(start):
+    """As one that is killed, and comes back."""
+    refuses = lambda: web.Response(status=503)  # noqa: E731
+    server = await start(LOSSES[2], LOSSES[2], refuses, refuses, control)
+    assert (await call(server.url, max_attempts=4)).status == "sandbox_failure"
+
+
+async def test_a_program_that_is_lost_until_no_time_is_left_is_to_blame(start):
+    server = await start(LOSSES[0], LOSSES[0], control)
+    result = await call(server.url, timeout_s=1, queue_timeout_s=0.5, backoff_s=0.25, max_attempts=9)
+    assert (result.status, result.return_code, result.attempts) == ("code_error", -9, 2)
+
+
 async def test_call_of_a_session_that_was_lost_is_a_failure_of_the_sandbox(start, client_of):
     server = await start(lambda: in_session(1, status="SandboxError"), control)
     result = await client_of([server.url]).run("pass", session_id="s")

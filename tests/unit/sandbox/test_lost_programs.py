@@ -15,7 +15,7 @@ import pytest
 from tests.unit.sandbox.machines import MACHINES, machines, needs_root
 from tests.unit.sandbox.server_process import ANSWER_S, Server, wait_for_program, wait_until
 
-TIMEOUT_S = 5.0  # of a program that is stuck; it must have printed by then, beside other tests on two cores
+TIMEOUT_S = 8.0  # of a program that is stuck; it must have printed by then, beside other tests on two cores
 
 
 @pytest.fixture(scope="module", params=machines("all layers", "plain Docker"))
@@ -60,7 +60,7 @@ def test_program_whose_worker_dies_twice_is_killed_and_one_that_does_once_is_run
     server = Server("--preload", "", workers=1)
 
     def kill_workers(times: int, outcome: list[dict]) -> None:
-        code = f"import time; time.sleep(0.6); print('ran')  # {times}"
+        code = "import time; time.sleep(0.6); print('ran')"
         thread = threading.Thread(target=lambda: outcome.append(server.run(code, run_timeout=5)))
         thread.start()
         killed: set[int] = set()
@@ -73,10 +73,11 @@ def test_program_whose_worker_dies_twice_is_killed_and_one_that_does_once_is_run
     try:
         outcome: list[dict] = []
         server.run("pass")
-        kill_workers(1, outcome)
-        assert (outcome[0]["status"], outcome[0]["run_result"]["stdout"]) == ("Success", "ran\n")
+        for _ in range(2):  # the second time it is no second loss: it has ended in between
+            kill_workers(1, outcome)
+            assert (outcome[-1]["status"], outcome[-1]["run_result"]["stdout"]) == ("Success", "ran\n")
         kill_workers(2, outcome)
-        assert (outcome[1]["status"], outcome[1]["run_result"]["return_code"]) == ("Failed", -9)
+        assert (outcome[-1]["status"], outcome[-1]["run_result"]["return_code"]) == ("Failed", -9)
         assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
     finally:
         server.stop()

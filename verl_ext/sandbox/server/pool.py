@@ -142,13 +142,13 @@ class Pool:
             SandboxError: the zygote or the worker died or did not answer, or the program could not be set up.
         """
         started = time.monotonic()
+        program = hashlib.sha256(marshal.dumps([request["code"], request["stdin"]])).digest()
         try:
-            return await self._execute(request)
+            return await self._ended(request, program)
         except LostProgramError as first:
             failure = first
         if self._options["isolation"] == "none":  # any program may kill what it likes: a loss says nothing about one
             raise failure
-        program = hashlib.sha256(marshal.dumps([request["code"], request["stdin"]])).digest()
         if program not in self._lost:
             self._lost[program] = None
             if len(self._lost) > MAX_REMEMBERED:
@@ -156,13 +156,19 @@ class Pool:
             if time.monotonic() - started > spare_s:
                 raise failure
             try:
-                return await self._execute(request)
+                return await self._ended(request, program)
             except LostProgramError as second:
                 failure = second
         if why := await self._control():
             raise SandboxError(f"{failure}; a control program failed, too: {why}") from failure
         stderr = "Killed: the process that ran this program died with it, twice\n"
         return _blamed(request, "Finished", -signal.SIGKILL, stderr, time.monotonic() - started)
+
+    async def _ended(self, request: dict[str, Any], program: bytes) -> dict[str, Any]:
+        """What a program gave that was not lost: whatever killed its worker before, the program did not."""
+        result = await self._execute(request)
+        self._lost.pop(program, None)
+        return result
 
     async def _execute(self, request: dict[str, Any]) -> dict[str, Any]:
         worker = await self.take_worker()
