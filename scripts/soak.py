@@ -57,6 +57,8 @@ class Usage:
 
 def _held(process: psutil.Process) -> tuple[int, int] | None:
     try:
+        if process.status() == psutil.STATUS_ZOMBIE:  # of a server that was killed: this process takes them in
+            return None
         return process.num_fds(), process.memory_full_info().uss
     except psutil.Error:  # it has ended
         return None

@@ -1,6 +1,7 @@
 """`scripts/soak.py`: when something dies, what is watched, and what counts as growth."""
 
 import json
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -49,6 +50,9 @@ class Process:
     def __init__(self, files, memory_mb, ended=False):
         self.files, self.memory_mb, self.ended = files, memory_mb, ended
 
+    def status(self):
+        return psutil.STATUS_RUNNING
+
     def num_fds(self):
         if self.ended:
             raise psutil.NoSuchProcess(1)
@@ -62,6 +66,11 @@ def test_usage_is_that_of_all_processes_and_one_that_has_ended_counts_nothing(sc
     usage = script.Usage.of([Process(3, 10), Process(4, 2.5), Process(9, 9, ended=True)])
     assert usage == script.Usage(processes=2, files=7, memory_mb=12.5)
     assert script.Usage.of([]) == script.Usage(0, 0, 0)
+    with subprocess.Popen(["true"]) as ended:  # a zombie until this process asks for its exit status
+        process = psutil.Process(ended.pid)
+        while process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        assert script.Usage.of([process]) == script.Usage(0, 0, 0)
     own = script.Usage.of([psutil.Process()])
     assert own.processes == 1 and own.files > 0 < own.memory_mb
 
