@@ -28,7 +28,7 @@ sys.path.insert(0, str(REPOSITORY))
 from verl_ext.outcome import PromptEnd  # noqa: E402
 from verl_ext.records import recorder, store  # noqa: E402
 from verl_ext.records.recorder import Fates, Group, Recorder, pack  # noqa: E402
-from verl_ext.records.trajectories import rollout_row  # noqa: E402
+from verl_ext.records.trajectories import problem_columns, rollout_columns  # noqa: E402
 from verl_ext.settings import RecorderSettings  # noqa: E402
 
 WARM_UP = 2
@@ -110,13 +110,13 @@ def one_step(writer: Recorder | Actor, clock: Clock, step: int, args: argparse.N
     groups = []
     with clock("rows, in the agent loops"):
         for number, uid in enumerate(uids):
-            rows = []
+            sample = {"uid": uid, "global_steps": step, "index": number, "data_source": "tiny_tools"}
+            sample |= {"reward_model": {"ground_truth": str(number)}}
+            sample |= {"raw_prompt": [{"role": "user", "content": "What is the answer?"}]}
+            problem, rows = problem_columns(sample, validate=False), []
             for session, (trajectory, extra) in enumerate(said[uid]):
-                sample = {"uid": uid, "session_id": session, "global_steps": step, "index": number}
-                sample |= {"data_source": "tiny_tools", "reward_model": {"ground_truth": str(number)}}
-                sample |= {"raw_prompt": [{"role": "user", "content": "What is the answer?"}]}
                 times = {"score": 1.0, "score_s": 0.001, "started_s": 1e9, "ended_s": 1e9 + 2}
-                rows.append(rollout_row(sample, trajectory, extra, validate=False, **times))
+                rows.append(problem | rollout_columns(session, trajectory, extra, **times))
             groups.append(Group(uid, step, False, pack(rows), 0.0))
     trained = uids[: len(uids) // 2]
     keys = [(uid, session) for uid in trained for session in range(args.samples)][: round(args.tokens * args.rollouts)]

@@ -1,4 +1,4 @@
-"""A rollout as a row of the records (schema.TRAJECTORIES).
+"""A rollout as a row of the records (schema.TRAJECTORIES): `problem_columns` of its group and `rollout_columns`.
 
 An agent-loop worker (rollout/workers.py) makes the row as far as it knows it. The recorder adds what became of the
 prompt.
@@ -18,13 +18,30 @@ Row = Mapping[str, Any]
 MAX_OUTPUT = 2**15  # characters of stdout, and of stderr, that are kept of a call; the model sees fewer
 
 
-def rollout_row(
-    sample: Row, trajectory: Row, extra_fields: Row, *, validate: bool, score: float | None = None, **times: Any
+def problem_columns(sample: Row, *, validate: bool) -> dict[str, Any]:
+    """What the rollouts of a group have in common; `sample`: the row of the data set, with `uid` and `global_steps`."""
+    index = sample.get("index")
+    index = index.item() if hasattr(index, "item") else index
+    return {
+        "uid": sample["uid"],
+        "step": sample.get("global_steps"),
+        "validate": validate,
+        "index": index if type(index) is int else None,  # some data sets have a text there
+        "problem": problem_of(sample),
+        "id": _text((sample.get("extra_info") or {}).get("id")),
+        "domain": _text(sample.get("data_source")),
+        "ability": _text(sample.get("ability")),
+        "ground_truth": _text((sample.get("reward_model") or {}).get("ground_truth")),
+    }
+
+
+def rollout_columns(
+    session: int, trajectory: Row, extra_fields: Row, *, score: float | None = None, **times: Any
 ) -> dict[str, Any]:
     """What is known of a rollout when it has ended.
 
     Args:
-        sample: the row of the data set, with `uid`, `session_id`, `global_steps`.
+        session: its number in the group.
         trajectory: `prompt` and `turns` as the agent loop recorded them; empty where another project's loop ran.
         extra_fields: the rollout's, with the reward manager's `reward_extra_info`.
         times: `score_s`, `started_s`, `ended_s`.
@@ -34,7 +51,8 @@ def rollout_row(
     use = extra_fields.get("tool_use") or {}
     spans = extra_fields.get("version_spans") or ()
     turns, calls = _turns_and_calls(trajectory.get("turns", ()))
-    return _problem(sample, validate) | {
+    return {
+        "session": session,
         "prompt": trajectory.get("prompt"),
         "turns": turns,
         "calls": calls,
@@ -54,9 +72,10 @@ def rollout_row(
     }
 
 
-def raised_row(sample: Row, error: BaseException, *, validate: bool, **times: float) -> dict[str, Any]:
+def raised_columns(session: int, error: BaseException, **times: float) -> dict[str, Any]:
     """What is known of a rollout that raised: nothing of it is stored elsewhere. `times`: `started_s`, `ended_s`."""
-    return _problem(sample, validate) | {
+    return {
+        "session": session,
         "end_reason": str(RolloutEnd.RAISED),
         "exception": _text(f"{type(error).__name__}: {error}"),
         "fault": str(RolloutEnd.RAISED.fault),
@@ -74,23 +93,6 @@ _ENDS = {str(end): end for end in RolloutEnd}
 _encode = msgspec.json.Encoder(enc_hook=lambda value: value.item() if hasattr(value, "item") else str(value)).encode
 _VERDICT = (("extracted", "pred"), ("normalised", "normalised"), ("rule", "method"), ("text", "verdict"))
 _OF_TURN = ("text", "tokens", "start", "server", "started_s", "generate_s")
-
-
-def _problem(sample: Row, validate: bool) -> dict[str, Any]:
-    index = sample.get("index")
-    index = index.item() if hasattr(index, "item") else index
-    return {
-        "uid": sample["uid"],
-        "session": sample["session_id"],
-        "step": sample.get("global_steps"),
-        "validate": validate,
-        "index": index if type(index) is int else None,  # some data sets have a text there
-        "problem": problem_of(sample),
-        "id": _text((sample.get("extra_info") or {}).get("id")),
-        "domain": _text(sample.get("data_source")),
-        "ability": _text(sample.get("ability")),
-        "ground_truth": _text((sample.get("reward_model") or {}).get("ground_truth")),
-    }
 
 
 def _turns_and_calls(turns: Sequence[Row]) -> tuple[list[dict], list[dict]]:

@@ -38,7 +38,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from verl_ext.outcome import RolloutEnd, infrastructure_failure
 from verl_ext.records.recorder import Group, costs_nothing, find, pack
-from verl_ext.records.trajectories import raised_row, rollout_row
+from verl_ext.records.trajectories import problem_columns, raised_columns, rollout_columns
 from verl_ext.rollout.loop import RETRY_PAUSE_S
 from verl_ext.settings import FailedSamples
 
@@ -59,7 +59,7 @@ class _RunningGroup:
     keys: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     tags: list[dict[str, Any]] = field(default_factory=list)
-    records: list[Callable[[], dict[str, Any]]] = field(default_factory=list)  # each makes a row
+    records: list[Callable[[], dict[str, Any]]] = field(default_factory=list)  # each makes the columns of one
 
 
 class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
@@ -129,7 +129,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         except Exception as error:  # whatever it is: verl gets it, the record says so
             if self._recorder is not None:
                 times = {"started_s": started, "ended_s": time.time()}
-                group.records.append(partial(raised_row, sample, error, validate=validate, **times))
+                group.records.append(partial(raised_columns, sample["session_id"], error, **times))
             raise
         finally:
             group.running -= 1
@@ -240,8 +240,8 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             return
         final = outputs[-1]
         times = {"score_s": final.metrics.compute_score, "started_s": started_s, "ended_s": time.time()}
-        said = (sample, trajectories[-1], final.extra_fields)
-        group.records.append(partial(rollout_row, *said, validate=validate, score=final.reward_score, **times))
+        said = (sample["session_id"], trajectories[-1], final.extra_fields)
+        group.records.append(partial(rollout_columns, *said, score=final.reward_score, **times))
 
     def _send(self, group: _RunningGroup, validate: bool, sample: dict[str, Any]) -> None:
         """To the recorder, together with what ends soon after: a message costs more than a group."""
@@ -258,7 +258,8 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         for group, validate, sample in ended:
             began = time.thread_time()
             with costs_nothing("made"):
-                packed = pack([make() for make in group.records])
+                problem = problem_columns(sample, validate=validate)
+                packed = pack([problem | make() for make in group.records])
                 cpu_s = time.thread_time() - began
                 groups.append(Group(sample["uid"], sample["global_steps"], validate, packed, cpu_s))
         with costs_nothing("sent"):

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from verl_ext.records import store
-from verl_ext.records.trajectories import MAX_OUTPUT, problem_of, raised_row, rollout_row
+from verl_ext.records.trajectories import MAX_OUTPUT, problem_columns, problem_of, raised_columns, rollout_columns
 
 SAMPLE = {
     "uid": "u",
-    "session_id": 2,
     "global_steps": 5,
     "index": 9,
     "data_source": "aime",
@@ -53,7 +52,8 @@ EXTRA = {
 
 def row_of(turns=TURNS, **extra):
     times = {"score": 1.0, "score_s": 0.5, "started_s": 100.0, "ended_s": 103.0}
-    return rollout_row(SAMPLE, {"prompt": "1+1?", "turns": turns}, EXTRA | extra, validate=False, **times)
+    columns = rollout_columns(2, {"prompt": "1+1?", "turns": turns}, EXTRA | extra, **times)
+    return problem_columns(SAMPLE, validate=False) | columns
 
 
 def test_a_row_says_where_it_belongs_what_was_said_and_what_it_earned(tmp_path):
@@ -98,15 +98,16 @@ def test_a_call_that_was_not_run_and_one_of_another_tool_have_their_arguments():
 
 
 def test_a_rollout_that_raised_has_a_row_of_its_own():
-    row = raised_row(SAMPLE, KeyError("x"), validate=True, started_s=1.0, ended_s=2.0)
+    columns = raised_columns(3, KeyError("x"), started_s=1.0, ended_s=2.0)
+    row = problem_columns(SAMPLE, validate=True) | columns
     assert (row["end_reason"], row["exception"], row["fault"]) == ("raised", "KeyError: 'x'", "ours")
-    assert row["uid"] == "u" and row["validate"] is True
+    assert (row["uid"], row["session"]) == ("u", 3) and row["validate"] is True
 
 
 def test_a_problem_is_the_same_in_all_runs_by_its_content_which_its_id_does_not_say():
     other = SAMPLE | {"uid": "other", "index": 1, "extra_info": {"id": "template 7"}}
     assert problem_of(SAMPLE) == problem_of(other)
-    assert raised_row(other, KeyError("x"), validate=True)["id"] == "template 7"
+    assert problem_columns(other, validate=True)["id"] == "template 7"
     assert problem_of(SAMPLE) != problem_of(SAMPLE | {"reward_model": {"ground_truth": "3"}})
 
 
@@ -126,7 +127,7 @@ def test_a_lone_surrogate_of_the_model_costs_no_file(tmp_path):
     ]  # fmt: skip
     info = EXTRA["reward_extra_info"] | {"pred": lone, "normalised": lone}
     row = row_of([TURNS[0] | {"calls": calls, "reply": None}], reward_extra_info=info)
-    raised = raised_row(SAMPLE, ValueError(lone), validate=False, started_s=1.0, ended_s=2.0)
+    raised = problem_columns(SAMPLE, validate=False) | raised_columns(1, ValueError(lone), started_s=1.0, ended_s=2.0)
     store.write(store.path_of(tmp_path, "trajectories", 5), "trajectories", [row, raised])
     found, other = store.rows(tmp_path)
     assert [call["stdout"] for call in found["calls"]] == ["\\ud800", "\\ud800", None]
@@ -145,11 +146,9 @@ def test_a_number_of_numpy_is_a_number_in_the_json():
 )
 def test_an_index_that_is_no_number_is_left_out_and_costs_no_row(tmp_path, index, stored):
     """DAPO-Math-17k has a UUID in `extra_info.index`."""
-    sample, times = SAMPLE | {"index": index}, {"started_s": 1.0, "ended_s": 2.0}
-    whole = rollout_row(sample, {"prompt": "1+1?", "turns": TURNS}, EXTRA, validate=False, score=1.0, **times)
-    raised = raised_row(sample, ValueError("x"), validate=False, **times)
-    store.write(store.path_of(tmp_path, "trajectories", 5), "trajectories", [whole, raised])
-    assert [row["index"] for row in store.rows(tmp_path)] == [stored, stored]
+    row = row_of() | problem_columns(SAMPLE | {"index": index}, validate=False)
+    store.write(store.path_of(tmp_path, "trajectories", 5), "trajectories", [row])
+    assert [row["index"] for row in store.rows(tmp_path)] == [stored]
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from verl_ext.records import store
-from verl_ext.records.trajectories import rollout_row
+from verl_ext.records.trajectories import problem_columns, rollout_columns
 from verl_ext.reward import Score
 from verl_ext.reward.grade import find_files, judge_by_math_verify, main, read_row
 
@@ -242,10 +242,11 @@ def test_the_records_of_a_run_are_graded_without_what_the_tools_said(tmp_path):
 
 
 def test_records_are_graded_by_the_verifier_of_their_ability(tmp_path):
-    sample = {"uid": "u", "session_id": 0, "data_source": "own", "ability": "multiple_choice", "raw_prompt": "Which?"}
+    sample = {"uid": "u", "data_source": "own", "ability": "multiple_choice", "raw_prompt": "Which?"}
     sample["reward_model"] = {"ground_truth": "B"}
     turn = {"text": "The answer is B.", "tokens": 5, "start": 0, "calls": []}
-    row = rollout_row(sample, {"prompt": "Which?", "turns": [turn]}, {"finish_reason": "answer"}, validate=True)
+    columns = rollout_columns(0, {"prompt": "Which?", "turns": [turn]}, {"finish_reason": "answer"})
+    row = problem_columns(sample, validate=True) | columns
     store.write(store.path_of(tmp_path / "run", "trajectories", 3), "trajectories", [row])
     assert grade(tmp_path / "run", tmp_path / "graded.jsonl") == 0
     (graded,) = read(tmp_path / "graded.jsonl")

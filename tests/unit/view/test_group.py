@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from verl_ext.records import store
-from verl_ext.records.trajectories import raised_row
+from verl_ext.records.trajectories import problem_columns, raised_columns
 from verl_ext.view import group
 
 GROUP = "/run/0/step_000002/group"
@@ -116,8 +116,9 @@ def test_the_reward_is_shown_by_its_parts() -> None:
 def test_a_rollout_that_raised_is_shown_on_every_page(client: TestClient, run_folder: Path) -> None:
     """Nothing is known of it but what it raised: verdict, turns, calls and score are null."""
     path = store.path_of(run_folder, "trajectories", 1)
-    sample = {"uid": "s1-p1", "session_id": 7, "global_steps": 1, "extra_info": {"id": "sum/1"}, "data_source": "sums"}
-    row = raised_row(sample, OSError("a lost server"), validate=False, started_s=1.0, ended_s=2.0)
+    sample = {"uid": "s1-p1", "global_steps": 1, "extra_info": {"id": "sum/1"}, "data_source": "sums"}
+    columns = raised_columns(7, OSError("a lost server"), started_s=1.0, ended_s=2.0)
+    row = problem_columns(sample, validate=False) | columns
     store.rewrite(path, lambda rows: [*rows, row | {"outcome": "failed"}])
     for page in ("/run/0/step_000001/group", "/run/0/step_000001/sample"):
         answer = client.get(page, params={"uid": "s1-p1", "session": 7})
