@@ -104,10 +104,8 @@ class SandboxClient:
         self._refusals = [0] * len(self._urls)  # in a row
         self._rests_until = [0.0] * len(self._urls)
         self._slots = asyncio.Semaphore(max_concurrency)
-        self._max_attempts = max_attempts
-        self._backoff_s = backoff_s
-        self._queue_timeout_s = queue_timeout_s
-        self._acquire = acquire
+        self._max_attempts, self._backoff_s = max_attempts, backoff_s
+        self._queue_timeout_s, self._acquire = queue_timeout_s, acquire
         token = token or os.environ.get("SANDBOX_TOKEN")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http: aiohttp.ClientSession | None = None
@@ -170,18 +168,24 @@ class SandboxClient:
         failed_servers: set[int] = set()  # by this call; tried again only when every other has failed, too
         losses: Counter[int] = Counter()  # server -> times that it lost the program since it last refused it
         server = attempts = tries = 0  # tries: since a server was away
+        is_suspect = False  # the next loss decides: the servers that are well now may just be back
         while True:
             pause_s = max(self._pause_s(tries or 1) * random.uniform(0.5, 1.5), failure.retry_after_s)
             has_time = not attempts or time.monotonic() + pause_s + timeout_s < deadline
             if tries == self._max_attempts or not has_time:
-                if not session and (lost := await self._lost_while_sound(losses, deadline)) >= MIN_LOSSES:
+                lost = 0 if session else await self._lost_while_sound(losses, deadline)
+                if lost >= MIN_LOSSES and (is_suspect or not has_time):
                     stderr = f"Killed: {lost} attempts to run this program lost it, and the sandbox is well"
                     return RunResult("code_error", "", stderr, -signal.SIGKILL, 0.0, 0.0, attempts, "")
                 if not has_time:
                     failure = _InfrastructureFailure(f"{failure}; no time left to try again")
-                if not has_time or session or not await self._is_back(deadline - timeout_s):
                     break
-                tries, losses, failed_servers = 0, Counter(), set()
+                if is_suspect := lost >= MIN_LOSSES:
+                    tries -= 1
+                elif not session and self._have_answered and await self._recovery.wait(deadline - timeout_s):
+                    tries, losses, failed_servers = 0, Counter(), set()
+                else:
+                    break
                 continue
             if attempts:
                 await asyncio.sleep(pause_s)
@@ -222,10 +226,6 @@ class SandboxClient:
         servers = [server for server, number in losses.items() if number and sum(losses.values()) >= MIN_LOSSES]
         sound = await asyncio.gather(*(self._is_sound(server, deadline) for server in servers))
         return sum(losses[server] for server, is_sound in zip(servers, sound, strict=True) if is_sound)
-
-    async def _is_back(self, deadline: float) -> bool:
-        """Wait until a server that has answered before runs the control program; False where none has, or does."""
-        return bool(self._have_answered) and await self._recovery.wait(deadline - time.monotonic())
 
     async def _is_one_sound(self) -> bool:
         deadline, servers = time.monotonic() + CONTROL_TIMEOUT_S, list(self._have_answered)

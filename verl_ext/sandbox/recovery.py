@@ -24,14 +24,14 @@ class Recovery:
         self._watch: asyncio.Task | None = None
         self._waiting = 0
 
-    async def wait(self, timeout_s: float) -> bool:
-        """Whether it is back within that time."""
+    async def wait(self, deadline: float) -> bool:
+        """Whether it is back by then (time.monotonic)."""
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._look())
         watch = self._watch
         self._waiting += 1
         try:
-            await asyncio.wait([watch], timeout=max(0.0, timeout_s))
+            await asyncio.wait([watch], timeout=max(0.0, deadline - time.monotonic()))
             return watch.done() and watch.result()
         finally:
             self._waiting -= 1

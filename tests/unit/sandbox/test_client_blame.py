@@ -20,11 +20,20 @@ def control() -> web.Response:
 
 @pytest.mark.parametrize("loss", LOSSES, ids=["SandboxError", "500", "dropped", "no JSON"])
 async def test_program_that_a_sound_server_lost_every_time_is_to_blame(start, loss):
-    server = await start(loss, loss, control)
+    server = await start(loss, loss, control, loss, control)
     result = await call(server.url, max_attempts=2)
     assert (result.status, result.return_code, result.stdout, result.message) == ("code_error", -9, "", "")
-    assert result.stderr == "Killed: 2 attempts to run this program lost it, and the sandbox is well"
-    assert [body["code"] for body in server.bodies] == ["print(1)", "print(1)", CONTROL_PROGRAM]
+    assert result.stderr == "Killed: 3 attempts to run this program lost it, and the sandbox is well"
+    control_, program = CONTROL_PROGRAM, "print(1)"
+    assert [body["code"] for body in server.bodies] == [program, program, control_, program, control_]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=["SandboxError", "500", "dropped", "no JSON"])
+async def test_a_program_that_runs_once_the_sandbox_is_well_is_not_to_blame(start, loss):
+    """It was unwell, and became well before the control program."""
+    server = await start(loss, loss, control, lambda: answer(stdout="1\n"))
+    result = await call(server.url, max_attempts=2)
+    assert (result.status, result.stdout, result.attempts) == ("ok", "1\n", 3)
 
 
 @pytest.mark.parametrize(
@@ -45,13 +54,13 @@ async def test_refused_requests_are_no_losses(start):
 
 
 async def test_another_server_that_is_down_saves_no_program(start, down):
-    server = await start(*[LOSSES[0]] * 3, control)
+    server = await start(*[LOSSES[0]] * 3, control, LOSSES[0], control)
     result = await call(server.url, down[0], max_attempts=4)
     assert (result.status, result.return_code) == ("code_error", -9)
 
 
 async def test_a_program_is_to_blame_on_servers_that_lost_it_once_each(start):
-    servers = [await start(LOSSES[0], control) for _ in range(2)]
+    servers = [await start(LOSSES[0], control, LOSSES[0], control) for _ in range(2)]
     result = await call(*(server.url for server in servers), max_attempts=2)
     assert (result.status, result.return_code) == ("code_error", -9)
 

@@ -124,13 +124,13 @@ async def test_one_waiter_that_is_cancelled_takes_the_look_from_no_other():
         return back.is_set()
 
     watch = recovery.Recovery(is_back)
-    first, second = (asyncio.create_task(watch.wait(5)) for _ in range(2))
+    first, second = (asyncio.create_task(watch.wait(time.monotonic() + 5)) for _ in range(2))
     await asyncio.sleep(0)
     first.cancel()
     await asyncio.sleep(0.1)
     assert not second.done()
     second.cancel()
-    third = asyncio.create_task(watch.wait(5))  # before the look that nobody waits for has ended
+    third = asyncio.create_task(watch.wait(time.monotonic() + 5))  # before the look that nobody waits for has ended
     await asyncio.sleep(0)
     back.set()
     assert await third
