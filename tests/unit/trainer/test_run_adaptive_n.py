@@ -75,8 +75,10 @@ def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, t
     assert metrics == {
         f"rollout_n/{k}": v for k, v in [("mean", 9), ("min", 6), ("max", 12), ("easy", 0), ("hard", 0.5)]
     }
-    problem = problem_id([{"role": "user", "content": "a"}])
-    assert (tmp_path / "pass_rates.jsonl").read_text() == f'{{"step": 1, "rates": [["{problem}", 0.5]]}}\n'
+    problem, other = (problem_id([{"role": "user", "content": text}]) for text in "ab")
+    assert (tmp_path / "pass_rates.jsonl").read_text() == (
+        f'{{"step": 1, "rates": [["{problem}", 0.5]], "in_flight": {{"uid-1": "{other}"}}}}\n'
+    )
 
 
 def test_adaptive_n_refuses_a_sampler_that_tells_nothing(make):
