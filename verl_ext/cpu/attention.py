@@ -134,5 +134,7 @@ class _InFullPrecision(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        inputs, out = ctx.inputs, ctx.out
+        del ctx.inputs, ctx.out  # autograd frees saved tensors alone, and a loss that is kept would keep these
         with _full_precision():
-            return None, *torch.autograd.grad(ctx.out, ctx.inputs, gradient)
+            return None, *torch.autograd.grad(out, inputs, gradient)

@@ -173,3 +173,23 @@ def test_where_products_are_rounded_those_of_attention_are_not_in_both_direction
         torch.set_float32_matmul_precision(before)
     assert seen == 7 * ["highest"]  # three segments forward and backward, and one without gradients
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+def test_the_backward_pass_frees_what_attention_took_although_the_loss_is_kept(monkeypatch):
+    import weakref
+
+    import torch
+
+    from verl_ext.cpu.attention import _in_full_precision
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    kept: list[weakref.ref] = []
+
+    def attend(q, k):
+        kept.append(weakref.ref(q))
+        return q * k
+
+    loss = _in_full_precision(attend, torch.ones(3, requires_grad=True), torch.ones(3)).sum()
+    assert kept[0]() is not None
+    loss.backward()
+    assert kept[0]() is None and loss.grad_fn is not None
