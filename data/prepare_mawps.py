@@ -4,8 +4,9 @@
 
 The files are github.com/arkilpatel/SVAMP's, data/cv_mawps. They are not in this repository: SVAMP's is under MIT, but
 MAWPS itself (github.com/sroy9/mawps) names no licence. Equations become programs, which are run and must give the
-answer.
-`DATA_DIR=outputs/mawps bash recipe/retool/run_smollm2_sft.sh` trains on them.
+answer. 16 traces a step train on them; the run's own 8 steps would see 128:
+
+    DATA_DIR=outputs/mawps bash recipe/retool/run_smollm2_sft.sh trainer.total_training_steps=33
 """
 
 import argparse

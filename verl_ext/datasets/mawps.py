@@ -12,7 +12,7 @@ from pathlib import Path
 from verl_ext.datasets.arithmetic import plain
 from verl_ext.datasets.problems import Report
 from verl_ext.datasets.rows import DataError
-from verl_ext.datasets.worked import Worked, keep_worked
+from verl_ext.datasets.worked import Worked, as_fraction, keep_worked
 
 COLUMNS = ("Question", "Numbers", "Equation", "Answer")
 
@@ -47,9 +47,15 @@ def read_file(path: Path) -> Iterator[tuple[str, str, str, str]]:
         for number, row in enumerate(csv.DictReader(file)):
             if missing := [column for column in COLUMNS if not row.get(column)]:
                 raise DataError(f"{path}, row {number}: no {', '.join(missing)}; expected {', '.join(COLUMNS)}.")
-            numbers = [plain(float(value)) for value in row["Numbers"].split()]
-            text = re.sub(r"number(\d+)", lambda name, given=numbers: given[int(name[1])], row["Question"])
-            program = f"print({infix(row['Equation'].split(), numbers)})"
+            try:
+                numbers = [plain(float(as_fraction(value))) for value in row["Numbers"].split()]
+                text = re.sub(r"number(\d+)", lambda name, given=numbers: given[int(name[1])], row["Question"])
+                program = f"print({infix(row['Equation'].split(), numbers)})"
+            except (ValueError, ZeroDivisionError, IndexError, DataError) as error:
+                raise DataError(
+                    f"{path}, row {number}: {error}. Expected numbers, and a question and an equation over them, got "
+                    f"Numbers={row['Numbers']!r}, Question={row['Question']!r}."
+                ) from None
             yield tidy(text), program, row["Answer"], f"{path.stem}-{number}"
 
 

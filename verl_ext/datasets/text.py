@@ -87,6 +87,12 @@ def same_problem_key(problem: str) -> str:
     return _PUNCTUATION.sub("", _SPACING.sub("", text)).casefold()
 
 
+def template_key(problem: str) -> str:
+    """Equal for problems of one template: numbers, and words with a capital, which may be names, are left out."""
+    text = re.sub(r"\b[A-Z]\w*", " ", re.sub(r"\d[\d,.]*", " ", problem))
+    return _NO_WORD.sub(" ", text).casefold()
+
+
 def has_no_words(problem: str) -> bool:
     r"""Whether nothing is asked: an empty text, or only a number such as `$\frac{2020}{6063}$`."""
     rest = re.sub(r"[\s${}()\[\].,/-]", "", _COMMANDS.sub("", problem))

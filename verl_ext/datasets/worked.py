@@ -4,6 +4,7 @@ Used by data/small/prepare.py, data/prepare_mawps.py and data/prepare_gsm8k.py. 
 test is kept apart here: see `split_apart`.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,7 +14,7 @@ from verl_ext.datasets import arithmetic
 from verl_ext.datasets.problems import FEATURES, Problem, Report, problem_row, shortened, write_problems
 from verl_ext.datasets.rows import DataError, write_parquet
 from verl_ext.datasets.shortcuts import describe_shortcuts
-from verl_ext.datasets.text import PROMPTS, EvaluationProblems, same_problem_key
+from verl_ext.datasets.text import PROMPTS, EvaluationProblems, same_problem_key, template_key
 from verl_ext.datasets.traces import Trace, make_message, write_traces
 
 PROTOCOL, NO_TOOL = "code_short", "no_tool_short"  # keys of PROMPTS
@@ -33,6 +34,16 @@ class Worked:
     id: str
 
 
+def as_fraction(number: str) -> Fraction:
+    """`1,005`, `1/2`, `10%` or `.5` as a number.
+
+    Raises:
+        ValueError, ZeroDivisionError: it is none.
+    """
+    bare = number.strip().replace(",", "")
+    return Fraction(bare.removesuffix("%")) / (100 if bare.endswith("%") else 1)
+
+
 def work_out(text: str, code: str, gold: str, name: str, *, exact: bool = True) -> Worked:
     """Run the program, and check that it prints the gold answer.
 
@@ -45,7 +56,7 @@ def work_out(text: str, code: str, gold: str, name: str, *, exact: bool = True) 
     output = arithmetic.run(code)
     if not output:
         raise ValueError("there is no program")
-    if abs(Fraction(output) - Fraction(gold)) > (_FLOAT_ERROR if exact else _ROUNDED):
+    if abs(Fraction(output) - as_fraction(gold)) > (_FLOAT_ERROR if exact else _ROUNDED):
         raise ValueError(f"the program prints {output}, the answer is {gold}")
     answer = arithmetic.plain(float(output))
     if abs(Fraction(output) - Fraction(answer)) > _FLOAT_ERROR:
@@ -73,10 +84,10 @@ def split_apart(*sets: Sequence[Worked]) -> tuple[list[list[Worked]], Report]:
     """Leave out of each set what a set before it has, in whatever spelling, and what it has twice itself.
 
     Name the sets from the one that must stay whole (the test) to the one that gives way. A problem counts as there when
-    it is equal but for spaces, case and punctuation, or shares half of the runs of 30 letters (`EvaluationProblems`);
-    numbers are letters too, but a template with other numbers can be found.
+    it is equal but for spaces, case and punctuation, for numbers and names, or shares half of the runs of 30 letters
+    (`EvaluationProblems`). Within a set the same problem may stand with other numbers.
     """
-    report, kept, seen = Report(), [], set()
+    report, kept, seen, templates = Report(), [], set(), set()
     before: list[tuple[str, str]] = []
     for number, problems in enumerate(sets):
         others = EvaluationProblems(before)
@@ -87,6 +98,8 @@ def split_apart(*sets: Sequence[Worked]) -> tuple[list[list[Worked]], Report]:
             example = f"{problem.id}: {shortened(problem.text)}"
             if key in seen:
                 report.drop("the same problem is there before", example)
+            elif template_key(problem.text) in templates:
+                report.drop(f"set {number + 1}: one before has it with other numbers or names", example)
             elif before and (overlap := others.find_overlap(problem.text)):
                 report.drop(
                     f"set {number + 1}: overlap with one before", f"{overlap[1]:.0%} of {overlap[0]} | {example}"
@@ -95,6 +108,7 @@ def split_apart(*sets: Sequence[Worked]) -> tuple[list[list[Worked]], Report]:
                 kept[-1].append(problem)
             seen.add(key)
         before += [(problem.id, problem.text) for problem in kept[-1]]
+        templates |= {template_key(problem.text) for problem in kept[-1]}
     report.distinct, report.kept = len(seen), sum(map(len, kept))
     return kept, report
 
@@ -118,6 +132,9 @@ def write_task(
     Raises:
         DataError: one of them has no row.
     """
+    parts = {"sft_train": sft, "sft_val": sft_val, "rl_train": rl, "eval": [*itertools.chain(*evaluation.values())]}
+    if empty := [str(out / f"{name}.parquet") for name, problems in parts.items() if not problems]:
+        raise DataError(f"No problem is left to write to {', '.join(empty)}; nothing was written.")
     for name, traces in (("sft_train", sft), ("sft_val", sft_val)):
         write_traces([trace_of(worked, protocol) for worked in traces], out / f"{name}.parquet")
     write_problems(
@@ -128,8 +145,6 @@ def write_task(
         for source, problems in evaluation.items()
         for index, problem in enumerate(problems)
     ]
-    if not rows:
-        raise DataError(f"No problem is left to write to {out / 'eval.parquet'}.")
     write_parquet(rows, out / "eval.parquet", FEATURES)
     counts = ", ".join(f"{source} {len(problems):,}" for source, problems in evaluation.items())
     print(f"{out / 'eval.parquet'}: {len(rows):,} rows ({counts})")
@@ -144,7 +159,7 @@ def keep_worked(rows: Iterable[tuple[str, str, str, str]], report: Report, *, ex
         report.rows += 1
         try:
             worked = work_out(text, code, gold, name, exact=exact)
-        except ValueError as error:
+        except (ValueError, ZeroDivisionError) as error:
             report.drop("the program does not give the answer", f"{name}: {error}")
             continue
         report.kept += 1

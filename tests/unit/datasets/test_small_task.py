@@ -106,12 +106,13 @@ def test_prepare_is_deterministic_and_all_seeds_share_the_test(prepare):
 
 def test_mawps_by_path_takes_the_place_of_our_problems(prepare, tmp_path):
     header = "Question,Numbers,Equation,Answer\n"
-    items = ("pens", "cups", "hats", "toys", "cars", "dogs", "cats", "nuts", "keys", "maps")
+    kinds = ("pen", "cup", "hat", "toy", "car", "dog", "cat", "nut", "key", "map")
+    items = [f"{kind}{end}s" for end in "abcdefghijklm" for kind in kinds]  # with other numbers alone it is the same
     for name, start in (("train", 2), ("dev", 100)):
         verb = "saw" if name == "train" else "sold"
         rows = (
             f"Pat {verb} number0 {item} {i} . All ?,{start + i}.0 1.0,+ number0 number1,{start + i + 1}"
-            for i, item in enumerate(items * 13)
+            for i, item in enumerate(items)
         )
         (tmp_path / f"{name}.csv").write_text(header + "\n".join(rows) + "\n")
     tables, _ = prepare(f"--mawps={tmp_path}", "--sft=20", "--rl=30")
@@ -120,4 +121,4 @@ def test_mawps_by_path_takes_the_place_of_our_problems(prepare, tmp_path):
         == {"mawps", "svamp_ood"}
         == {*tables["rl_train"]["data_source"], "svamp_ood"}
     )
-    assert tables["eval"]["prompt"].iloc[0][0]["content"].endswith("Pat sold 100 pens 0. All?")
+    assert tables["eval"]["prompt"].iloc[0][0]["content"].endswith("Pat sold 100 penas 0. All?")

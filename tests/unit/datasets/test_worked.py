@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 
 from verl_ext.datasets.gsm8k import gold, program
@@ -59,18 +61,32 @@ def test_a_later_set_has_nothing_of_an_earlier_one():
         worked("On Friday, a farmer had 83 sheep and sold 52 sheep at the market. How many does he have?"),
         worked("Ann has 3 pens."),
         worked("Ann has 3 pens"),
+        worked("Ann has 5 pens."),
     ]
-    rl = [worked("Ann has 3 pens."), worked("Ann has 4 pens.")]
+    rl = [worked("Ann has 3 pens."), worked("Bob has 1,400 pens."), worked("Ann has 4 cups.")]
     (kept_test, kept_sft, kept_rl), report = split_apart(test, sft, rl)
-    assert kept_test == test and kept_sft == sft[2:3] and kept_rl == rl[1:]
-    assert report.dropped == {"the same problem is there before": 3, "set 2: overlap with one before": 1}
-    assert (report.rows, report.kept) == (7, 3)
+    assert kept_test == test and kept_sft == [sft[2], sft[4]] and kept_rl == rl[2:]
+    assert report.dropped == {
+        "the same problem is there before": 3,
+        "set 2: overlap with one before": 1,
+        "set 3: one before has it with other numbers or names": 1,
+    }
+    assert (report.rows, report.kept) == (9, 4)
 
 
 def test_a_task_without_rows_is_refused(tmp_path):
     some = [worked("Ann has 3 pens.")]
     with pytest.raises(DataError, match="No problem is left to write to .*eval.parquet"):
         write_task(tmp_path, sft=some, sft_val=some, rl=some, rl_source="x", evaluation={"x": []})
+    with pytest.raises(DataError, match="sft_val.parquet; nothing was written"):
+        write_task(tmp_path, sft=some, sft_val=[], rl=some, rl_source="x", evaluation={"x": some})
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(("gold", "is_right"), [("1,005", True), ("2010/2", True), ("100500%", True), ("1006", False)])
+def test_a_gold_answer_may_be_written_with_commas_as_a_fraction_or_in_percent(gold, is_right):
+    with nullcontext() if is_right else pytest.raises(ValueError, match="the answer is 1006"):
+        assert work_out("x", "print(1000 + 5)", gold, "a").answer == "1005"
 
 
 # MAWPS ---------------------------------------------------------------------------------------------------------------
@@ -106,6 +122,15 @@ def test_a_fold_is_read_and_what_is_wrong_in_it_counted(tmp_path, capsys):
     with pytest.raises(DataError, match="dev.csv, row 0: no Numbers, Equation, Answer"):
         (tmp_path / "dev.csv").write_text("Question\nx\n")
         read_fold(tmp_path)
+    for numbers, seen in (("8.0 x", "row 0: .*'x'"), ("8.0", "row 0: list index"), ("1/0 2", "row 0: Fraction")):
+        row = f"Ann has number0 pens and number1 .,{numbers},+ number0 number1,9\n"
+        (tmp_path / "dev.csv").write_text(HEADER + row)
+        with pytest.raises(DataError, match=rf"dev.csv, {seen}.*Expected numbers"):
+            read_fold(tmp_path)
+    (tmp_path / "dev.csv").write_text(
+        HEADER + 'Ann has number0 pens and number1 .,"1,000 50%",+ number0 number1,"1,000.5"\n'
+    )
+    assert [w.answer for w in read_fold(tmp_path)[1]] == ["1000.5"]
     (tmp_path / "dev.csv").unlink()
     with pytest.raises(DataError, match="dev.csv is not there. MAWPS is not in this repository"):
         read_fold(tmp_path)
