@@ -147,6 +147,8 @@ def time_generation(model_path: str, responses: Sequence[Response], config: "Dic
     same = ("dtype", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill")
     same += ("enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "logprobs_mode")
     options = {key: config[key] for key in same} | OmegaConf.to_container(config.engine_kwargs.vllm, resolve=True)
+    # verl's and ours, with another sampler; it would be in this process, which verl's binds to its parent's life.
+    options.pop("worker_extension_cls", None)
     engine = LLM(model_path, **options).llm_engine
 
     def ask(name: str, ids: list[int], tokens: int) -> None:

@@ -19,11 +19,13 @@ if [[ ${1-} == --help ]]; then
 fi
 
 MODEL=tiny RUN=
-for ((i = 1; i < $#; i++)); do
+for ((i = 1; i <= $#; i++)); do
   next=$((i + 1))
   case ${!i} in
-    --model) MODEL=${!next} ;;
-    --run) RUN=${!next} ;;
+    --model) MODEL=${!next-} ;;
+    --model=*) MODEL=${!i#*=} ;;
+    --run) RUN=${!next-} ;;
+    --run=*) RUN=${!i#*=} ;;
   esac
 done
 if [[ -z $RUN ]]; then

@@ -84,7 +84,7 @@ check_machine() {
             "Install it, e.g. apt install gcc g++"
     local memory_gb
     memory_gb=$(awk '/^MemTotal/ {print int($2 / 1024 / 1024)}' /proc/meminfo)
-    [ "$memory_gb" -ge 11 ] || say "warning: $memory_gb GB of memory; the quickstart takes 4 GB, with --model small 11 GB"
+    [ "$memory_gb" -ge 16 ] || say "warning: $memory_gb GB of memory; the quickstart takes 4 GB, with --model small 16 GB"
 }
 
 cuda_major() { # of the lock's torch

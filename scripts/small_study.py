@@ -24,6 +24,7 @@ sys.path.insert(0, str(REPO / "scripts"))
 from published import Published  # noqa: E402
 from whole_cpu import whole_cpu  # noqa: E402
 
+from verl_ext.cpu import is_cpu_only  # noqa: E402
 from verl_ext.evaluation.figures import align  # noqa: E402
 from verl_ext.plots.charts import Chart, Series  # noqa: E402
 from verl_ext.plots.drawing import write_picture  # noqa: E402
@@ -125,13 +126,14 @@ def evaluated(run: Path, model: str, problems: int) -> dict[str, Any]:
     """
     found = {}
     for kind, n, temperature in (("greedy", 1, 0.0), ("sampled", 8, 1.0)):
-        out = run / "study" / f"{model}_{kind}"
+        out = run / "study" / f"{model}_{kind}_{problems}"
         command = (sys.executable, "-m", "verl_ext.evaluate", "--model", str(run / model / "merged"))
         data = ("--config", "smollm2_dapo", "--data", str(run / "data" / "eval.parquet"), "--limit", str(problems))
-        sampling = ("--n", str(n), "--temperature", str(temperature), "--out", str(out), "+hardware=cpu_small")
+        sampling = ("--n", str(n), "--temperature", str(temperature), "--out", str(out))
+        hardware = ("+hardware=cpu_small",) if is_cpu_only() else ()
         found_in = out / "result.json"
         found_in.unlink(missing_ok=True)  # of another call
-        ended = subprocess.run([*command, *data, *sampling], cwd=REPO, env=whole_cpu(), stdout=sys.stderr)
+        ended = subprocess.run([*command, *data, *sampling, *hardware], cwd=REPO, env=whole_cpu(), stdout=sys.stderr)
         if not found_in.exists():  # the status is 1 also where a sample is not judged
             raise subprocess.CalledProcessError(ended.returncode, ended.args)
         result = json.loads(found_in.read_text())

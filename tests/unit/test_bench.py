@@ -7,8 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from verl_ext.settings import compose_run
 
 
 class Launched:
@@ -118,6 +121,25 @@ def test_a_response_has_the_recorded_tokens_and_the_tools_between(load_script):
     assert [found.ids[start : start + length] for start, length in found.turns] == [[97, 98, 99], [100, 101]]
     other = [{"role": "model", "text": "abc", "tokens": tokens} for tokens in (5, 2)]
     assert "".join(map(chr, read(script, turns=other).ids)) == "abcccab"
+
+
+def test_generation_is_timed_without_the_extension_that_trainers_send_weights_through(load_script, monkeypatch):
+    """It has a sampler of its own, and ends its process with the parent."""
+
+    class MadeError(Exception):
+        pass
+
+    def make(model: str, **options: object) -> None:
+        raise MadeError(options)
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=make, SamplingParams=None))
+    monkeypatch.setattr("verl_ext.cpu.patches.alias_vllm_distribution", lambda: None)
+    rollout = compose_run("smollm2_dapo", ["+hardware=cpu_small"]).actor_rollout_ref.rollout
+    assert rollout.engine_kwargs.vllm.worker_extension_cls
+    with pytest.raises(MadeError) as made:
+        load_script("bench_raw_parts").time_generation("model", [], rollout)
+    (options,) = made.value.args
+    assert "worker_extension_cls" not in options and options["max_num_seqs"] == rollout.max_num_seqs
 
 
 def test_groups_with_right_and_wrong_answers_are_trained_first(load_script):

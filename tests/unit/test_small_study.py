@@ -104,7 +104,7 @@ def test_one_sample_in_a_hundred_may_stay_without_a_judgment(study, evaluate, tm
     evaluate.rows, evaluate.wanted = [word_problem(i, 1) for i in range(99)], 100
     assert study.evaluated(tmp_path, "rl", problems=96)["greedy"]["value"] == 1.0
     evaluate.wanted = 101
-    with pytest.raises(ValueError, match="rl_greedy: 99 of 101 samples are judged, expected 99%"):
+    with pytest.raises(ValueError, match="rl_greedy_96: 99 of 101 samples are judged, expected 99%"):
         study.evaluated(tmp_path, "rl", problems=96)
     evaluate.rows = []  # it fails at once, and an earlier result is there
     with pytest.raises(subprocess.CalledProcessError):
