@@ -49,9 +49,9 @@ class RateLimit:
 
     async def acquire(self) -> None:
         """Return when a request may go."""
-        wait_s = await self._schedule.reserve.remote()
+        reservation = self._schedule.reserve.remote()  # is made also if nobody waits for it any more
         try:
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(await reservation)
         except asyncio.CancelledError:
             self._schedule.give_back.remote()
             raise

@@ -1,8 +1,12 @@
 """The schedule by hand; that processes share it is shown by a Ray job in tests/e2e."""
 
+import asyncio
+import sys
+from types import SimpleNamespace
+
 import pytest
 
-from verl_ext.sandbox.rate_limit import Schedule
+from verl_ext.sandbox.rate_limit import RateLimit, Schedule
 
 
 def test_requests_are_spaced_after_the_burst():
@@ -37,6 +41,44 @@ def test_requests_that_gave_up_do_not_keep_out_later_ones():
             schedule.give_back()
     # At 60 s 601 have gone, the last one just now; the next may go 0.1 s later, not 40 s.
     assert schedule.reserve(60.0) == pytest.approx(0.1)
+
+
+class BusyActor:
+    """As a handle of Ray's: a call is made at once and in order, and its result comes when the test says so."""
+
+    def __init__(self, per_s: float, burst: int) -> None:
+        self.schedule, self.answers = Schedule(per_s, burst), asyncio.Event()
+        self.reserve, self.give_back = SimpleNamespace(remote=self._reserve), SimpleNamespace(remote=self._give_back)
+
+    def _reserve(self) -> asyncio.Future:
+        wait_s = self.schedule.reserve(0.0)
+
+        async def answer() -> float:
+            await self.answers.wait()
+            return wait_s
+
+        return asyncio.ensure_future(answer())
+
+    def _give_back(self) -> None:
+        self.schedule.give_back()
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["while it reserves", "while it waits"])
+async def test_one_that_is_cancelled_gives_its_time_back(monkeypatch, answers):
+    options = SimpleNamespace(remote=BusyActor)
+    fake = SimpleNamespace(remote=lambda _: SimpleNamespace(options=lambda **_: options))
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    limit = RateLimit(0.01)  # one in 100 s
+    actor = limit._schedule
+    if answers:
+        actor.answers.set()
+    actor.schedule.reserve(0.0)
+    waiting = asyncio.create_task(limit.acquire())
+    await asyncio.sleep(0.05)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert actor.schedule.reserve(0.0) == 100  # not 200
 
 
 @pytest.mark.parametrize(("per_s", "burst"), [(0, 1), (-1, 1), (1, 0)])
