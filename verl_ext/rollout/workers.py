@@ -55,7 +55,7 @@ class _RunningGroup:
     """The rollouts of one prompt that have ended, until the last one has."""
 
     running: int
-    validate: bool = False
+    validate: bool
     keys: list[str] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     tags: list[dict[str, Any]] = field(default_factory=list)
@@ -90,7 +90,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         self._recorder = find() if self.config.retool.recorder.enable else None
         self._send_after_s = SEND_AFTER_S[self.config.trainer.v1.trainer_mode]
         self._under_way: set[_RunningGroup] = set()
-        self._unsent: list[tuple[_RunningGroup, bool, dict[str, Any]]] = []
+        self._unsent: list[tuple[_RunningGroup, dict[str, Any]]] = []
 
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
@@ -136,7 +136,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             if group.running == 0:
                 self._under_way.discard(group)
                 if group.records:
-                    self._send(group, validate, sample)
+                    self._send(group, sample)
             if group.running == 0 and group.keys:  # also where this one raised: validation counts the others
                 rows = list_of_dict_to_tensordict(group.rows)
                 partition = "val" if validate else "train"
@@ -243,10 +243,10 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         said = (sample["session_id"], trajectories[-1], final.extra_fields)
         group.records.append(partial(rollout_columns, *said, score=final.reward_score, **times))
 
-    def _send(self, group: _RunningGroup, validate: bool, sample: dict[str, Any]) -> None:
+    def _send(self, group: _RunningGroup, sample: dict[str, Any]) -> None:
         """To the recorder, together with what ends soon after: a message costs more than a group."""
-        self._unsent.append((group, validate, sample))
-        if not any(each.validate == validate for each in self._under_way):  # behind it step or run may be over
+        self._unsent.append((group, sample))
+        if not any(each.validate == group.validate for each in self._under_way):  # behind it step or run may be over
             self._send_all()
         elif len(self._unsent) == 1:
             asyncio.get_running_loop().call_later(self._send_after_s, self._send_all)
@@ -255,13 +255,13 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         """Rows are made here, one after the other: between other work a row takes more than twice the time."""
         ended, self._unsent = self._unsent, []
         groups = []
-        for group, validate, sample in ended:
+        for group, sample in ended:
             began = time.thread_time()
             with costs_nothing("made"):
-                problem = problem_columns(sample, validate=validate)
+                problem = problem_columns(sample, validate=group.validate)
                 packed = pack([problem | make() for make in group.records])
                 cpu_s = time.thread_time() - began
-                groups.append(Group(sample["uid"], sample["global_steps"], validate, packed, cpu_s))
+                groups.append(Group(sample["uid"], sample["global_steps"], group.validate, packed, cpu_s))
         with costs_nothing("sent"):
             if groups:
                 self._recorder.groups.remote(groups)

@@ -42,7 +42,7 @@ async def test_groups_that_end_one_after_the_other_are_one_message_and_the_last_
 
     def end(uid: str, others: int) -> None:
         worker._under_way = [SimpleNamespace(validate=True)] + others * [SimpleNamespace(validate=False)]
-        worker._send(SimpleNamespace(records=[]), False, {"uid": uid, "global_steps": 1})
+        worker._send(SimpleNamespace(records=[], validate=False), {"uid": uid, "global_steps": 1})
 
     end("a", 2)
     end("b", 1)
