@@ -10,7 +10,6 @@ FILE, and the run is not made again: another machine can go on with FILE.
 """
 
 import argparse
-import hashlib
 import json
 import signal
 import subprocess
@@ -24,6 +23,7 @@ sys.path.insert(0, str(REPO / "scripts"))
 
 from published import Published  # noqa: E402
 
+from verl_ext.quickstart.rungs import RUNGS  # noqa: E402
 from verl_ext.records.run_record import read_metrics  # noqa: E402
 
 # Title of a column, whose figure: before or after RL, and on which data source. The first is what SFT reached.
@@ -41,16 +41,8 @@ COLUMNS = {
         ("after RL", "after", "svamp_ood"),
     ],
 }
-# Files that make the task: results of another one are another table's. The tiny one was published before it was noted.
-TASKS = {"small": ("data/small/*.txt", "data/small/*.py", "data/svamp/*.jsonl", "configs/smollm2_*.yaml")}
 CONTROL = "control: random rewards"
 CURVES = ("train/acc", "tool/error_rate", "actor/entropy_loss", "response_length/mean")
-
-
-def digest_of(patterns: Sequence[str]) -> str:
-    """Of the contents of the repository's files, in order."""
-    files = sorted(path for pattern in patterns for path in REPO.glob(pattern))
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def quickstart(out: Path, *arguments: str) -> None:
@@ -128,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = ("--model", args.model)
 
     def settings(seed: int) -> dict[str, Any]:
-        of_task = {"task": digest_of(TASKS[args.model])} if args.model in TASKS else {}
+        # Results of another task are another table's. Those of the tiny one were published before it was noted.
+        of_task = {} if args.model == "tiny" else {"task": RUNGS[args.model].task_digest()}
         return {"model": args.model, "seed": seed, **of_task}
 
     def run(name: str, folder: Path, seed: int, *arguments: str) -> None:

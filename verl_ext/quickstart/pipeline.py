@@ -75,11 +75,11 @@ class Quickstart:
         """The settings that the result of a step depends on."""
         if self.source and step in TAKEN_STEPS:
             return self.source.settings[step] | {"from": self.source.digests}
+        task = self.rung.task_digest()
         if self.source:
-            return {"seed": self.seed, "from": self.source.digests, "rl": self.rl}
-        settings: dict[str, object] = {"seed": self.seed, "data": self.data_args}
-        if self.rung is not RUNGS["tiny"]:  # which the journals of earlier versions do not name
-            settings |= {"model": self.rung.name, "model_path": self.model_path}
+            return {"seed": self.seed, "task": task, "from": self.source.digests, "rl": self.rl}
+        model = {"model": self.rung.name, "model_path": self.model_path}
+        settings: dict[str, object] = {"seed": self.seed, "task": task, "data": self.data_args, **model}
         if step != "data":
             settings["sft"] = self.sft
         if step not in ("data", "sft", "merge_sft"):

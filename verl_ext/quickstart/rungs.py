@@ -1,5 +1,6 @@
 """What the quickstart can make: the models and tasks that `--model` names, and what differs between them."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,12 @@ class Rung:
     model_seed: bool  # whether build_model.py draws weights, by `--seed`
     shares_python: bool  # one server forks the processes of all stages; else each launcher sets its own threads
     titles: tuple[str, str]  # of the data's step and the SFT's
+    task: tuple[str, ...]  # globs of the repository's files that make the task: its data and its two configs
+
+    def task_digest(self) -> str:
+        """The first digits of the SHA-256 of what `task` names, in order: results of another one are another task's."""
+        files = sorted(path for pattern in self.task for path in REPO.glob(pattern))
+        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 RUNGS = {
@@ -28,6 +35,7 @@ RUNGS = {
         model_seed=True,
         shares_python=True,
         titles=("word problems, tokenizer, random model", "multi-turn SFT, FSDP2 on two ranks"),
+        task=("data/tiny_tools/*.py", "configs/tiny_*.yaml"),
     ),
     "small": Rung(
         name="small",
@@ -37,5 +45,6 @@ RUNGS = {
         model_seed=False,
         shares_python=False,
         titles=("word problems; SmolLM2-135M-Instruct, weights from 4 bits", "multi-turn SFT, FSDP2"),
+        task=("data/small/*.txt", "data/small/*.py", "data/svamp/*.jsonl", "configs/smollm2_*.yaml"),
     ),
 }

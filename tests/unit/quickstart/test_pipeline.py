@@ -5,12 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.unit.quickstart.conftest import RecordingSupervisor
-from verl_ext.quickstart import pipeline
+from verl_ext.quickstart import pipeline, rungs
 from verl_ext.quickstart.pipeline import Journal, Quickstart, run_pipeline
 from verl_ext.quickstart.supervise import CommandFailed
 
@@ -35,7 +36,8 @@ def test_all_steps_run_once_in_order_and_the_report_each_time(make_run, called, 
 
 
 def test_the_journal_says_when_each_step_ran_and_with_what(make_run, called, tmp_path):
-    run_pipeline(make_run(seed=3, sft=["optim.lr=1"]), ["data", "sft"])
+    run = make_run(seed=3, sft=["optim.lr=1"])
+    run_pipeline(run, ["data", "sft"])
     data, sft = json.loads((tmp_path / "stages.json").read_text())
     assert (data["stage"], sft["stage"]) == ("data", "sft")
     assert sft == {
@@ -45,7 +47,14 @@ def test_the_journal_says_when_each_step_ran_and_with_what(make_run, called, tmp
         "wall_s": 10.0,
         "status": "done",
         "peak_gb": 1.5,
-        "settings": {"seed": 3, "data": [], "sft": ["optim.lr=1"]},
+        "settings": {
+            "seed": 3,
+            "task": run.rung.task_digest(),
+            "data": [],
+            "model": "tiny",
+            "model_path": "",
+            "sft": ["optim.lr=1"],
+        },
     }
 
 
@@ -55,6 +64,25 @@ def test_a_run_with_other_settings_is_not_mixed_in(make_run, called, changed):
     with pytest.raises(SystemExit, match="holds a run with other settings(.|\n)*--fresh.*--out"):
         run_pipeline(make_run(**changed), ["rl"])
     assert called == ["data", "sft"]
+
+
+def test_a_run_of_another_task_is_not_done_already(make_run, called, tmp_path):
+    (tmp_path / "templates.txt").write_text("one")
+    rung = replace(pipeline.RUNGS["small"], task=(f"{tmp_path.name}/*.txt",))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rungs, "REPO", tmp_path.parent)
+        run_pipeline(make_run(rung=rung), ["data"])
+        run_pipeline(make_run(rung=rung), ["data"])
+        (tmp_path / "templates.txt").write_text("two")
+        with pytest.raises(SystemExit, match="holds a run with other settings"):
+            run_pipeline(make_run(rung=rung), ["data", "sft"])
+    assert called == ["data"]
+
+
+@pytest.mark.parametrize("rung", pipeline.RUNGS.values(), ids=pipeline.RUNGS)
+def test_the_files_that_make_a_task_are_there(rung):
+    for pattern in rung.task:
+        assert [*rungs.REPO.glob(pattern)], pattern
 
 
 def test_settings_of_later_steps_may_change(make_run, called):
@@ -153,7 +181,7 @@ def test_the_small_rung_has_tools_and_launchers_of_its_own(make_run, tmp_path):
     assert prepare.command[1].endswith("data/small/prepare.py") and prepare.command[-3:] == ["--seed", "0", "--rl=64"]
     assert build.command[1:] == [prepare.command[1].replace("prepare", "build_model"), "--out", str(tmp_path / "model")]
     assert sft.command[1].endswith("run_smollm2_sft.sh") and sft.env["MODEL_PATH"] == str(tmp_path / "model")
-    assert run.settings("data") == {"seed": 0, "data": ["--rl=64"], "model": "small", "model_path": ""}
+    assert run.settings("data")["model"] == "small" and run.settings("data")["data"] == ["--rl=64"]
 
 
 def test_a_model_that_is_there_is_taken_instead(make_run):
