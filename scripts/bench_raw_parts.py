@@ -28,7 +28,7 @@ from whole_cpu import whole_cpu  # noqa: E402
 from verl_ext.cpu.patches import round_products  # noqa: E402
 from verl_ext.cpu.warm_python import ENVIRONMENT  # noqa: E402
 from verl_ext.records import store  # noqa: E402
-from verl_ext.records.run_record import read_metrics  # noqa: E402
+from verl_ext.runs.metrics import read_metrics  # noqa: E402
 from verl_ext.settings import compose_run  # noqa: E402
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from urllib.parse import urlsplit
 from verl_ext.quickstart.pipeline import SANDBOX_OPTIONS
 from verl_ext.quickstart.rungs import RUNGS
 from verl_ext.quickstart.supervise import Supervisor
-from verl_ext.records.run_record import read_metrics
 from verl_ext.records.store import cpu_seconds
+from verl_ext.runs.metrics import read_metrics
 from verl_ext.sandbox.launch import running_server
 from verl_ext.settings import compose_run
 

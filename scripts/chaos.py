@@ -30,7 +30,7 @@ from slow_sandbox import proxied  # noqa: E402
 
 from verl_ext.datasets.peek import count_rows  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor  # noqa: E402
-from verl_ext.records.run_record import environment  # noqa: E402
+from verl_ext.runs.machine import environment  # noqa: E402
 
 FAULT_STEP = 2  # behind which a fault comes
 IN_STEP_S = 0.5  # and so much later, when requests are under way

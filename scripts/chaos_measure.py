@@ -14,8 +14,8 @@ from verl_ext.ledger.prompts import read_tally
 from verl_ext.ledger.servers import read_servers
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, Fault, PromptEnd
 from verl_ext.records import store
-from verl_ext.records.run_record import read_metrics
 from verl_ext.reward.score import score_answer
+from verl_ext.runs.metrics import read_metrics
 from verl_ext.sandbox import SandboxClient
 
 LIMITS = {"timeout_s": 5, "memory_limit_mb": 256}  # of a program, as configs/shared/quickstart_rl.yaml has them

@@ -24,6 +24,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
+from verl_ext.datasets import rows  # noqa: E402
 from verl_ext.reward import Score, score_answer  # noqa: E402
 from verl_ext.reward.grade import judge_by_math_verify  # noqa: E402
 from verl_ext.reward.maths.extraction import extract_answer  # noqa: E402
@@ -121,12 +122,9 @@ def check_labelled(rows: list[dict[str, Any]], named: dict[str, str | None], *, 
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    if file.suffix == ".parquet":
-        import pandas
-
-        return pandas.read_parquet(file).to_dict("records")
-    text = file.read_text(encoding="utf-8")
-    return json.loads(text) if text.lstrip()[:1] == "[" else [json.loads(line) for line in text.splitlines() if line]
+    if file.suffix == ".json" and (text := file.read_text(encoding="utf-8")).lstrip()[:1] == "[":
+        return json.loads(text)
+    return [row for _, row in rows.read_rows(str(file))]
 
 
 def spellings(answer: str) -> list[str]:

@@ -11,8 +11,8 @@ import math
 import sys
 from pathlib import Path
 
-from verl_ext.records.run_folder import metric_files
-from verl_ext.records.run_record import metric_rows
+from verl_ext.runs.folder import metric_files
+from verl_ext.runs.metrics import metric_rows
 
 TIMES = ("timing", "perf/", "train/mfu")  # beginnings of metrics that a clock or the machine's memory gives
 

@@ -38,9 +38,11 @@ from verl_ext.checkpoints.manifest import NotWhole  # noqa: E402
 from verl_ext.ledger.prompts import FILE  # noqa: E402
 from verl_ext.outcome import PromptEnd  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor  # noqa: E402
-from verl_ext.records import jsonl, store  # noqa: E402
-from verl_ext.records.run_folder import step_of, training_folder  # noqa: E402
-from verl_ext.records.run_record import environment, read_metrics  # noqa: E402
+from verl_ext.records import store  # noqa: E402
+from verl_ext.runs import jsonl  # noqa: E402
+from verl_ext.runs.folder import step_of, training_folder  # noqa: E402
+from verl_ext.runs.machine import environment  # noqa: E402
+from verl_ext.runs.metrics import read_metrics  # noqa: E402
 from verl_ext.sandbox.launch import running_server  # noqa: E402
 
 ACCURACY = "val-core/tiny_tools/acc/mean@4"

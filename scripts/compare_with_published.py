@@ -18,10 +18,10 @@ import yaml
 
 from verl_ext.plots.charts import Chart, Series
 from verl_ext.plots.drawing import write_picture
-from verl_ext.records.run_folder import metric_files
-from verl_ext.records.run_record import Metrics, read_metrics
 from verl_ext.report.page import page_environment
 from verl_ext.report.verdict import held_out_source
+from verl_ext.runs.folder import metric_files
+from verl_ext.runs.metrics import Metrics, read_metrics
 
 REPO = Path(__file__).resolve().parents[1]
 PUBLISHED = REPO / "data" / "published"

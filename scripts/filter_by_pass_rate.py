@@ -28,11 +28,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pandas as pd
+import pyarrow as pa
 
 from verl_ext.evaluation.pass_rates import Tally, histogram, is_kept, record, tally
 from verl_ext.evaluation.past_samples import check_match, read_past_samples
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor
-from verl_ext.records.run_folder import NoRun
+from verl_ext.runs import parquet
+from verl_ext.runs.folder import NoRun
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN
 
@@ -73,7 +75,7 @@ def generate(data: Path, frame: pd.DataFrame, work: Path, args: argparse.Namespa
             if dump.exists():
                 continue
             chunk = dump.with_suffix(".parquet")
-            frame.iloc[start : start + args.chunk].to_parquet(chunk)
+            parquet.write(chunk, pa.Table.from_pandas(frame.iloc[start : start + args.chunk]))
             folder = dump.with_suffix("")
             for stale in folder.glob("dump/*.jsonl"):
                 stale.unlink()
@@ -179,7 +181,7 @@ def main() -> None:
     if args.overrides and not args.generate:
         parser.error(f"{args.overrides[0]}: overrides are for --generate")
     args.data, args.out = args.data.resolve(), args.out.resolve()
-    frame = pd.read_parquet(args.data)
+    frame = parquet.read(args.data).to_pandas()
     args.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         dumps = args.dumps or generate(args.data, frame, args.out.with_suffix(".samples"), args)
@@ -191,9 +193,7 @@ def main() -> None:
         raise SystemExit(f"filter_by_pass_rate: {error}") from None
     if kept.empty:
         raise SystemExit("No problem is left; nothing was written. Widen the band: --band, --max-rate.")
-    part = args.out.with_name(f"{args.out.name}.part")
-    kept.to_parquet(part)
-    os.replace(part, args.out)
+    parquet.write(args.out, pa.Table.from_pandas(kept))
     print(f"wrote {args.out}")
 
 

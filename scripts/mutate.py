@@ -82,11 +82,11 @@ TESTS = {  # source -> its unit tests, the fastest first
     "verl_ext/evaluation/estimators.py": ["evaluation/test_estimators.py"],
     "verl_ext/trainer/validation.py": ["trainer/test_validation.py", "trainer/test_run_trainer.py"],
     "verl_ext/trainer/early_stop.py": ["trainer/test_early_stop.py"],
-    "verl_ext/records/journal.py": ["records/test_journal.py", "checkpoints/test_power_loss.py"],
+    "verl_ext/runs/journal.py": ["runs/test_journal.py", "checkpoints/test_power_loss.py"],
     "verl_ext/checkpoints/folder.py": [
         "checkpoints/test_folder.py",
         "checkpoints/test_rolling.py",
-        "records/test_durable.py",
+        "runs/test_durable.py",
         "checkpoints/test_power_loss.py",
     ],
     "verl_ext/checkpoints/manifest.py": [
@@ -95,8 +95,8 @@ TESTS = {  # source -> its unit tests, the fastest first
         "checkpoints/test_rolling.py",
         "checkpoints/test_power_loss.py",
     ],
-    "verl_ext/records/durable.py": [
-        "records/test_durable.py",
+    "verl_ext/runs/durable.py": [
+        "runs/test_durable.py",
         "checkpoints/test_manifest.py",
         "checkpoints/test_power_loss.py",
     ],

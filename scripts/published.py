@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_ext.records import durable, jsonl
+from verl_ext.runs import durable, jsonl
 
 
 class Published:

@@ -24,7 +24,7 @@ sys.path.insert(0, str(REPO / "scripts"))
 from published import Published  # noqa: E402
 
 from verl_ext.quickstart.rungs import RUNGS  # noqa: E402
-from verl_ext.records.run_record import read_metrics  # noqa: E402
+from verl_ext.runs.metrics import read_metrics  # noqa: E402
 
 # Title of a column, whose figure: before or after RL, and on which data source. The first is what SFT reached.
 COLUMNS = {

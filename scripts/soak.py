@@ -30,8 +30,9 @@ from chaos import has_step, measure  # noqa: E402
 from chaos_faults import TWO_ENGINES, Fault, Scene, engine_killed, kill_sandbox  # noqa: E402
 
 from verl_ext.ledger.servers import read_servers  # noqa: E402
-from verl_ext.records import jsonl, store  # noqa: E402
-from verl_ext.records.durable import append_line  # noqa: E402
+from verl_ext.records import store  # noqa: E402
+from verl_ext.runs import jsonl  # noqa: E402
+from verl_ext.runs.durable import append_line  # noqa: E402
 
 SANDBOX_DEATHS, SERVER_DEATHS = 10, 5
 AWAY_S = 2.0  # of the sandbox

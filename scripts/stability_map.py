@@ -31,7 +31,7 @@ from verl_ext.analysis.cell import Cell, Problem, Task, run_cell  # noqa: E402
 from verl_ext.analysis.preset import RUN  # noqa: E402
 from verl_ext.analysis.stability import in_short, read_runs, table, write_maps  # noqa: E402
 from verl_ext.analysis.tiny_model import load_model  # noqa: E402
-from verl_ext.records import durable, jsonl  # noqa: E402
+from verl_ext.runs import durable, jsonl, parquet  # noqa: E402
 from verl_ext.settings import compose_run  # noqa: E402
 
 OBJECTIVES = (
@@ -84,13 +84,12 @@ def _interpret(code: str) -> str:
 @functools.cache
 def read_task(folder: Path) -> Task:
     """The quickstart's problems, tokenised as its SFT model reads them."""
-    import pyarrow.parquet as pq
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "sft" / "merged")
 
     def problems(name: str) -> Iterator[Problem]:
-        rows = pq.read_table(folder / "data" / f"{name}.parquet", columns=["prompt", "reward_model", "data_source"])
+        rows = parquet.read(folder / "data" / f"{name}.parquet", ["prompt", "reward_model", "data_source"])
         for row in rows.to_pylist():
             if row["data_source"] == "tiny_tools":
                 text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)

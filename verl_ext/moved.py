@@ -19,7 +19,8 @@ _KEPT_THEIR_NAME = {  # (old folder, new folder) below verl_ext -> modules
     ("", "checkpoints"): "manifest",
     ("", "evaluation"): "estimators",
     ("", "quickstart"): "disk pipeline supervise",
-    ("", "records"): "durable run_folder run_record",
+    ("", "runs"): "durable",
+    ("records", "runs"): "batch_file durable journal jsonl lock machine",
     ("", "plots"): "charts",
     ("", "report"): "verdict",
     ("report", "plots"): "charts",
@@ -34,7 +35,7 @@ _KEPT_THEIR_NAME = {  # (old folder, new folder) below verl_ext -> modules
     "unicode_signs",
     ("sandbox", "sandbox.server"): "api connection disk folders isolation landlock metrics namespaces pool preload "
     "processes program seccomp sessions visible worker zygote",
-    ("trainer", "records"): "journal",
+    ("trainer", "runs"): "journal",
 }
 MODULES = {  # old name -> new name, below verl_ext
     f"{old}.{name}".removeprefix("."): f"{new}.{name}"
@@ -54,9 +55,13 @@ MODULES = {  # old name -> new name, below verl_ext
     "evaluate": "evaluation.__main__",
     "quickstart_options": "quickstart.options",
     "quickstart_source": "quickstart.source",
+    "records.run_folder": "runs.folder",
+    "records.run_record": "report.run_record",
     "replay_buffer": "trainer.sampler",
     "report_comparison": "report.comparison",
     "rollout_view": "report.rollouts",
+    "run_folder": "runs.folder",
+    "run_record": "report.run_record",
     "sandbox.tool": "environments.python",
     "sft_dataset": "datasets.sft",
     "sft_trace": "protocols.trace",

@@ -10,8 +10,10 @@ import random
 from collections import Counter
 from pathlib import Path
 
-import pandas as pd
+import pyarrow as pa
 from task import TRACE_MIX, Problem, make_problem, make_trace
+
+from verl_ext.runs import parquet
 
 EVALUATION_SPLITS = {"test": "tiny_tools", "ood_large": "tiny_tools_ood_large", "ood_chain": "tiny_tools_ood_chain"}
 
@@ -71,7 +73,7 @@ def main() -> None:
     ]
     for name, rows in tables.items():
         path = args.out / f"{name}.parquet"
-        pd.DataFrame(rows).to_parquet(path)
+        parquet.write(path, pa.Table.from_pylist(rows))
         counts = Counter(row.get("kind") or row["data_source"] for row in rows)
         print(f"{path}: {len(rows)} rows ({', '.join(f'{k} {v}' for k, v in sorted(counts.items()))})")
     example = max(tables["sft_train"][:100], key=lambda row: len(row["messages"]))

@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.conftest import MARK, OWN_SERVER, REPO, SMALL_DATA, pipeline, read_metrics
 from tests.e2e.versions import SAME, differences, load_version, log_probs_of, recorded_responses
-from verl_ext.records.batch_file import read_batch
+from verl_ext.runs.batch_file import read_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 

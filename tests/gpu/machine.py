@@ -52,7 +52,7 @@ def check_machine(context: Context) -> Iterator[Row]:
 def _check_gpu() -> Iterator[Row]:
     import torch
 
-    from verl_ext.records.machine import CUDA_13_DRIVER, query_gpus
+    from verl_ext.runs.machine import CUDA_13_DRIVER, query_gpus
 
     if not torch.cuda.is_available():
         raise NotRun("torch finds no GPU (torch.cuda.is_available())")
@@ -81,7 +81,7 @@ def _check_compilers(cuda: str) -> Iterator[Row]:
 
 
 def _check_host(context: Context) -> Iterator[Row]:
-    from verl_ext.records.machine import SHM_RL, Machine
+    from verl_ext.runs.machine import SHM_RL, Machine
 
     here = Machine.here()
     yield Row("host memory, cores", "", f"{here.memory_bytes / 2**30:.0f} GiB, {len(os.sched_getaffinity(0))}")

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tests.gpu.stage import Result, Row
-from verl_ext.records.durable import write_text
+from verl_ext.runs.durable import write_text
 
 REPO = Path(__file__).resolve().parents[2]
 SIGNS = {True: "ok", False: "**NOT OK**", None: ""}

@@ -43,7 +43,7 @@ def test_every_old_name_leads_to_a_module_that_is_there(old):
     ("old", "new", "name"),
     [
         ("agent_loop.tool_errors", "environments.tool_errors", "ToolError"),
-        ("run_folder", "records.run_folder", None),
+        ("run_folder", "runs.folder", None),
         ("data.rows", "datasets.rows", "DataError"),
         ("reward.shaping", "objectives.shaping", None),
         ("sandbox.tool", "environments.python", "CodeInterpreter"),

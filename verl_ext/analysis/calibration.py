@@ -15,7 +15,7 @@ import yaml
 from verl_ext.analysis.events import Speed
 from verl_ext.analysis.schedules import Machine, Step, sync
 from verl_ext.analysis.workload import shape_of
-from verl_ext.records.run_record import Metrics, read_metrics
+from verl_ext.runs.metrics import Metrics, read_metrics
 
 GENERATE = "timing_s/agent_loop/generate_sequences/"  # of the published run alone: verl 0.9.1 does not log it
 PUBLISHED = Path(__file__).resolve().parents[2] / "data" / "published" / "rl.jsonl"

@@ -33,9 +33,9 @@ from verl_ext.objectives.group_mean import rows_of_groups
 from verl_ext.objectives.grpo_roc import keep, penalty
 from verl_ext.objectives.tir_otb import at_last_own, tir_otb
 from verl_ext.plots.drawing import write_heat_map
-from verl_ext.records.batch_file import RecordedBatch, read_batch
-from verl_ext.records.durable import write_text
-from verl_ext.records.run_folder import training_folder
+from verl_ext.runs.batch_file import RecordedBatch, read_batch
+from verl_ext.runs.durable import write_text
+from verl_ext.runs.folder import training_folder
 from verl_ext.settings import CONFIGS, compose_run
 
 PLACES = ("start", "end")

@@ -9,7 +9,7 @@ from scipy.special import stdtrit
 
 from verl_ext.analysis.cell import Cell
 from verl_ext.plots.drawing import write_heat_map
-from verl_ext.records import jsonl
+from verl_ext.runs import jsonl
 
 Condition = tuple[int, bool]  # staleness, bf16
 

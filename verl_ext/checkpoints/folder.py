@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.checkpoints.manifest import MANIFEST, NotWhole, problem, vouch
-from verl_ext.records import durable
-from verl_ext.records.run_folder import PARTS, step_of
+from verl_ext.runs import durable
+from verl_ext.runs.folder import PARTS, step_of
 from verl_ext.settings import CheckpointSettings
 from verl_ext.settings.checks import check
 

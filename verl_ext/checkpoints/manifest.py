@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from verl_ext.records import durable
+from verl_ext.runs import durable
 
 MANIFEST = "checkpoint.json"
 SHARD = re.compile(r"(\w+)_world_size_(\d+)_rank_(\d+)\.pt")

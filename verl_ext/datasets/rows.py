@@ -3,16 +3,15 @@
 Nothing is held in memory beyond a batch. `field` checks what a row must hold, and names the row and the column.
 """
 
-import json
-import os
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets.arrow_writer import ParquetWriter
 from datasets.utils import tqdm
+
+from verl_ext.runs import jsonl, parquet
 
 progress_bar = partial(tqdm, delay=2, mininterval=1)  # seconds: what is done at once shows none
 _JSON_SUFFIXES = (".jsonl", ".json")
@@ -63,16 +62,7 @@ def field(row: dict[str, Any], column: str, where: str, kind: type | tuple[type,
 
 def write_parquet(rows: Iterable[dict[str, Any]], path: Path, features: datasets.Features) -> int:
     """Write rows of the given columns; returns their number. The file appears when it is complete."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    count = 0
-    with ParquetWriter(path=str(part), features=features) as writer:
-        for row in progress_bar(rows, desc=f"write {path}", unit=" rows"):
-            writer.write(row)
-            count += 1
-        writer.finalize()
-    os.replace(part, path)
-    return count
+    return parquet.write(path, progress_bar(rows, desc=f"write {path}", unit=" rows"), features.arrow_schema)
 
 
 def _files(source: str) -> list[Path]:
@@ -93,17 +83,12 @@ def _files(source: str) -> list[Path]:
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    with open(file, encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{file}, line {number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{where}: no JSON ({error}). Expected one JSON object a line.") from None
-            if not isinstance(row, dict):
-                raise DataError(f"{where}: found {_shown(row)}. Expected one JSON object a line.")
+    for number, line, row in jsonl.lines(file):
+        where = f"{file}, line {number}"
+        if isinstance(row, ValueError) and line.strip():
+            found = _shown(line.decode(errors="replace").strip())
+            raise DataError(f"{where}: {row}; found {found}. Expected one JSON object a line.")
+        if line.strip():
             yield where, row
 
 

@@ -7,6 +7,7 @@ that stands inside the assistant's text.
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from verl_ext.protocols.base import SegmentEncoder
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.trace import Segment, split_trace
+from verl_ext.runs import parquet
 from verl_ext.settings import SftData
 from verl_ext.settings.checks import check
 
@@ -140,5 +142,5 @@ def tokens_of(segments: Sequence[Segment], encoder: SegmentEncoder) -> tuple[lis
 
 
 def _read(file: str, messages_key: str, tools_key: str) -> pd.DataFrame:
-    rows = pd.read_parquet(file)
+    rows = parquet.read(Path(file)).to_pandas()
     return pd.DataFrame({"messages": rows[messages_key], "tools": rows.get(tools_key)})

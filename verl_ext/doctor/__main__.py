@@ -16,7 +16,7 @@ from verl_ext.doctor import batch, checkpoints, config, data, machine, memory, n
 from verl_ext.doctor.finding import Finding, Level, fail, warn
 from verl_ext.doctor.run import Run
 from verl_ext.doctor.schema import required_keys
-from verl_ext.records.machine import Machine
+from verl_ext.runs.machine import Machine
 from verl_ext.settings import CONFIGS, REPO, compose_run
 
 Check = Callable[[], Iterable[Finding]]

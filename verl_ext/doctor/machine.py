@@ -7,7 +7,7 @@ from pathlib import Path
 from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.memory.words import GIB
-from verl_ext.records.machine import CUDA_13_DRIVER, SHM_RL, Machine
+from verl_ext.runs.machine import CUDA_13_DRIVER, SHM_RL, Machine
 
 SHM_SFT = 1 * GIB  # NCCL and the data loader's workers
 OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "object_store_memory")

@@ -8,7 +8,7 @@ from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
 from verl_ext.memory.estimate import CONTEXT_GIB, RESERVED, TOLERANCE, Memory, Plan, estimate, kv_tokens
 from verl_ext.memory.words import GIB, size
-from verl_ext.records.machine import Machine
+from verl_ext.runs.machine import Machine
 
 FP32, HALF = ("fp32", "float32"), ("bf16", "bfloat16", "fp16", "float16")
 FEWER = "More GPUs, or a larger Ulysses size with a smaller token budget per GPU"

@@ -31,16 +31,16 @@ from verl_ext.evaluation.problems import NAMES, read_sets
 from verl_ext.evaluation.result import NoSamples, find_samples, make_result, write_result
 from verl_ext.evaluation.settings import ConfigError, load_config, model_fingerprint, sample_settings
 from verl_ext.evaluation.store import OtherSettings, Store
-from verl_ext.records.jsonl import OtherForm
-from verl_ext.records.lock import lock_folder
-from verl_ext.records.run_record import environment
-from verl_ext.records.store import BrokenRecords
+from verl_ext.runs.jsonl import OtherForm
+from verl_ext.runs.lock import lock_folder
+from verl_ext.runs.machine import environment
+from verl_ext.runs.parquet import Unreadable
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-KNOWN = (BrokenRecords, CheckpointError, ConfigError, DataError, NoSamples, OtherForm, OtherSettings, SandboxNotReady)
+KNOWN = (CheckpointError, ConfigError, DataError, NoSamples, OtherForm, OtherSettings, SandboxNotReady, Unreadable)
 DEFAULT_CONFIG = "qwen2-32b_dapo"
 SHORTHANDS = {  # flag -> (key of the config, type)
     "n": ("actor_rollout_ref.rollout.val_kwargs.n", int),

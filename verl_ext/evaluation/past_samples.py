@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 from verl_ext.evaluation.result import NoSamples
 from verl_ext.outcome import UNVERIFIED, evaluation_failure
-from verl_ext.records import jsonl, store
-from verl_ext.records.run_folder import SAMPLES, find_run, old_log_of, rollouts_of, sample_files, training_folder
+from verl_ext.records import store
 from verl_ext.records.samples import read_dump
+from verl_ext.runs import jsonl
+from verl_ext.runs.folder import SAMPLES, find_run, old_log_of, rollouts_of, sample_files, training_folder
 
 SURELY_WRONG = -0.6 + 1e-6  # a wrong answer's highest reward, with the whole bonus for tool calls (reward/shaping.py)
 

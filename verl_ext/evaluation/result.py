@@ -9,10 +9,11 @@ from typing import Any
 from verl_ext.evaluation import figures as evaluation
 from verl_ext.evaluation.store import SETTINGS, flatten
 from verl_ext.outcome import EVALUATION_FAILURES
-from verl_ext.records import durable, jsonl, store
-from verl_ext.records.run_folder import SAMPLES, sample_files
+from verl_ext.records import store
 from verl_ext.records.samples import Sample, read_dump
 from verl_ext.rollout.tool_use import tool_metrics
+from verl_ext.runs import durable, jsonl
+from verl_ext.runs.folder import SAMPLES, sample_files
 
 
 class NoSamples(ValueError):

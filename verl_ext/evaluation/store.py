@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_ext.records import jsonl
-from verl_ext.records.run_folder import SAMPLES
+from verl_ext.runs import jsonl
+from verl_ext.runs.folder import SAMPLES
 
 SETTINGS = "settings.json"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.fleet.commands import NoAnswer, Refused, ask
-from verl_ext.records.run_folder import NoRun, training_folder
+from verl_ext.runs.folder import NoRun, training_folder
 
 COLUMNS = ("server", "address", "state", "requests", "weights of step")
 

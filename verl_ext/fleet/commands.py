@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from verl_ext.records import durable
+from verl_ext.runs import durable
 
 FOLDER = "fleet_commands"
 TAKE_S = 20.0  # a run looks once a second

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from verl_ext.ledger.prompts import FILE, read_tally
 from verl_ext.ledger.servers import read_servers
-from verl_ext.records.run_folder import NoRun, training_folder
+from verl_ext.runs.folder import NoRun, training_folder
 
 
 def main() -> None:

@@ -12,8 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from verl_ext.outcome import PromptEnd
-from verl_ext.records import jsonl
-from verl_ext.records.journal import StepJournal
+from verl_ext.runs import jsonl
+from verl_ext.runs.journal import StepJournal
 
 FILE = "prompts.jsonl"
 _AFTER_SURPLUS = (PromptEnd.TRAINED, PromptEnd.SURPLUS, PromptEnd.STALE, PromptEnd.EQUAL)  # kept for the next step

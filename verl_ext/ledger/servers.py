@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl_ext.records import durable, jsonl
+from verl_ext.runs import durable, jsonl
 
 FILE = "servers.jsonl"
 

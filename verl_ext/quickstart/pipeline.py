@@ -36,8 +36,8 @@ from verl_ext.quickstart.supervise import (
     show_rl_progress,
     show_sft_progress,
 )
-from verl_ext.records import durable
-from verl_ext.records.lock import LOCK, lock_folder
+from verl_ext.runs import durable
+from verl_ext.runs.lock import LOCK, lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 
 EVALUATION_SAMPLES = 2  # responses per held-out problem

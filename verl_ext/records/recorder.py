@@ -24,6 +24,7 @@ from verl_ext.records import store
 from verl_ext.records.fates import why, why_left_out
 from verl_ext.records.schema import CPU_KEY
 from verl_ext.records.token_rows import TokenParts, token_table
+from verl_ext.runs import parquet
 from verl_ext.settings import RecorderSettings
 
 logger = logging.getLogger(__name__)
@@ -246,7 +247,9 @@ class Recorder:
         self._bytes -= len(packed)
         return packed
 
-    def _put(self, step: int, kind: str, rows: store.Rows, validate: bool = False, notes: store.Notes = None) -> None:
+    def _put(
+        self, step: int, kind: str, rows: parquet.Rows, validate: bool = False, notes: parquet.Notes = None
+    ) -> None:
         path = store.path_of(self._run, kind, step, validate=validate)
         with self._guard("written"):
             size = store.write(path, kind, rows, notes)

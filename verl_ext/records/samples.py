@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.outcome import UNVERIFIED, Fault, RolloutEnd, evaluation_failure
-from verl_ext.records import jsonl, store
+from verl_ext.records import store
+from verl_ext.runs import jsonl
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def read_dump(path: Path) -> list[Sample]:
 
     Raises:
         ValueError: a row that is no JSON, lacks a key, or has a value of the wrong kind; names the file and line.
-        BrokenRecords: a file of records is cut short.
+        Unreadable: a file of records is cut short.
     """
     if path.suffix == ".parquet":
         return [sample_of(row) for row in store.read(path).to_pylist()]

@@ -9,34 +9,25 @@ import argparse
 import itertools
 import logging
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_ext.records import jsonl
 from verl_ext.records.schema import CPU_KEY, SCHEMAS, VERSION, VERSION_KEY
+from verl_ext.runs import jsonl, parquet
+from verl_ext.runs.folder import FOLDER, NoRun, RecordFile, files_of, path_of, training_folder
 from verl_ext.settings import RecorderSettings
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-FOLDER = "records"
-Rows = Iterable[Mapping[str, Any]] | pa.Table
-Notes = Mapping[bytes, str] | None
-_NAME = re.compile(r"(step|val)_(\d{6,})\.parquet")
-_PART = ".tmp"
 _LONG = ("prompt", "text", "code", "stdout", "stderr", "reward_parts", "tool_use")  # columns that are most of a file
 _OF_STEPS = tuple(kind for kind in SCHEMAS if kind != "waiting")
-_CHUNK = 256  # rows that are in memory at once
-_BATCH = 64  # rows that are in memory at once where a file is read row by row
-_GROUP_BYTES = 2**24  # about those of a row group of the file, at the most: who reads takes them one by one
 
 
 def _options(schema: pa.Schema) -> dict[str, Any]:
@@ -53,57 +44,9 @@ def _options(schema: pa.Schema) -> dict[str, Any]:
 _OPTIONS = {kind: _options(schema) for kind, schema in SCHEMAS.items()}
 
 
-class BrokenRecords(ValueError):
-    """A file is no records of this version, or cut short; the message names it."""
-
-
-class RecordFile(NamedTuple):
-    """A file of a step."""
-
-    path: Path
-    step: int
-    validate: bool
-
-
-def path_of(run: Path, kind: str, step: int, *, validate: bool = False) -> Path:
-    return run / FOLDER / kind / f"{'val' if validate else 'step'}_{step:06d}.parquet"
-
-
-def files_of(run: Path, kind: str = "trajectories") -> list[RecordFile]:
-    """The files of a kind ("*": of all) by step, a step's validation behind its training; [] where there are none."""
-    named = [(path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).glob(f"{kind}/*.parquet")]
-    found = [RecordFile(path, int(match[2]), match[1] == "val") for path, match in named if match]
-    return sorted(found, key=lambda file: (file.step, file.validate))
-
-
-def write(path: Path, kind: str, rows: Rows, notes: Notes = None) -> int:
-    """Write a file so that there is all of it or nothing. A column that a row lacks is null.
-
-    Args:
-        rows: are taken some hundred at a time.
-        notes: are kept in the file's metadata.
-    Returns:
-        Its bytes.
-    Raises:
-        OSError: the disk is full or read-only; nothing is left of the file.
-        pyarrow.ArrowInvalid, pyarrow.ArrowTypeError: a value is of another type than its column.
-    """
-    schema = SCHEMAS[kind]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}{_PART}")
-    try:
-        with pa.OSFile(str(part), "wb") as file, pq.ParquetWriter(file, schema, **_OPTIONS[kind]) as writer:
-            writer.add_key_value_metadata({VERSION_KEY: VERSION} | dict(notes or {}))
-            if isinstance(rows, pa.Table):
-                writer.write_table(rows.cast(schema))
-                rows = ()
-            left = iter(rows)
-            while chunk := list(itertools.islice(left, _CHUNK)):
-                table = pa.Table.from_pylist(chunk, schema=schema)
-                writer.write_table(table, max(1, len(chunk) * _GROUP_BYTES // max(1, table.nbytes)))
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+def write(path: Path, kind: str, rows: parquet.Rows, notes: parquet.Notes = None) -> int:
+    """As `parquet.write`, with the columns of the kind. Returns the file's bytes."""
+    parquet.write(path, rows, SCHEMAS[kind], {VERSION_KEY: VERSION} | dict(notes or {}), **_OPTIONS[kind])
     return path.stat().st_size
 
 
@@ -114,42 +57,23 @@ def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Mappin
     write(path, "trajectories", change(table.to_pylist()), notes)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[pq.ParquetFile]:
-    try:
-        with pq.ParquetFile(path) as file:
-            version = (file.schema_arrow.metadata or {}).get(VERSION_KEY, b"none").decode()
-            if version != VERSION:
-                raise BrokenRecords(f"{path} has records of version {version}, expected {VERSION}.")
-            known = SCHEMAS.get(path.parent.name)  # where the file was moved elsewhere, nobody knows
-            if lacks := sorted(set(known.names if known else ()) - set(file.schema_arrow.names)):
-                raise BrokenRecords(f"{path} lacks columns of version {VERSION}: {', '.join(lacks)}.")
-            yield file
-    except (pa.ArrowException, EOFError) as error:
-        raise BrokenRecords(
-            f"{path} cannot be read ({error}). Expected records in Parquet, version {VERSION}; the file was cut short "
-            "or changed after it was written. Remove it, or restore it."
-        ) from error
+def _check(path: Path, schema: pa.Schema) -> None:
+    version = (schema.metadata or {}).get(VERSION_KEY, b"none").decode()
+    if version != VERSION:
+        raise parquet.Unreadable(f"{path} has records of version {version}, expected {VERSION}.")
+    known = SCHEMAS.get(path.parent.name)  # where the file was moved elsewhere, nobody knows
+    if lacks := sorted(set(known.names if known else ()) - set(schema.names)):
+        raise parquet.Unreadable(f"{path} lacks columns of version {VERSION}: {', '.join(lacks)}.")
 
 
 def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
-    """The rows of a file.
-
-    Args:
-        columns: all by default.
-    Raises:
-        BrokenRecords: the file is cut short or none of this version.
-        FileNotFoundError: it is gone, as retention removes old ones while a run goes on.
-    """
-    with _opened(path) as file:
-        return file.read(columns=None if columns is None else list(columns))
+    """As `parquet.read`; Unreadable is also a file that is none of this version."""
+    return parquet.read(path, columns, _check)
 
 
 def stream(path: Path) -> Iterator[dict[str, Any]]:
     """As `read`, all columns, a few rows in memory at a time."""
-    with _opened(path) as file:
-        for batch in file.iter_batches(_BATCH):
-            yield from batch.to_pylist()
+    return parquet.stream(path, check=_check)
 
 
 def tables(
@@ -161,7 +85,7 @@ def tables(
             yield file, read(file.path, columns)
         except FileNotFoundError:  # removed by retention since it was listed
             continue
-        except BrokenRecords as error:
+        except parquet.Unreadable as error:
             logger.warning("%s The other files are read.", error)
 
 
@@ -187,7 +111,7 @@ def cpu_seconds(run: Path) -> dict[int, float]:
 
 def sizes(run: Path) -> dict[int, int]:
     """Step -> bytes of its files, without what waits at a checkpoint. What a killed writer left half written goes."""
-    for part in (run / FOLDER).glob(f"*/*{_PART}"):
+    for part in (run / FOLDER).glob(f"*/*{parquet.PART}"):
         # Its writer may live: a second start beside a run.
         if not Path("/proc", part.name.split(".")[-2]).exists():
             part.unlink(missing_ok=True)
@@ -215,8 +139,6 @@ def keep(run: Path, sizes: dict[int, int], limits: RecorderSettings) -> None:
 
 
 def main() -> None:
-    from verl_ext.records.run_folder import NoRun, training_folder  # which lists our files
-
     parser = argparse.ArgumentParser(description="The records of a run as JSON lines.")
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of an RL run, or of the quickstart")
     parser.add_argument("--kind", choices=SCHEMAS, default="trajectories")

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, Fault, RolloutEnd, rollout_end
-from verl_ext.records import jsonl
+from verl_ext.runs import jsonl
 
 Row = Mapping[str, Any]
 MAX_OUTPUT = 2**15  # characters of stdout, and of stderr, that are kept of a call; the model sees fewer

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 from verl_ext.evaluation import figures as evaluation
 from verl_ext.plots.charts import Chart, Series
-from verl_ext.records.run_folder import short_names
-from verl_ext.records.run_record import Metrics, RunRecord, read_run
 from verl_ext.report.page import RL_CURVES, Curve, evaluate_run, page_environment, start_texts, summarize
+from verl_ext.report.run_record import RunRecord, read_run
 from verl_ext.report.verdict import percent, points
+from verl_ext.runs.folder import short_names
+from verl_ext.runs.metrics import Metrics
 
 SFT_CURVES = (
     Curve("train/loss", "SFT loss", "nats per token", "of the model's own tokens"),

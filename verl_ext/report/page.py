@@ -22,9 +22,11 @@ import yaml
 
 from verl_ext.evaluation import figures as evaluation
 from verl_ext.plots.charts import SCRIPTS, STYLES, Chart, Series, inline, inline_policy
-from verl_ext.records.run_record import Metrics, RunRecord, environment, read_run, step_times, warm_step
 from verl_ext.report.rollouts import pick_rollouts, pick_training_rollouts, split_rollout
+from verl_ext.report.run_record import RunRecord, read_run
 from verl_ext.report.verdict import headline, held_out_source, judge, percent, points
+from verl_ext.runs.machine import environment
+from verl_ext.runs.metrics import Metrics, step_times, warm_step
 
 _SAMPLES = "validation/<step>.jsonl or evaluation/global_step_<n>/samples.jsonl"
 _EVALUATE = "bash scripts/merge_and_eval.sh RUN"

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from verl_ext.evaluation.figures import POOLED
-from verl_ext.records.run_record import Metrics, RunRecord
+from verl_ext.report.run_record import RunRecord
+from verl_ext.runs.metrics import Metrics
 
 ACCURACIES = {"acc/mean@k": "accuracy", "acc/best@k": "best@{k}", "acc/maj@k": "maj@{k}"}
 LOWER_IS_BETTER = {

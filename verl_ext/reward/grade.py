@@ -15,7 +15,6 @@ and the exit status is 1 in the end. The next call tries such rows again: mend t
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 from collections import Counter, deque
@@ -29,11 +28,12 @@ from typing import Any
 from tqdm import tqdm
 
 from verl_ext.outcome import UNVERIFIED_VERDICT
-from verl_ext.records import jsonl, run_folder, store
+from verl_ext.records import store
 from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths.normalisation import normalise
 from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers import Verifiers, verify_response
+from verl_ext.runs import folder, jsonl
 
 ADDED = ("acc", "pred", "verdict", "method", "error")
 CHUNK = 32  # rows handed to a process at a time
@@ -96,16 +96,16 @@ def find_files(paths: list[Path]) -> list[Path]:
 def _files_of_run(path: Path) -> list[Path] | None:
     """None where the folder is none, or an evaluation, whose files lie in it: see the top of this file."""
     try:
-        kind = run_folder.find_run(path).kind
-    except run_folder.NoRun:
+        kind = folder.find_run(path).kind
+    except folder.NoRun:
         return None
     if kind == "evaluation":
         return None
-    run = run_folder.training_folder(path, "rl", "sft")
-    own = [path / "eval" / side / run_folder.SAMPLES for side in ("before", "after")] if kind == "quickstart" else []
-    candidates = run_folder.validations_of(run) or run_folder.evaluations_of(run)
+    run = folder.training_folder(path, "rl", "sft")
+    own = [path / "eval" / side / folder.SAMPLES for side in ("before", "after")] if kind == "quickstart" else []
+    candidates = folder.validations_of(run) or folder.evaluations_of(run)
     recorded = [file.path for file in store.files_of(run)]
-    return candidates or [file for file in own if file.is_file()] or recorded or run_folder.rollouts_of(run)
+    return candidates or [file for file in own if file.is_file()] or recorded or folder.rollouts_of(run)
 
 
 def grade_files(files: list[Path], output: Path, config: dict[str, Any], workers: int, compare: bool) -> None:
@@ -179,16 +179,12 @@ def read_rows(files: list[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
         if file.suffix == ".parquet":
             yield from _read_records(file)
             continue
-        with open(file, "rb") as lines:
-            for number, line in enumerate(lines, 1):
-                place = f"{file}:{number}"
+        for number, line, row in jsonl.lines(file):
+            place = f"{file}:{number}"
+            if isinstance(row, ValueError):
                 text = line.decode(errors="replace").rstrip("\r\n")
-                try:
-                    row = json.loads(line)
-                    reason = None if isinstance(row, dict) else f"{place} is not a JSON object but {text[:60]!r}"
-                except (ValueError, RecursionError) as error:
-                    reason = f"{place} is not JSON: {error}"
-                yield place, {"line": text, "error": reason} if reason else row
+                row = {"line": text, "error": f"{place}: {row}. Expected a JSON object, got {text[:60]!r}"}
+            yield place, row
 
 
 def _read_records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -26,9 +26,9 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from verl_ext.objectives.shaping import PIECEWISE, overlong_penalty, piecewise_length_penalty, tool_bonus
 from verl_ext.outcome import UNVERIFIED, RolloutEnd, infrastructure_failure
-from verl_ext.records import jsonl
 from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers import Verifiers, verify_response
+from verl_ext.runs import jsonl
 
 logger = logging.getLogger(__name__)
 

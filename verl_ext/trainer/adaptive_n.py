@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_ext.records.journal import StepJournal
+from verl_ext.runs.journal import StepJournal
 from verl_ext.settings import AdaptiveN
 from verl_ext.settings.checks import in_phase
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transfer_queue import KVBatchMeta
 from verl.workers.utils.padding import response_from_nested
 
-from verl_ext.records.batch_file import RecordedBatch, path_of, write_batch
+from verl_ext.runs.batch_file import RecordedBatch, path_of, write_batch
 from verl_ext.settings import RecordBatches
 from verl_ext.trainer.advantages import keep_sum_pi_squared
 

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from verl_ext.records.journal import StepJournal
+from verl_ext.runs.journal import StepJournal
 from verl_ext.settings import EarlyStop
 
 _MEAN_ACC = re.compile(r"val-core/.+/acc/mean@\d+")

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from verl_ext.outcome import EXCLUSIONS, REMEDIES, VOID_TURN, RolloutEnd
-from verl_ext.records.journal import StepJournal
+from verl_ext.runs.journal import StepJournal
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))

@@ -27,7 +27,7 @@ from verl_ext.fleet.recovery import Fleet, FleetCheckpointManager
 from verl_ext.ledger.prompts import PromptLedger
 from verl_ext.moved import rename_files, rename_keys
 from verl_ext.outcome import PromptEnd
-from verl_ext.records.journal import StepJournal
+from verl_ext.runs.journal import StepJournal
 from verl_ext.settings import (
     AdaptiveN,
     EarlyStop,

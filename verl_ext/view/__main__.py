@@ -7,7 +7,7 @@ from pathlib import Path
 
 import uvicorn
 
-from verl_ext.records.run_folder import NoRun, short_names
+from verl_ext.runs.folder import NoRun, short_names
 from verl_ext.view.app import HOST, create_app
 from verl_ext.view.data import Run
 

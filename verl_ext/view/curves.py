@@ -10,7 +10,7 @@ import yaml
 
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES
 from verl_ext.plots.charts import Chart, Series
-from verl_ext.records.run_record import Metrics, read_metrics
+from verl_ext.runs.metrics import Metrics, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PUBLISHED = REPOSITORY / "data" / "published" / "rl.jsonl"  # source and licence: the README beside it

@@ -13,8 +13,9 @@ from typing import Any
 import duckdb
 
 from verl_ext.records import store
-from verl_ext.records.run_folder import training_folder
-from verl_ext.records.run_record import Metrics, read_metrics
+from verl_ext.runs import parquet
+from verl_ext.runs.folder import training_folder
+from verl_ext.runs.metrics import Metrics, read_metrics
 
 LIGHT = (  # all but the long texts
     "key, uid, session, index, problem, id, left(prompt, 300) AS prompt, domain, score, acc, outcome, outcome_why,"
@@ -79,7 +80,7 @@ class Run:
             try:
                 store.read(file.path, columns)
                 self._broken[state] = None
-            except store.BrokenRecords as error:
+            except parquet.Unreadable as error:
                 self._broken[state] = str(error)
             except OSError as error:
                 self._broken[state] = f"{file.path} cannot be read ({error})."
@@ -121,7 +122,7 @@ class Run:
         try:
             for row in store.stream(self.files()[key]):
                 yield row | {"key": key}
-        except store.BrokenRecords as error:
+        except parquet.Unreadable as error:
             path = store.path_of(self.folder, "trajectories", step_of(key), validate=key.startswith("val"))
             self._broken[state_of(path) or path] = str(error)
 

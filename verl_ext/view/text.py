@@ -1,6 +1,5 @@
 """Text that a model or its programs wrote, for a page: nothing in it can act, hide or reorder."""
 
-import json
 import math
 import re
 from typing import Any
@@ -9,6 +8,8 @@ import pygments
 from markupsafe import Markup
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import JsonLexer, PythonLexer
+
+from verl_ext.evaluation.purposes import is_json_object
 
 MAX_SHOWN = 20_000  # characters of one text on a page; the rest is counted, and has a page of its own
 # Controls beyond ASCII, marks that turn the line, invisible joiners, fillers and line ends, selectors of variants,
@@ -31,14 +32,6 @@ def cut(text: Any) -> str:
     text = "" if text is None else str(text)
     more = f"\n… {len(text) - MAX_SHOWN:,} more characters" if len(text) > MAX_SHOWN else ""
     return plain(text[:MAX_SHOWN]) + more
-
-
-def is_json_object(code: str) -> bool:
-    """Whether a call is of a tool that is no interpreter: its code is the arguments."""
-    try:
-        return isinstance(json.loads(code), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def highlight(code: Any) -> Markup:

@@ -9,7 +9,7 @@ import yaml
 from verl_ext.analysis.calibration import Run, compare, fit, own_run, published_run, simulate, trainer_speeds
 from verl_ext.analysis.events import Speed
 from verl_ext.analysis.schedules import Machine
-from verl_ext.records.run_record import Metrics
+from verl_ext.runs.metrics import Metrics
 
 TRUE = Machine(1, 1, Speed(16, 0.02, 4e-6), 1e-5, 5e-5, 0.0, 0.3, workers=8)
 STEP = {

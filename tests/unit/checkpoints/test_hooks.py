@@ -10,7 +10,7 @@ import pytest
 from tests.unit.checkpoints.trainers import EPOCH, Engine, handler, loader
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.checkpoints import manifest
-from verl_ext.records import durable
+from verl_ext.runs import durable
 
 
 def epochs(data: Any, first: int, last: int) -> list[list[int]]:

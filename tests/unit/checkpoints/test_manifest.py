@@ -6,7 +6,7 @@ import pytest
 
 from verl_ext.checkpoints import manifest
 from verl_ext.checkpoints.manifest import checksum
-from verl_ext.records import durable
+from verl_ext.runs import durable
 
 
 def test_a_small_file_is_read_whole(tmp_path: Path):

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.checkpoints import disk
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.checkpoints.folder import Rolling, path_of
-from verl_ext.records.journal import StepJournal
+from verl_ext.runs.journal import StepJournal
 
 SHARD = "actor/model_world_size_1_rank_0.pt"
 

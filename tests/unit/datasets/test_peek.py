@@ -20,5 +20,5 @@ def test_the_first_rows_have_the_columns_that_are_there(tmp_path):
     assert list(first_rows(tmp_path / "7.parquet", ["x", "z"], 2)) == [{"x": 0}, {"x": 1}]
     assert len(list(first_rows(tmp_path / "7.parquet", ["x"], None))) == 7
     (tmp_path / "2.jsonl").write_text(json.dumps({"x": 1}) + "\n[]\nno JSON\n" + json.dumps({"x": 2}))
-    assert list(first_rows(tmp_path / "2.jsonl", ["x"], None)) == [{"x": 1}]
+    assert list(first_rows(tmp_path / "2.jsonl", ["x"], None)) == [{"x": 1}, {"x": 2}]
     assert list(first_rows(tmp_path / "none.jsonl", ["x"], None)) == []

@@ -14,7 +14,7 @@ from verl_ext.doctor.finding import Finding, Level
 from verl_ext.doctor.run import Run
 from verl_ext.doctor.schema import required_keys
 from verl_ext.memory.words import GIB
-from verl_ext.records.machine import Gpu, Machine
+from verl_ext.runs.machine import Gpu, Machine
 from verl_ext.settings import compose_run
 
 SHAPES = {"32b": "Qwen/Qwen2.5-32B-Instruct", "7b": "Qwen/Qwen2.5-7B-Instruct", "4b": "Qwen/Qwen3-4B-Instruct-2507"}

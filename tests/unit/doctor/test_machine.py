@@ -12,7 +12,7 @@ from verl_ext.doctor.finding import Level
 from verl_ext.doctor.machine import STORAGE_UNITS, check_gpus, check_limits, check_ray
 from verl_ext.doctor.memory import check_memory
 from verl_ext.doctor.versions import check_external_modules, check_versions
-from verl_ext.records.machine import Gpu
+from verl_ext.runs.machine import Gpu
 
 
 def test_a_machine_that_fits(make_run, make_machine, only_ok):

@@ -166,7 +166,7 @@ def test_a_check_that_breaks_does_not_stop_a_run(inputs, alone, monkeypatch, cap
 
 def test_a_machine_that_cannot_be_looked_at_does_not_stop_a_run(inputs, alone, monkeypatch, capsys):
     from verl_ext.doctor import sandbox
-    from verl_ext.records import machine
+    from verl_ext.runs import machine
 
     monkeypatch.setattr(sandbox, "check_reachable", lambda run: [])
     monkeypatch.setattr(machine, "query_gpus", lambda: 1 / 0)

@@ -8,7 +8,7 @@ from tests.unit.evaluation.test_pass_rates import prompt, rendered, sample_row
 from verl_ext.evaluation.pass_rates import tally
 from verl_ext.evaluation.past_samples import NoSamples, check_match, read_past_samples
 from verl_ext.records import store
-from verl_ext.records.run_folder import NoRun
+from verl_ext.runs.folder import NoRun
 
 PROBLEMS = "abc"  # of the data file: "Find a.", ...
 

@@ -10,6 +10,7 @@ import pytest
 
 from verl_ext.records import store
 from verl_ext.records.schema import CPU_KEY, SCHEMAS, TRAJECTORIES
+from verl_ext.runs import parquet
 from verl_ext.settings import RecorderSettings
 
 ROW = {
@@ -51,7 +52,7 @@ def test_every_kind_can_be_empty_and_says_its_version(tmp_path, kind):
     store.write(path, kind, [])
     assert store.read(path).schema.names == SCHEMAS[kind].names
     pa.parquet.write_table(pa.table({"uid": ["a"]}), path)
-    with pytest.raises(store.BrokenRecords, match=f"{path} has records of version none, expected 2"):
+    with pytest.raises(parquet.Unreadable, match=f"{path} has records of version none, expected 2"):
         store.read(path)
 
 
@@ -195,7 +196,7 @@ def test_retention_keeps_what_waits_at_every_checkpoint_that_is_there(tmp_path):
 
 def test_long_rows_stand_in_small_row_groups_and_short_ones_in_one(tmp_path, monkeypatch):
     """Who reads a file takes a row group at a time."""
-    monkeypatch.setattr(store, "_GROUP_BYTES", 10_000)
+    monkeypatch.setattr(parquet, "_GROUP_BYTES", 10_000)
     path = store.path_of(tmp_path, "trajectories", 1)
     for length, groups in ((10, 1), (2_000, 4)):
         store.write(path, "trajectories", [ROW | {"prompt": "x" * length}] * 16)
@@ -208,5 +209,5 @@ def test_a_file_that_lacks_a_column_is_named(tmp_path):
     store.write(path, "trajectories", [ROW])
     table = store.read(path)
     pq.write_table(table.drop_columns(["problem"]).replace_schema_metadata(table.schema.metadata), path)
-    with pytest.raises(store.BrokenRecords, match="lacks columns of version 2: problem"):
+    with pytest.raises(parquet.Unreadable, match="lacks columns of version 2: problem"):
         store.read(path)

@@ -3,9 +3,10 @@
 import pytest
 
 from verl_ext.evaluation.figures import compare, evaluate, to_json
-from verl_ext.records.run_record import Metrics, RunRecord
 from verl_ext.records.samples import Sample
+from verl_ext.report.run_record import RunRecord
 from verl_ext.report.verdict import changes, judge
+from verl_ext.runs.metrics import Metrics
 
 KEYS = ("acc/mean@k", "acc/best@k", "acc/maj@k", "tool/error_rate", "tool/timeout_rate", "truncation_rate")
 

@@ -89,11 +89,11 @@ BROKEN = [
     ('{"messages": "x", "ground_truth": "1"}', "another form than verl's"),
     ('{"messages": [3], "ground_truth": "1"}', "another form than verl's"),
     ('{"response": "x", "reward_model": "1"}', "another form than verl's"),
-    ("{broken", "is not JSON: "),
-    ("", "is not JSON: "),
-    ("[1, 2]", "is not a JSON object but '[1, 2]'"),
-    ("null", "is not a JSON object"),
-    ("[" * 100_000, "is not JSON: "),
+    ("{broken", "Expecting property name enclosed in double quotes: line 1 column 2 (char 1). Expected a JSON object"),
+    ("", "Expected a JSON object, got ''"),
+    ("[1, 2]", "it is no JSON object. Expected a JSON object, got '[1, 2]'"),
+    ("null", "it is no JSON object"),
+    ("[" * 100_000, "maximum recursion depth exceeded"),
 ]
 
 

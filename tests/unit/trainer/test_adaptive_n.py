@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from verl_ext.records.journal import StepJournal
+from verl_ext.runs.journal import StepJournal
 from verl_ext.trainer.adaptive_n import AdaptiveN, AdaptiveSampling, difficulty, number_of_responses
 
 WRITE_UP = {

@@ -89,7 +89,7 @@ def recorded(make, queue, monkeypatch):
 
 def test_a_step_that_is_due_is_saved_with_log_probs_before_and_after_its_updates(recorded, tmp_path):
     """Log-probs of a response begin one place before its first token, at that of the prompt's last: -2."""
-    from verl_ext.records.batch_file import read_batch
+    from verl_ext.runs.batch_file import read_batch
 
     trainer, batch = recorded
     trainer.global_steps = 2

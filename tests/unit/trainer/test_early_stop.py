@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from verl_ext.records.journal import StepJournal
+from verl_ext.runs.journal import StepJournal
 from verl_ext.trainer.early_stop import EarlyStop, EarlyStopWatch, reason_to_stop, watched_value
 
 SETTINGS = {"metric": None, "patience": 3, "min_delta": 0.1, "max_drop": 0.25}

@@ -9,7 +9,7 @@ from starlette.testclient import TestClient
 
 from tests.unit.view.conftest import charts_of
 from tests.unit.view.synthetic import write_run
-from verl_ext.records.run_record import Metrics, read_metrics
+from verl_ext.runs.metrics import Metrics, read_metrics
 from verl_ext.view import curves
 
 REPO = Path(__file__).resolve().parents[3]

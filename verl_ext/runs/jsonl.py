@@ -32,24 +32,32 @@ def read(
     Raises:
         OtherForm: a line is no JSON object, or none that `parse` takes.
     """
-    with open(path, "rb") as lines:  # as bytes: a text may hold what str.splitlines takes for the end of a line
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+    for number, line, row in lines(path):
+        if not line.strip():
+            continue
+        if not isinstance(row, dict) and not line.endswith(b"\n"):
+            logger.warning("%s: the last line is half written and is left out.", path)
+            return
+        try:
+            if not isinstance(row, dict):
+                raise row
+            parsed = parse(row)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _other_form(path, number, line, error, expected) from error
+        yield parsed
+
+
+def lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError]]:
+    """Number, bytes and row of every line; in place of a row what is wrong with a line that is no JSON object."""
+    with open(path, "rb") as file:  # as bytes: a text may hold what str.splitlines takes for the end of a line
+        for number, line in enumerate(file, 1):
             try:
                 row = json.loads(line)
+                yield number, line, row if isinstance(row, dict) else ValueError("it is no JSON object")
             except ValueError as error:
-                if line.endswith(b"\n"):
-                    raise _other_form(path, number, line, error, expected) from error
-                logger.warning("%s: the last line is half written and is left out.", path)
-                return
-            try:
-                if not isinstance(row, dict):
-                    raise TypeError("it is no JSON object")
-                parsed = parse(row)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise _other_form(path, number, line, error, expected) from error
-            yield parsed
+                yield number, line, error
+            except RecursionError as error:
+                yield number, line, ValueError(str(error))
 
 
 def dumps(record: Any, **options: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from verl_ext.records.durable import make_folder, sync
+from verl_ext.runs.durable import make_folder, sync
 
 FOLDER = "recorded_batches"
 

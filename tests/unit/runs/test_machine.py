@@ -1,10 +1,11 @@
 """What this machine has, where nvidia-smi is made up."""
 
+import json
 import subprocess
 
 import pytest
 
-from verl_ext.records.machine import memory_bytes, query_gpus
+from verl_ext.runs.machine import environment, memory_bytes, query_gpus
 
 
 @pytest.fixture
@@ -67,3 +68,11 @@ def test_the_memory_is_that_of_the_smallest_control_group(group, file, text, tmp
 def test_visible_gpus_by_number_and_by_the_start_of_an_id(visible, names, nvidia_smi):
     nvidia_smi(visible)
     assert [gpu.name for gpu in query_gpus()] == names
+
+
+def test_environment_names_versions_and_machine():
+    facts = environment()
+    assert facts["versions"]["python"].startswith("3.")
+    assert facts["platform"]["cores"] >= 1
+    assert 0.5 < facts["platform"]["memory_gib"] < 100_000
+    json.dumps(facts)

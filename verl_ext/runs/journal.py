@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from verl_ext.records import durable, jsonl
+from verl_ext.runs import durable, jsonl
 
 
 class StepJournal:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.checkpoints import folder as checkpoints
-from verl_ext.records import durable
+from verl_ext.runs import durable
 
 
 @pytest.fixture

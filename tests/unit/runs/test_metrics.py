@@ -4,8 +4,7 @@ from datetime import datetime
 
 import pytest
 
-from verl_ext.records import store
-from verl_ext.records.run_record import environment, read_metrics, read_run, start_up, step_times, warm_step
+from verl_ext.runs.metrics import read_metrics, start_up, step_times, warm_step
 
 
 def write(path, rows, tail=""):
@@ -117,42 +116,3 @@ def test_start_up_is_split_by_what_the_log_says_of_the_latest_start(tmp_path):
     (tmp_path / "log.txt").write_text("".join(lines[:4]))  # broken off
     assert start_up(tmp_path) is None
     assert start_up(tmp_path / "nowhere") is None
-
-
-def test_rollouts_of_the_first_and_last_step_are_read(tmp_path):
-    for step in (2, 10, 9):
-        path = tmp_path / "rl" / "rollouts" / f"{step}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"step": step}) + "\n")
-    assert read_run(tmp_path).training_rollouts == [{"step": 2}, {"step": 10}]
-
-
-def test_before_and_after_are_the_first_and_last_validation_of_the_records(tmp_path):
-    for step, acc in ((0, 0.0), (5, 1.0), (10, None)):
-        row = {"uid": "u", "session": 0, "problem": "p", "end_reason": "answer", "acc": acc}
-        store.write(store.path_of(tmp_path, "trajectories", step, validate=True), "trajectories", [row])
-    run = read_run(tmp_path)
-    assert ([each.acc for each in run.before], [each.acc for each in run.after]) == ([0.0], [None])
-    assert run.sides == ("step 0", "step 10") and run.training_rollouts == []
-
-
-def test_a_quickstart_without_stages_is_an_empty_run_and_no_folder_an_error(tmp_path):
-    (tmp_path / "stages.json").write_text("[]")
-    run = read_run(tmp_path)
-    assert (run.sft.steps, run.rl.steps, run.before, run.after, run.stages, run.configs) == ({}, {}, [], [], [], {})
-    with pytest.raises(FileNotFoundError, match="quickstart.sh"):
-        read_run(tmp_path / "nowhere")
-
-
-def test_malformed_stage_times_are_named(tmp_path):
-    (tmp_path / "stages.json").write_text('[{"stage": "sft", "status": "ok"}]')
-    with pytest.raises(ValueError, match="stages.json: an entry has no wall_s"):
-        read_run(tmp_path)
-
-
-def test_environment_names_versions_and_machine():
-    facts = environment()
-    assert facts["versions"]["python"].startswith("3.")
-    assert facts["platform"]["cores"] >= 1
-    assert 0.5 < facts["platform"]["memory_gib"] < 100_000
-    json.dumps(facts)

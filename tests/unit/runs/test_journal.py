@@ -1,6 +1,6 @@
 import pytest
 
-from verl_ext.records.journal import StepJournal
+from verl_ext.runs.journal import StepJournal
 
 
 def test_a_resumed_run_forgets_what_came_after_its_step(tmp_path):

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import yaml
 
-from verl_ext.records import jsonl
-from verl_ext.records.store import files_of
+from verl_ext.runs import jsonl
 
 STAGES = "stages.json"  # the quickstart's journal
+FOLDER = "records"  # of the recorder
 SAMPLES = "samples.jsonl"  # of `python -m verl_ext.evaluate`
 PARTS = ("sft", "rl")  # kinds of training runs, and their folders in the quickstart's
 LOOKED_FOR = (
@@ -22,6 +22,7 @@ LOOKED_FOR = (
     "<step>.jsonl of trainer.validation_data_dir), or the quickstart's folder above them (stages.json, sft/, rl/)"
 )
 _STEP = re.compile(r"global_step_(\d+)")
+_NAME = re.compile(r"(step|val)_(\d{6,})\.parquet")
 
 
 class NoRun(FileNotFoundError):
@@ -31,6 +32,25 @@ class NoRun(FileNotFoundError):
 class RunFolder(NamedTuple):
     path: Path
     kind: str  # quickstart | sft | rl | evaluation
+
+
+class RecordFile(NamedTuple):
+    """A file of a step."""
+
+    path: Path
+    step: int
+    validate: bool
+
+
+def path_of(run: Path, kind: str, step: int, *, validate: bool = False) -> Path:
+    return run / FOLDER / kind / f"{'val' if validate else 'step'}_{step:06d}.parquet"
+
+
+def files_of(run: Path, kind: str = "trajectories") -> list[RecordFile]:
+    """The files of a kind ("*": of all) by step, a step's validation behind its training; [] where there are none."""
+    named = [(path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).glob(f"{kind}/*.parquet")]
+    found = [RecordFile(path, int(match[2]), match[1] == "val") for path, match in named if match]
+    return sorted(found, key=lambda file: (file.step, file.validate))
 
 
 def find_run(path: Path) -> RunFolder:

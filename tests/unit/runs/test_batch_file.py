@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl_ext.records.batch_file import RecordedBatch, path_of, read_batch, write_batch
+from verl_ext.runs.batch_file import RecordedBatch, path_of, read_batch, write_batch
 
 MASK = torch.tensor([[1, 0, 1], [1, 0, 0]]).bool()
 NUMBERS = torch.tensor([[-1.0, -2.0, -3.0], [-4.0, 0.0, 0.0]])

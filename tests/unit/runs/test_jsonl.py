@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from verl_ext.records import jsonl
+from verl_ext.runs import jsonl
 
 
 @pytest.mark.parametrize(

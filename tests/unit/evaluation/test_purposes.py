@@ -1,0 +1,63 @@
+"""What code is for: each rule, and shares, positions and repairs counted by hand."""
+
+import pytest
+
+from verl_ext.evaluation import purposes
+
+
+@pytest.mark.parametrize(
+    ("code", "purpose"),
+    [
+        ('{"item": "tea"}', "other tool"),
+        ("print(", "not Python"),
+        ("\0", "not Python"),
+        ("(" * 5000, "not Python"),
+        ("print('the answer is 7')", "no computation"),
+        ("x = 7\nassert x * 2 == 14", "checking"),
+        ("print(3 * 4 == 12)", "checking"),
+        ("def is_valid(n):\n    return n % 2\nprint(is_valid(3))", "checking"),
+        ("import random\nprint(random.random() < 0.5 and 1)", "simulation"),
+        ("from sympy import symbols\nprint(symbols('x') ** 2)", "algebra"),
+        ("print([a for a in range(9) if a % 2])", "enumeration"),
+        ("for a in range(9):\n    if a * a == 49:\n        print(a)", "enumeration"),
+        ("import itertools\nprint(len(list(itertools.permutations('abc'))))", "enumeration"),
+        ("t = 0\nfor a in range(9):\n    t += a\nprint(t)", "iteration"),
+        ("def f(n):\n    return n * f(n - 1) if n else 1\nprint(f(5))", "iteration"),
+        ("import numpy as np\nprint(np.linalg.det([[1, 2], [3, 4]]))", "numerics"),
+        ("print(12 * 7 + 3)", "calculation"),
+        ("print(sum([1, 2]))", "calculation"),
+    ],
+)
+def test_a_program_has_the_first_purpose_that_fits(code: str, purpose: str) -> None:
+    assert purposes.purpose(code) == purpose
+
+
+def row(acc: float, *calls: tuple[str | None, str | None], start: int = 10, tokens: int = 40) -> dict:
+    turns = [{"role": "model", "start": 0}] + [{"role": "tool", "start": start}] * bool(calls)
+    said = [{"code": code, "status": "error" if fault else "ok", "fault": fault} for code, fault in calls]
+    return {"acc": acc, "calls": said, "turns": turns, "response_tokens": tokens}
+
+
+def test_shares_positions_and_repairs_are_of_what_they_say() -> None:
+    rows = [
+        row(1.0, ("1 + 1", None), ("assert 1 + 1", None)),  # first call's output after 10 of 40 tokens
+        row(1.0, ("1 +", "model"), ("1 + 1", None), start=20),  # an error, repaired
+        row(0.0, ("1 + 1", "model"), start=30),  # an error, not repaired
+        row(0.0),
+    ]
+    found = purposes.summary(rows)
+    shares = {name: value for name, value in found.items() if "/" in name and value}
+    # Right ones: 4 calls, of which 2 calculate, 1 checks, 1 cannot be parsed.
+    expected = {"right/not Python": 0.25, "right/checking": 0.25, "right/calculation": 0.5, "wrong/calculation": 1.0}
+    assert shares == expected
+    assert found["first call"] == (10 / 40 + 20 / 40 + 30 / 40) / 3 and found["repaired"] == 0.5
+    assert purposes.summary([]) == {}
+
+
+def test_a_malformed_call_has_no_code_and_no_purpose() -> None:
+    found = purposes.summary([row(1.0, (None, "model"), ("1 + 1", None)), row(0.0, (None, "model"))])
+    assert {name: value for name, value in found.items() if value and "/" in name} == {"right/calculation": 1.0}
+
+
+def test_an_infrastructure_failure_is_no_error_to_repair() -> None:
+    assert "repaired" not in purposes.summary([row(0.0, ("1 + 1", "infrastructure"), ("1 + 1", None))])

@@ -1,0 +1,100 @@
+"""What code is for, by rules over its syntax tree, and what it does for a response: position of the first call, errors
+that a later call repairs. The question is the one of ReTool's analysis (arXiv:2504.11536); the rules are ours.
+
+A program has the first purpose that fits, read from the top:
+
+    other tool     a JSON object: the arguments of a tool that is no interpreter
+    not Python     it cannot be parsed
+    no computation no operator, comparison or loop, and no call but `print`: the model talks to itself
+    checking       an `assert`, a printed comparison (`print(a == b)`), or a name with check, verif, valid or correct
+    simulation     `random`: an answer by drawing
+    algebra        sympy, or a call of solve, simplify, factor, expand, diff, integrate, Eq or symbols
+    enumeration    a loop or comprehension with a condition, or itertools: candidates are tried
+    iteration      another loop or comprehension, or a function that calls itself: sums, recurrences
+    numerics       numpy, scipy or mpmath
+    calculation    the rest: arithmetic
+"""
+
+import ast
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from functools import lru_cache
+from statistics import fmean
+from typing import Any
+
+PURPOSES = ("other tool", "not Python", "no computation", "checking", "simulation", "algebra", "enumeration",
+            "iteration", "numerics", "calculation")  # fmt: skip
+_ALGEBRA = {"solve", "simplify", "factor", "expand", "diff", "integrate", "Eq", "symbols"}
+_LOOPS = (ast.For, ast.While, ast.comprehension)
+
+
+def is_json_object(code: str) -> bool:
+    """Whether a call is of a tool that is no interpreter: its code is the arguments."""
+    try:
+        return isinstance(json.loads(code), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+@lru_cache(maxsize=20_000)
+def purpose(code: str) -> str:
+    """One of PURPOSES."""
+    if is_json_object(code):
+        return "other tool"
+    try:
+        nodes = list(ast.walk(ast.parse(code)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return "not Python"
+
+    def of(*kinds: type[ast.AST], among: Sequence[ast.AST] = nodes) -> list[Any]:
+        return [node for node in among if isinstance(node, kinds)]
+
+    imports = [alias.name for node in of(ast.Import) for alias in node.names]
+    imports += [node.module or "" for node in of(ast.ImportFrom)]
+    packages = {name.partition(".")[0] for name in imports}
+    called = {id(call): getattr(call.func, "id", getattr(call.func, "attr", "")) for call in of(ast.Call)}
+    names = {node.id for node in of(ast.Name)} | {node.name for node in of(ast.FunctionDef)} | set(called.values())
+    printed = [part for call in of(ast.Call) if called[id(call)] == "print" for part in call.args]
+    inside = [child for loop in of(ast.For, ast.While) for child in ast.walk(loop)]
+    recurs = any(
+        called[id(call)] == function.name
+        for function in of(ast.FunctionDef)
+        for call in of(ast.Call, among=list(ast.walk(function)))
+    )
+    fits = {
+        "no computation": not of(ast.BinOp, ast.Compare, *_LOOPS) and set(called.values()) <= {"print"},
+        "checking": of(ast.Assert)
+        or of(ast.Compare, among=printed)
+        or any(re.search("check|verif|valid|correct", name, re.IGNORECASE) for name in names),
+        "simulation": "random" in packages | names,
+        "algebra": "sympy" in packages or _ALGEBRA & set(called.values()),
+        "enumeration": "itertools" in packages
+        or of(ast.If, among=inside)
+        or any(node.ifs for node in of(ast.comprehension)),
+        "iteration": of(*_LOOPS) or recurs,
+        "numerics": packages & {"numpy", "scipy", "mpmath"},
+    }
+    return next((name for name, found in fits.items() if found), "calculation")
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Of judged responses: `right/PURPOSE` and `wrong/PURPOSE`, shares of their calls that have code, as a malformed
+    one has none; `first call`, the mean share of a response that stands before its first call's output; `repaired`,
+    the share of the responses with an error of their code in which a later call ran well. Left out is what there is
+    nothing to take a share of."""
+    found: dict[str, float] = {}
+    for name, right in (("right", True), ("wrong", False)):
+        side = [row for row in rows if (row["acc"] == 1) == right]
+        calls = [purpose(call["code"]) for row in side for call in row["calls"] or [] if call["code"]]
+        found |= {f"{name}/{kind}": Counter(calls)[kind] / len(calls) for kind in PURPOSES if calls}
+    first, repaired = [], []
+    for row in rows:
+        starts = [turn["start"] for turn in row["turns"] or [] if turn["role"] != "model"]
+        first += [starts[0] / row["response_tokens"]] if starts and row["response_tokens"] else []
+        faults = [call["fault"] for call in row["calls"] or []]
+        if "model" in faults:
+            later = (row["calls"] or [])[faults.index("model") :]
+            repaired.append(any(call["status"] == "ok" for call in later))
+    return found | {name: fmean(each) for name, each in (("first call", first), ("repaired", repaired)) if each}

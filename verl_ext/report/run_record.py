@@ -1,0 +1,117 @@
+"""What a run left in its folder: metrics, samples, stage times, configs. Reads only.
+
+An RL or SFT run has metrics*.jsonl, hydra/config.yaml, dumps of rollouts and validations, and
+`evaluation/`; the quickstart's folder has both runs in `rl/` and `sft/`, beside `eval/{before,after}/<step>.jsonl` and
+`stages.json`; an evaluation has its samples. Each may be missing. Which folder is what: runs/folder.py.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from verl_ext.records import store
+from verl_ext.records.samples import Sample, plain, read_dump
+from verl_ext.runs import jsonl
+from verl_ext.runs.folder import SAMPLES, STAGES, find_run, rollouts_of, sample_files, step_dumps, step_of
+from verl_ext.runs.metrics import Metrics, read_metrics, start_up
+
+
+class RunRecord(NamedTuple):
+    """Everything found in a run's folder; empty where it is not there.
+
+    `before` and `after` are the two sides of an evaluation, and `sides` what they are: before and after RL in the
+    quickstart's folder, the first and the last validation in others. One without a counterpart is `after`, but for the
+    quickstart's.
+    """
+
+    folder: Path
+    kind: str  # quickstart | sft | rl | evaluation
+    sft: Metrics
+    rl: Metrics
+    before: list[Sample]
+    after: list[Sample]
+    sides: tuple[str, str]
+    training_rollouts: list[dict[str, Any]]  # of the first and last step dumped; else of the records'
+    start_up: dict[str, float] | None  # seconds of the phases before the first RL step, and of that step
+    stages: list[dict[str, Any]]  # entries of stages.json: stage, status, wall_s, peak_gb, ...
+    configs: dict[str, str]  # "SFT" | "RL" -> YAML text
+
+
+def read_run(folder: Path) -> RunRecord:
+    """Reads a run's folder: of an SFT or RL run, of an evaluation, or the quickstart's.
+
+    Raises:
+        NoRun: the folder is none of these.
+        ValueError: a file is malformed; names it and the line.
+    """
+    kind = find_run(folder).kind
+    parts = {"quickstart": {"SFT": folder / "sft", "RL": folder / "rl"}, "sft": {"SFT": folder}, "rl": {"RL": folder}}
+    sft, rl = (parts.get(kind, {}).get(name) for name in ("SFT", "RL"))
+    dumps, sides = _evaluation_files(folder, kind)
+    dumped = rollouts_of(rl) if rl else []
+    rollouts = _recorded_rollouts(rl) if rl else []
+    rollouts = rollouts or [row for path in dict.fromkeys(dumped[:1] + dumped[-1:]) for row in jsonl.read(path)]
+    configs = {name: path / "hydra" / "config.yaml" for name, path in (("SFT", sft), ("RL", rl)) if path}
+    return RunRecord(
+        folder=folder,
+        kind=kind,
+        sft=read_metrics(list(sft.glob("metrics*.jsonl")) if sft else []),
+        rl=read_metrics(list(rl.glob("metrics*.jsonl")) if rl else []),
+        before=read_dump(dumps[0]) if dumps[0] else [],
+        after=read_dump(dumps[1]) if dumps[1] else [],
+        sides=sides,
+        training_rollouts=rollouts,
+        start_up=start_up(rl) if rl else None,
+        stages=_read_stages(folder / STAGES),
+        configs={name: path.read_text(encoding="utf-8") for name, path in configs.items() if path.is_file()},
+    )
+
+
+def _evaluation_files(folder: Path, kind: str) -> tuple[tuple[Path | None, Path | None], tuple[str, str]]:
+    """(files of samples before and after, what the two are called)."""
+    if kind == "quickstart":
+        before, after = (step_dumps(folder / "eval" / side)[-1:] or [None] for side in ("before", "after"))
+        return (before[0], after[0]), ("before RL", "after RL")
+    files = sample_files(folder)
+    names = [_evaluation_name(file, folder) for file in files]
+    if len(files) < 2:
+        return (None, files[0] if files else None), ("", names[0] if names else "")
+    return (files[0], files[-1]), (names[0], names[-1])
+
+
+def _evaluation_name(file: Path, folder: Path) -> str:
+    if file == folder / SAMPLES:
+        return "in this evaluation"
+    number = re.search(r"\d+$", file.stem)
+    return f"step {int(number[0]) if number else step_of(file.parent)}"
+
+
+def _recorded_rollouts(run: Path) -> list[dict[str, Any]]:
+    """Scored training rollouts of the first and last step in the records, with the keys of verl's rollout dumps."""
+    files, rows = [file for file in store.files_of(run) if not file.validate], []
+    columns = ("step", "prompt", "turns", "ground_truth", "score")
+    for file in dict.fromkeys(files[:1] + files[-1:]):
+        rows += [_dump_row(row) for row in store.read(file.path, columns).to_pylist() if row["score"] is not None]
+    return rows
+
+
+def _dump_row(row: dict[str, Any]) -> dict[str, Any]:
+    texts = {"input": row["prompt"] or "", "output": "".join(turn["text"] for turn in row["turns"] or ())}
+    columns = {"step": row["step"], "gts": row["ground_truth"], "score": row["score"]}
+    return columns | {name: plain(text) for name, text in texts.items()}
+
+
+def _read_stages(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        return []
+    try:
+        stages = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: {error}. Expected the JSON list that verl_ext/quickstart/pipeline.py writes."
+        ) from error
+    for each in stages:
+        if missing := {"stage", "status", "wall_s"}.difference(each):
+            raise ValueError(f"{path}: an entry has no {', '.join(sorted(missing))}: {each}.")
+    return [{"peak_gb": None, "from": None} | each for each in stages]

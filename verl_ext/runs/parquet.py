@@ -1,0 +1,116 @@
+"""Parquet: a file is written whole or not at all, and one that cannot be read is named. Read and written here only.
+
+The viewer alone asks DuckDB about files, and the hub's data sets are read by `datasets`.
+"""
+
+import itertools
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Rows = Iterable[Mapping[str, Any]] | pa.Table
+Notes = Mapping[bytes, str] | None
+Check = Callable[[Path, pa.Schema], None]
+PART = ".tmp"  # end of the name of a file that is being written, behind its writer's process
+_CHUNK = 256  # rows that are in memory at once
+_BATCH = 64  # rows that are in memory at once where a file is read row by row
+_GROUP_BYTES = 2**24  # about those of a row group of the file, at the most: who reads takes them one by one
+
+
+class Unreadable(ValueError):
+    """A file is no Parquet, cut short, or of another form than expected; the message names it."""
+
+
+def _takes_any(path: Path, schema: pa.Schema) -> None:
+    """A file of whatever columns."""
+
+
+def write(path: Path, rows: Rows, schema: pa.Schema | None = None, notes: Notes = None, **options: Any) -> int:
+    """Write a file so that there is all of it or nothing. A column that a row lacks is null.
+
+    Args:
+        rows: are taken some hundred at a time.
+        schema: of `rows`, which a table has itself.
+        notes: are kept in the file's metadata.
+        options: of `pyarrow.parquet.ParquetWriter`.
+    Returns:
+        The number of rows.
+    Raises:
+        OSError: the disk is full or read-only; nothing is left of the file.
+        pyarrow.ArrowInvalid, pyarrow.ArrowTypeError: a value is of another type than its column.
+    """
+    tables = (
+        iter([rows if schema is None else rows.cast(schema)]) if isinstance(rows, pa.Table) else _tables(rows, schema)
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part, count = path.with_name(f"{path.name}.{os.getpid()}{PART}"), 0
+    try:
+        with (
+            pa.OSFile(str(part), "wb") as file,
+            pq.ParquetWriter(file, rows.schema if schema is None else schema, **options) as writer,
+        ):
+            writer.add_key_value_metadata(dict(notes or {}))
+            for table in tables:
+                writer.write_table(table, max(1, len(table) * _GROUP_BYTES // max(1, table.nbytes)))
+                count += len(table)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    return count
+
+
+def _tables(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> Iterator[pa.Table]:
+    left = iter(rows)
+    while chunk := list(itertools.islice(left, _CHUNK)):
+        yield pa.Table.from_pylist(chunk, schema=schema)
+
+
+@contextmanager
+def _opened(path: Path, check: Check) -> Iterator[pq.ParquetFile]:
+    try:
+        with pq.ParquetFile(path) as file:
+            check(path, file.schema_arrow)
+            yield file
+    except (pa.ArrowException, EOFError) as error:
+        raise Unreadable(
+            f"{path} cannot be read ({error}). Expected Parquet; the file was cut short or changed after it was "
+            "written. Remove it, or restore it."
+        ) from error
+
+
+def read(path: Path, columns: Sequence[str] | None = None, check: Check = _takes_any) -> pa.Table:
+    """The rows of a file.
+
+    Args:
+        columns: all by default; one that the file does not have is left out.
+        check: raises Unreadable for a file of other columns.
+    Raises:
+        Unreadable: the file is no Parquet, cut short, or refused by `check`.
+        FileNotFoundError: it is gone.
+    """
+    with _opened(path, check) as file:
+        return file.read(columns=None if columns is None else list(columns))
+
+
+def stream(
+    path: Path, columns: Sequence[str] | None = None, check: Check = _takes_any, most: int = _BATCH
+) -> Iterator[dict[str, Any]]:
+    """As `read`, `most` rows in memory at a time."""
+    with _opened(path, check) as file:
+        for batch in file.iter_batches(most, columns=None if columns is None else list(columns)):
+            yield from batch.to_pylist()
+
+
+def count_rows(path: Path) -> int:
+    """By the file's footer.
+
+    Raises:
+        Unreadable, FileNotFoundError: as `read`.
+    """
+    with _opened(path, _takes_any) as file:
+        return file.metadata.num_rows
