@@ -1,5 +1,8 @@
 """TRL's side of scripts/bench_vs_trl.sh: GRPO on the same task by TRL's GRPOTrainer, the sandbox as its tool.
 
+With --run it is TRL's side of scripts/chaos.py instead: rollouts, times and checkpoints go into a folder, and the same
+command goes on from the last checkpoint. JUDGE_URL in the environment names a judge that scores the answers.
+
 Runs in TRL's own environment and imports nothing of this project. It is what a user of TRL would write, with the same
 merged SFT model and prompts; batch, clip and learning rate are --sizes, the run's own. GRPOTrainer has no dynamic
 sampling and no overlong shaping, and needs no old log-probabilities: it does less per step.
@@ -8,8 +11,10 @@ sampling and no overlong shaping, and needs no old log-probabilities: it does le
 import argparse
 import functools
 import json
+import os
 import re
 import time
+from pathlib import Path
 
 import requests
 from datasets import load_dataset
@@ -45,9 +50,63 @@ RESPONSE_TEMPLATE = {
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 
 
+SAVE_EVERY = 2  # steps
+
+
 def reward(completions: list, ground_truth: list[str], **_: object) -> list[float]:
+    if judge := os.environ.get("JUDGE_URL"):
+        return [ask(judge, text_of(messages), truth) for messages, truth in zip(completions, ground_truth, strict=True)]
     answers = [BOXED.findall(messages[-1].get("content") or "") for messages in completions]
     return [1.0 if found and found[-1] == truth else -1.0 for found, truth in zip(answers, ground_truth, strict=True)]
+
+
+def ask(judge: str, response: str, truth: str) -> float:
+    """As a model over HTTP says: +1 or -1."""
+    prompt = f"<reference_answer>\n{truth}\n</reference_answer>\n<response>\n{response}\n</response>"
+    body = {"model": "judge", "messages": [{"role": "user", "content": prompt}]}
+    said = requests.post(f"{judge}/chat/completions", json=body, timeout=60).json()
+    return 2 * float(said["choices"][0]["message"]["content"].removeprefix("Score: ")) - 1
+
+
+def text_of(messages: list[dict]) -> str:
+    """A response as the model wrote and read it."""
+    parts = []
+    for message in messages:
+        calls = "".join(
+            f"<code>{call['function']['arguments'].get('code', '')}</code>" for call in message.get("tool_calls") or ()
+        )
+        content = message.get("content") or ""
+        parts.append(f"\n<interpreter>\n{content}\n</interpreter>\n" if message["role"] == "tool" else content + calls)
+    return "".join(parts)
+
+
+class Run(TrainerCallback):
+    """The folder of a run under scripts/chaos.py: rollouts by step, as verl dumps them, and how long steps took."""
+
+    def __init__(self, folder: Path, updates: int):
+        self.folder, self._updates, self._began = folder, updates, time.time()
+        self._metrics = folder / f"metrics-{int(self._began)}.jsonl"
+        (folder / "rollouts").mkdir(exist_ok=True)
+
+    def reward(
+        self, prompts: list, completions: list, ground_truth: list[str], trainer_state: object, **_: object
+    ) -> list:
+        scores = reward(completions, ground_truth)
+        step = trainer_state.global_step // self._updates + 1
+        with open(self.folder / "rollouts" / f"{step}.jsonl", "w") as file:
+            for prompt, messages, truth, score in zip(prompts, completions, ground_truth, scores, strict=True):
+                question = f"user\n{prompt[-1]['content']}\nassistant\n"
+                row = {"input": question, "output": text_of(messages), "gts": truth, "score": score, "step": step}
+                file.write(json.dumps(row) + "\n")
+        return scores
+
+    def on_step_end(self, args: object, state: object, control: object, **kwargs: object) -> None:
+        if state.global_step % self._updates == 0:
+            now = time.time()
+            took, self._began = now - self._began, now
+            with open(self._metrics, "a") as file:
+                line = {"step": state.global_step // self._updates, "data": {"timing_s/step": took}}
+                file.write(json.dumps(line) + "\n")
 
 
 class Clock(TrainerCallback):
@@ -88,6 +147,8 @@ def main() -> None:
     parser.add_argument("--sizes", type=json.loads, required=True, help="JSON, scripts/bench_vs_trl.py `sizes`")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", required=True, help="JSON file for the figures")
+    parser.add_argument("--run", type=Path, help="folder of a run, for scripts/chaos.py")
+    parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args()
     sizes = args.sizes
 
@@ -126,13 +187,15 @@ def main() -> None:
         ["prompt", "ground_truth"]
     )
     clock, updates = Clock(), sizes["responses"] // sizes["mini_batch"]  # updates of a step
+    run = Run(args.run, updates) if args.run else None
+    saving = {"save_strategy": "steps", "save_steps": SAVE_EVERY * updates} if run else {"save_strategy": "no"}
     trainer = trainer_class(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=reward,
+        reward_funcs=run.reward if run else reward,
         tools=[python],
         train_dataset=data,
-        callbacks=[clock],
+        callbacks=[clock, run] if run else [clock],
         args=GRPOConfig(
             use_cpu=True,
             bf16=False,
@@ -156,11 +219,16 @@ def main() -> None:
             gradient_checkpointing=False,
             logging_steps=updates,
             report_to="none",
-            save_strategy="no",
-            output_dir=f"{args.out}.trainer",
+            **saving,
+            seed=args.seed,
+            output_dir=str(args.run or f"{args.out}.trainer"),
         ),
     )
-    trainer.train()
+    if run:
+        order = dict.fromkeys(trainer._get_train_sampler())
+        questions = [data[place]["prompt"][-1]["content"] for place in list(order)[: sizes["responses"] * args.steps]]
+        (args.run / "order.json").write_text(json.dumps(questions))
+    trainer.train(resume_from_checkpoint=bool(run and list(args.run.glob("checkpoint-*"))))
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
     figures = {
         "step_ends": clock.ends[updates - 1 :: updates],

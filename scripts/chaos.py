@@ -2,6 +2,8 @@
 
     bash scripts/chaos.sh --quick              # five faults
     bash scripts/chaos.sh --only "disk full"   # one
+    bash scripts/chaos.sh --side verl          # verl 0.9.1 as it is: its own agent loop, sampler and checkpoints
+    bash scripts/chaos.sh --side trl
 
 A fault comes when a run has logged its second step. A run that fails is started again by the same command, as its user
 would, when the fault is over. Prints a table. The result of a fault is a line of --results, and is not measured again;
@@ -9,6 +11,7 @@ a measurement that was broken off is made anew. The machine should do nothing el
 """
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -18,23 +21,29 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "scripts"))
 
+import chaos_others as others  # noqa: E402
+from bench_vs_trl import sizes  # noqa: E402
 from chaos_faults import FAULTS, QUICK, Fault, Judge, Missed, Sandbox, Scene, small_disk  # noqa: E402
 from chaos_measure import figures  # noqa: E402
+from omegaconf import OmegaConf  # noqa: E402
 from published import Published  # noqa: E402
 from slow_sandbox import proxied  # noqa: E402
 
+from verl_ext.cpu.warm_python import ENVIRONMENT  # noqa: E402
 from verl_ext.datasets.peek import count_rows  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor  # noqa: E402
 from verl_ext.runs.machine import environment  # noqa: E402
+from verl_ext.settings import compose_run  # noqa: E402
 
 FAULT_STEP = 2  # behind which a fault comes
 IN_STEP_S = 0.5  # and so much later, when requests are under way
 MOST_STARTS = 3
+TRL = REPO / "outputs" / "bench_vs_trl" / "venv" / "bin" / "python"  # scripts/bench_vs_trl.sh makes it
 LIMIT_S = 400.0  # for a run, all its starts together: five of them in 35 minutes
 OVERRIDES = ("trainer.save_freq=2", "retool.recorder.token_share=0")
 
@@ -111,7 +120,9 @@ def run_to_its_end(
         time.sleep(1.1)  # files of metrics are named by the second
 
 
-def measure(fault: Fault, folder: Path, source: Path, seed: int, limit_s: float = LIMIT_S) -> dict[str, Any]:
+def measure(
+    side: "Side", fault: Fault, folder: Path, source: Path, seed: int, limit_s: float = LIMIT_S
+) -> dict[str, Any]:
     """Run the tiny task under a fault.
 
     Args:
@@ -136,18 +147,8 @@ def measure(fault: Fault, folder: Path, source: Path, seed: int, limit_s: float 
         injection = Injection(fault, scene)
         stack.callback(injection.cancel)
         supervisor = stack.enter_context(Supervisor())
-        command = ["bash", str(REPO / "recipe" / "retool" / "run_tiny_dapo.sh"), *OVERRIDES]
-        command += [each.format(judge=judge.url) for each in fault.overrides]
-        command += [f"data.seed={seed}", f"actor_rollout_ref.rollout.seed={seed}"]
-        command += [f"trainer.total_training_steps={fault.steps}"]
-        env = {
-            "PYTHON": sys.executable,
-            "DOCTOR": "0",
-            "DATA_DIR": str(source / "data"),
-            "MODEL_PATH": str(source / "sft" / "merged"),
-            "OUTPUT_DIR": str(run),
-            "SANDBOX_URL": proxy if fault.by_proxy else sandbox.url,
-        }
+        command, env = side.start(fault, scene, source)
+        env |= {"PYTHON": sys.executable, "SANDBOX_URL": proxy if fault.by_proxy else sandbox.url}
 
         def start(watch: Callable[[], None]) -> None:
             supervisor.run(command, log=log, env=env, watch=watch)
@@ -160,8 +161,72 @@ def measure(fault: Fault, folder: Path, source: Path, seed: int, limit_s: float 
         if injection.missed:
             raise Missed(injection.missed)
         result |= {"fault_s": round(injection.seconds, 1), "fault_at_bytes": injection.log_bytes}
-        problems = count_rows([source / "data" / "rl_train.parquet"])
-        return result | figures(run, sandbox.url, log, injection.log_bytes, problems)
+        return result | side.figures(scene, source, sandbox.url, injection.log_bytes)
+
+
+def overrides_of(fault: Fault, scene: Scene) -> list[str]:
+    seeds = [f"data.seed={scene.seed}", f"actor_rollout_ref.rollout.seed={scene.seed}"]
+    own = [each.format(judge=scene.judge.url) for each in fault.overrides]
+    return [*OVERRIDES, *own, *seeds, f"trainer.total_training_steps={fault.steps}"]
+
+
+class Side(NamedTuple):
+    """Whose run.
+
+    Attributes:
+        start: its command and environment, without Python and sandbox.
+        figures: of a run that has ended, by the sandbox's address and the log's bytes when the fault came.
+    """
+
+    start: Callable[[Fault, Scene, Path], tuple[list[str], dict[str, str]]]
+    figures: Callable[[Scene, Path, str, int], dict[str, Any]]
+
+
+def our_command(fault: Fault, scene: Scene, source: Path) -> tuple[list[str], dict[str, str]]:
+    command = ["bash", str(REPO / "recipe" / "retool" / "run_tiny_dapo.sh"), *overrides_of(fault, scene)]
+    env = {"DOCTOR": "0", "DATA_DIR": str(source / "data"), "OUTPUT_DIR": str(scene.run)}
+    return command, env | {"MODEL_PATH": str(source / "sft" / "merged")}
+
+
+def our_figures(scene: Scene, source: Path, sandbox: str, fault_at: int) -> dict[str, Any]:
+    problems = count_rows([source / "data" / "rl_train.parquet"])
+    return figures(scene.run, sandbox, scene.log, fault_at, problems)
+
+
+def stock_command(fault: Fault, scene: Scene, source: Path) -> tuple[list[str], dict[str, str]]:
+    """Writes its config beside the run."""
+    folder = scene.run.parent
+    config = others.stock_config(overrides_of(fault, scene), source, scene.run)
+    OmegaConf.save(config, folder / "stock.yaml")
+    env = ENVIRONMENT | ({"JUDGE_URL": scene.judge.url} if fault.judged else {})
+    return ["bash", str(others.FOLDER / "run_verl.sh"), str(folder), str(scene.run)], env
+
+
+def stock_figures(scene: Scene, source: Path, sandbox: str, fault_at: int) -> dict[str, Any]:
+    own = others.verl_sizes(OmegaConf.load(scene.run.parent / "stock.yaml"))
+    return others.figures(scene.run, sandbox, scene.log, fault_at, own)
+
+
+def trl_command(fault: Fault, scene: Scene, source: Path) -> tuple[list[str], dict[str, str]]:
+    if fault.overrides and not fault.judged:
+        raise Missed("TRL generates in the learner's process: there is no engine")
+    script = str(REPO / "scripts" / "bench_trl_side.py")
+    command = [str(TRL), script, "--run", str(scene.run), "--steps", str(fault.steps), "--seed", str(scene.seed)]
+    command += ["--model", str(source / "sft" / "merged"), "--data", str(source / "data" / "rl_train.parquet")]
+    command += ["--sizes", json.dumps(sizes(compose_run("tiny_dapo"))), "--out", str(scene.run / "figures.json")]
+    return command, {"HF_HUB_OFFLINE": "1"} | ({"JUDGE_URL": scene.judge.url} if fault.judged else {})
+
+
+def trl_figures(scene: Scene, source: Path, sandbox: str, fault_at: int) -> dict[str, Any]:
+    own = others.trl_sizes(source / "sft" / "merged", scene.run, sizes(compose_run("tiny_dapo")))
+    return others.figures(scene.run, sandbox, scene.log, fault_at, own)
+
+
+SIDES = {
+    "ours": Side(our_command, our_figures),
+    "verl": Side(stock_command, stock_figures),  # 0.9.1 as it is
+    "trl": Side(trl_command, trl_figures),
+}
 
 
 def table(names: Sequence[str], rows: Mapping[str, Mapping[str, Any]], missed: Mapping[str, str]) -> str:
@@ -191,11 +256,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"five faults: {', '.join(QUICK)}")
     parser.add_argument("--only", nargs="+", choices=FAULTS, metavar="FAULT", help=f"of {', '.join(FAULTS)}")
+    parser.add_argument("--side", choices=SIDES, default="ours", help="whose run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
     parser.add_argument("--out", type=Path, default=REPO / "outputs" / "chaos", help="of the runs")
     parser.add_argument("--results", type=Path, help="default: results.jsonl in --out")
     args = parser.parse_args(argv)
+    if args.side == "trl" and not TRL.is_file():
+        parser.error(f"{TRL} is not there. `bash scripts/bench_vs_trl.sh --steps 1 --rounds 1` installs TRL.")
     names = args.only or (QUICK if args.quick else tuple(FAULTS))
     source, out, missed = args.source.resolve(), args.out.resolve(), {}
     platform = environment()["platform"]
@@ -204,17 +272,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         results = Published(args.results or out / "results.jsonl")
         for name in names:
-            if results.has(f"ours: {name}", settings):
+            if results.has(f"{args.side}: {name}", settings):
                 continue
-            print(f"== {name}", flush=True)
+            print(f"== {args.side}: {name}", flush=True)
             try:
-                result = measure(FAULTS[name], out / name.replace(" ", "_"), source, args.seed)
-                results.add(f"ours: {name}", result, settings)
+                folder = out / f"{args.side}_{name.replace(' ', '_')}"
+                result = measure(SIDES[args.side], FAULTS[name], folder, source, args.seed)
+                results.add(f"{args.side}: {name}", result, settings)
             except Missed as error:
                 missed[name] = str(error)
     except (CommandFailed, ValueError) as error:
         sys.exit(f"chaos.py: {error}")
-    rows = {name: row for name in names if (row := results.rows.get(f"ours: {name}"))}
+    rows = {name: row for name in names if (row := results.rows.get(f"{args.side}: {name}"))}
     print(f"\n{table(names, rows, missed)}")
 
 

@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # Break what a run needs, and see what becomes of it: sandbox, verifier, rollout servers, learner, disk (docs/chaos.md).
 #
-# Usage: bash scripts/chaos.sh [--quick] [--only FAULT ...] [--seed N] [--from FOLDER] [--out FOLDER] [--results FILE]
+# Usage: bash scripts/chaos.sh [--side ours|verl|trl] [--quick] [--only FAULT ...] [--seed N] [--from FOLDER] [--out FOLDER] [--results FILE]
+#   --side   verl: 0.9.1 as it is, its own tool loop, sampler and checkpoints; trl: TRL's GRPOTrainer, which
+#            scripts/bench_vs_trl.sh installs. Both with our sandbox, the same model, sizes, seed and faults
 #   --quick  five faults, at most 35 minutes on two cores
 # `.venv/bin/python scripts/chaos.py --help` names the faults. A full disk needs root: it is a small tmpfs.
 # Takes the SFT model of the quickstart in outputs/quickstart, which is made if it is not there. Prints a table.

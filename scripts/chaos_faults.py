@@ -294,12 +294,14 @@ QUICK = ("sandbox dead", "sandbox hung", "sandbox answering garbage", "engine ki
 
 
 def _checkpoints(run: Path) -> dict[str, Path]:
-    """Name -> folder of each, whole or being written: ours in `.saving`, verl's in its place."""
-    return {path.name: path for pattern in ("global_step_*", ".saving/global_step_*") for path in run.glob(pattern)}
+    """Name -> folder of each, whole or being written: ours in `.saving`, verl's and TRL's in its place."""
+    patterns = ("global_step_*", ".saving/global_step_*", "checkpoint-*")
+    return {path.name: path for pattern in patterns for path in run.glob(pattern)}
 
 
 def _shard(checkpoint: Path) -> Path | None:
-    return next(checkpoint.rglob("model_world_size_*.pt"), None)
+    names = ("model_world_size_*.pt", "model.safetensors")
+    return next((path for name in names for path in checkpoint.rglob(name)), None)
 
 
 def _engines(scene: Scene) -> list[psutil.Process]:

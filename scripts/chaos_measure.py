@@ -24,7 +24,8 @@ _ROLLOUT = ["uid", "session", "ground_truth", "turns", "calls", "end_reason", "s
 _SHAPING = ("reward_overlong", "reward_length", "reward_tool_bonus")  # which depend on lengths and calls alone
 _COLUMNS = [*_ROLLOUT, "validate", "trained_step", "timings"]
 _SIGNS = re.compile(r"\bWARNING\b|\bERROR\b|\bis dead\b|takes the place|cannot be written|Resume: ")
-_USUAL = re.compile(r"had unequal rewards|\[\w+\.py:\d+\]")  # of any run of the tiny task; vLLM's, which has tracebacks
+# Of any run of the tiny task; vLLM's, which has tracebacks.
+_USUAL = re.compile(r"had unequal rewards|target_num_threads|\[\w+\.py:\d+\]")
 _RAISED = re.compile(r"\w*(?:Error|Exception): ")
 _TIME = r"(?:\d{4}-)?\d\d-\d\d[ T]\d\d:[\d:,.]+:?"
 _FRONT = re.compile(rf"\x1b\[[\d;]*m|\([\w.]+ pid=[^)]*\)|^\s*(?:WARNING|ERROR|INFO)\b[:\s]*|{_TIME}\s*")
@@ -67,16 +68,9 @@ def wrong_scores(rows: Iterable[Row]) -> list[str]:
     return found
 
 
-def wrong_answers_of_tools(rows: Iterable[Row], sandbox: str) -> list[str]:
-    """Rollouts that were told what their program does not say: each program is run again, in a sandbox that is well.
-
-    Args:
-        sandbox: URL.
-    """
-    rows = list(rows)
-    calls = [(row, call) for row in rows for call in row["calls"] if call["attempts"]]
-    ran = [(row, call) for row, call in calls if call["fault"] != Fault.INFRASTRUCTURE]
-    programs = sorted({call["code"] for _, call in ran})
+def run_again(programs: Iterable[str], sandbox: str) -> dict[str, Any]:
+    """What each program says in a sandbox that is well: the client's results by program."""
+    programs = sorted(set(programs))
 
     async def run_all() -> list[Any]:
         client = SandboxClient([sandbox], max_concurrency=8)
@@ -85,7 +79,18 @@ def wrong_answers_of_tools(rows: Iterable[Row], sandbox: str) -> list[str]:
         finally:
             await client.aclose()
 
-    truth = dict(zip(programs, asyncio.run(run_all()), strict=True))
+    return dict(zip(programs, asyncio.run(run_all()), strict=True))
+
+
+def wrong_answers_of_tools(rows: Iterable[Row], sandbox: str) -> list[str]:
+    """Rollouts that were told what their program does not say: each program is run again, in a sandbox that is well.
+
+    Args:
+        sandbox: URL.
+    """
+    calls = [(row, call) for row in rows for call in row["calls"] if call["attempts"]]
+    ran = [(row, call) for row, call in calls if call["fault"] != Fault.INFRASTRUCTURE]
+    truth = run_again({call["code"] for _, call in ran}, sandbox)
     return [
         f"{_name(row)}: was told {call['stdout']!r} (exit code {call['exit_code']}), the program says "
         f"{said.stdout!r} ({said.return_code})"
@@ -123,10 +128,15 @@ def stall(run: Path) -> Stall:
     rows = store.rows(run, columns=["validate", "timings"])
     events = [row["timings"]["ended_s"] for row in rows if not row["validate"]]
     events += [row["end_s"] for row in store.rows(run, "timeline")]
+    return longest_gap(run, [event for event in events if event is not None])
+
+
+def longest_gap(run: Path, events: Iterable[float]) -> Stall:
+    """The longest time between two events, less a usual step of the run's metrics."""
     metrics = read_metrics(list(run.glob("metrics*.jsonl")))
     times = {step: data["timing_s/step"] for step, data in metrics.steps.items() if "timing_s/step" in data}
     usual = median([took for step, took in times.items() if step not in metrics.cold] or times.values())
-    events = sorted(event for event in events if event is not None)
+    events = sorted(events)
     longest = max(after - before for before, after in zip(events, events[1:], strict=False))
     return Stall(max(0.0, longest - usual), usual)
 
@@ -163,16 +173,22 @@ def figures(run: Path, sandbox: str, log: Path, fault_at: int, problems: int) ->
     rows = trained_rollouts(run)
     wrong = [*failures_in_the_loss(rows), *wrong_scores(rows), *wrong_answers_of_tools(rows, sandbox)]
     lost, doubled = lost_and_doubled(run, rows, problems)
-    text = log.read_bytes()
     servers = read_servers(run)
+    out = {"excluded": dict(excluded(run)), "servers": servers.line() if servers else None}
+    return out | summary(len(rows), wrong, lost, doubled, stall(run), log, fault_at)
+
+
+def summary(
+    trained: int, wrong: list[str], lost: list[str], doubled: list[str], stall: Stall, log: Path, fault_at: int
+) -> dict[str, Any]:
+    """What all sides tell. A line of `wrong` begins with the rollout's name and a colon."""
+    text = log.read_bytes()
     return {
-        "trained": len(rows),
+        "trained": trained,
         "wrong": len({line.partition(":")[0] for line in wrong}),
         "lost": len(lost),
         "doubled": len(doubled),
-        "excluded": dict(excluded(run)),
-        **{name: round(seconds, 1) for name, seconds in stall(run)._asdict().items()},
-        "servers": servers.line() if servers else None,
+        **{name: round(seconds, 1) for name, seconds in stall._asdict().items()},
         "told": told(*(part.decode(errors="replace") for part in (text[:fault_at], text[fault_at:]))),
         "found": [*wrong, *lost, *doubled][:10],
     }

@@ -1,0 +1,175 @@
+"""verl 0.9.1 as it is, and TRL, under the faults of scripts/chaos.py: how they are set, and what they left."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from chaos_measure import Stall, longest_gap, run_again, summary
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.reward.score import score_answer
+from verl_ext.runs import jsonl, parquet
+from verl_ext.runs.folder import step_dumps
+from verl_ext.settings import compose_run
+
+FOLDER = Path(__file__).resolve().parent / "stock"
+DUMPS = "rollouts"  # of the run's folder
+OPEN, CLOSE = "<code>", "</code>"
+_CALL = re.compile(r"<code>([^<]*(?:<(?!/code>)[^<]*)*)</code>\n<interpreter>\n(.*?)\n</interpreter>", re.DOTALL)
+Rollout = Mapping[str, Any]  # a row of verl's dump: input, output, gts, score, step
+
+
+class Sizes(NamedTuple):
+    """What a run's dumps are judged by.
+
+    Attributes:
+        order: the problems, as they are drawn.
+        samples: rollouts of a problem.
+        tokens: of a response, at the most.
+        turns: of the model in a response, at the most.
+        slack: problems that may be under way when the last one that trained is drawn.
+    """
+
+    model: str
+    order: Sequence[str]
+    samples: int
+    tokens: int
+    turns: int
+    slack: int = 0
+
+
+# The model's own form: a call is `<code>..</code>`, and what the tool says goes on in the same turn.
+CHAT_TEMPLATE = (
+    "{%- for m in messages %}"
+    "{%- if m.role == 'tool' %}{{ '\n<interpreter>\n' ~ m.content ~ '\n</interpreter>\n' }}"
+    "{%- else %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ ('' if m.tool_calls else '<|im_end|>\n') }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt and messages[-1].role != 'tool' %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def stock_config(overrides: Sequence[str], source: Path, run: Path) -> DictConfig:
+    """The tiny run's sizes and verl's own parts: agent loop, sampler, reward manager, optimizer.
+
+    Args:
+        overrides: of tiny_dapo.
+        source: the quickstart that has data and SFT model.
+    """
+    config = compose_run("tiny_dapo", overrides)
+    OmegaConf.resolve(config)
+    OmegaConf.set_struct(config, False)
+    retool = config.pop("retool")
+    optim = config.actor_rollout_ref.actor.optim
+    own = {"agent_loop_manager_class": None, "agent_loop_config_path": None, "default_agent_loop": "tool_agent"}
+    multi_turn = {"enable": True, "format": "code", "function_tool_path": str(FOLDER / "stock_tool.py")}
+    multi_turn |= {"max_assistant_turns": retool.max_tool_calls + 1}
+    sampler = {"custom_sampler": {"path": None, "name": None}, "sampler_kwargs": {}}
+    optim._target_ = "verl.workers.config.FSDPOptimizerConfig"
+    for name in ("lr_decay_steps_ratio", "lr_decay_type"):
+        optim.pop(name)
+    config.actor_rollout_ref.rollout.agent.update(own)
+    config.actor_rollout_ref.rollout.multi_turn.update(multi_turn)
+    config.actor_rollout_ref.model.path = str(source / "sft" / "merged")
+    config.actor_rollout_ref.model.custom_chat_template = CHAT_TEMPLATE
+    config.reward.reward_manager.update({"source": "register", "name": "naive"})
+    config.reward.custom_reward_function.update({"path": str(FOLDER / "stock_tool.py"), "name": "compute_score"})
+    config.reward.pop("reward_kwargs")
+    config.trainer.v1.sampler.update(sampler)
+    config.algorithm.filter_groups = None
+    config.data.update(
+        train_files=str(source / "data" / "rl_train.parquet"), val_files=str(source / "data" / "eval.parquet")
+    )
+    config.ray_kwargs.ray_init.address = "local"  # not another run's Ray
+    config.trainer.update(default_local_dir=str(run), rollout_data_dir=str(run / DUMPS))
+    return config
+
+
+def rollouts(run: Path) -> list[Rollout]:
+    """The trained ones, of the last time that a step was made."""
+    return [row for path in step_dumps(run / DUMPS) for row in jsonl.read(path)]
+
+
+def wrong_scores(rows: Iterable[Rollout]) -> list[str]:
+    """Rollouts whose reward is not that of their answer, scored again here."""
+    found = []
+    for number, row in enumerate(rows):
+        expected = 2 * score_answer(_CALL.sub("", row["output"]), row["gts"]).acc - 1
+        if expected != row["score"]:
+            found.append(f"{number}: trained with the reward {row['score']:g}, its answer has {expected:g}")
+    return found
+
+
+def wrong_answers_of_tools(rows: Sequence[Rollout], sandbox: str, sizes: Sizes) -> list[str]:
+    """Rollouts that were told what their program does not say, when it is run again, or nothing where there was room:
+    verl ends a response at a call whose answer, as the text of an error, is too long for it.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(sizes.model)
+    calls = [(number, *match) for number, row in enumerate(rows) for match in _CALL.findall(row["output"])]
+    cut = {number: row["output"] for number, row in enumerate(rows) if row["output"].endswith(CLOSE)}
+    unanswered = {number: text.rpartition(OPEN)[2].removesuffix(CLOSE) for number, text in cut.items()}
+    truth = run_again([*(code for _, code, _ in calls), *unanswered.values()], sandbox)
+    says = {code: (said.stdout or said.stderr.strip().rpartition("\n")[2]).strip() for code, said in truth.items()}
+    found = [(number, f"was told {told!r}", code) for number, code, told in calls if told != says[code]]
+    for number, code in unanswered.items():
+        text = f"{cut[number]}\n<interpreter>\n{says[code]}\n</interpreter>\n"
+        fits = len(tokenizer.encode(text, add_special_tokens=False)) < sizes.tokens
+        if fits and text.count(CLOSE) < sizes.turns:
+            found.append((number, "ended at its call without an answer", code))
+    return [f"{number}: {what}, the program says {says[code]!r}" for number, what, code in found]
+
+
+def drawn(config: DictConfig) -> list[str]:
+    """The problems of the first epoch in the order in which verl draws them."""
+    import torch
+    from torchdata.stateful_dataloader.sampler import RandomSampler
+
+    prompts = parquet.read(Path(config.data.train_files), ["prompt"])["prompt"].to_pylist()
+    order = RandomSampler(range(len(prompts)), generator=torch.Generator().manual_seed(config.data.seed))
+    return [prompts[place][-1]["content"] for place in order]
+
+
+def lost_and_doubled(rows: Sequence[Rollout], sizes: Sizes) -> tuple[list[str], list[str]]:
+    """Prompts, a sentence each."""
+    trained, n = Counter(question_of(row) for row in rows), sizes.samples
+    place = {question: number for number, question in enumerate(sizes.order)}
+    last = max(place[question] for question in trained)
+    gone = [each for each in sizes.order[: last + 1 - sizes.slack] if not trained[each]]
+    lost = [f"{each!r} was drawn, and did not train" for each in gone]
+    lost += [f"{each!r} trained with {count} rollouts of {n}" for each, count in trained.items() if count < n]
+    return lost, [f"{each!r} trained with {count} rollouts, not {n}" for each, count in trained.items() if count > n]
+
+
+def question_of(row: Rollout) -> str:
+    return row["input"].removeprefix("user\n").removesuffix("assistant\n").strip()
+
+
+def stall(run: Path) -> Stall:
+    """Progress is a step whose rollouts were dumped: no time of anything smaller is noted."""
+    return longest_gap(run, [path.stat().st_mtime for path in step_dumps(run / DUMPS)])
+
+
+def figures(run: Path, sandbox: str, log: Path, fault_at: int, sizes: Sizes) -> dict[str, Any]:
+    """As chaos_measure.figures; what was kept out of training is not known."""
+    rows = rollouts(run)
+    wrong = [*wrong_scores(rows), *wrong_answers_of_tools(rows, sandbox, sizes)]
+    lost, doubled = lost_and_doubled(rows, sizes)
+    return {"excluded": {}, "servers": None} | summary(len(rows), wrong, lost, doubled, stall(run), log, fault_at)
+
+
+def verl_sizes(config: DictConfig) -> Sizes:
+    """Of `stock_config`."""
+    rollout = config.actor_rollout_ref.rollout
+    slack = 0 if config.trainer.v1.trainer_mode == "sync" else 3 * config.data.train_batch_size
+    limits = config.data.max_response_length, rollout.multi_turn.max_assistant_turns
+    return Sizes(config.actor_rollout_ref.model.path, drawn(config), rollout.n, *limits, slack)
+
+
+def trl_sizes(model: Path, run: Path, sizes: Mapping[str, Any]) -> Sizes:
+    """Of a run of scripts/bench_trl_side.py; `sizes` are those of scripts/bench_vs_trl.py."""
+    order = json.loads((run / "order.json").read_text())
+    return Sizes(str(model), order, sizes["samples"], sizes["response_tokens"], sizes["tool_calls"] + 1)

@@ -1,0 +1,40 @@
+"""The tool and the reward that a user of verl would write for the tiny task (`function_tool_path`,
+`custom_reward_function.path`); for scripts/chaos.py.
+"""
+
+import os
+import re
+
+import requests
+from verl.tools.function_tool import function_tool
+
+BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+session = requests.Session()
+
+
+@function_tool("python")
+def python(code: str) -> str:
+    """Run Python code.
+
+    Args:
+        code: the program.
+    """
+    body = {"code": code, "language": "python", "run_timeout": 5}
+    run = session.post(f"{os.environ['SANDBOX_URL']}/run_code", json=body, timeout=60).json()["run_result"]
+    return (run["stdout"] or run["stderr"].strip().rpartition("\n")[2]).strip()
+
+
+def judge(judge_url: str, response: str, ground_truth: str) -> float:
+    """As a model over HTTP says: +1 or -1."""
+    prompt = f"<reference_answer>\n{ground_truth}\n</reference_answer>\n<response>\n{response}\n</response>"
+    body = {"model": "judge", "messages": [{"role": "user", "content": prompt}]}
+    said = session.post(f"{judge_url}/chat/completions", json=body, timeout=60).json()
+    return 2 * float(said["choices"][0]["message"]["content"].removeprefix("Score: ")) - 1
+
+
+def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object = None) -> float:
+    """+1 where the last box has the answer, else -1."""
+    if judge_url := os.environ.get("JUDGE_URL"):
+        return judge(judge_url, solution_str, ground_truth)
+    found = BOXED.findall(solution_str)
+    return 1.0 if found and found[-1] == ground_truth else -1.0

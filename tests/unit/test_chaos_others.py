@@ -1,0 +1,121 @@
+"""`scripts/chaos.py --side verl` and `--side trl`: what of verl is verl's own, and what dumps say."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pytest
+from omegaconf import OmegaConf
+
+from verl_ext.runs import parquet
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.fixture(scope="module")
+def stock(load_script):
+    load_script("chaos")
+    import chaos_others
+
+    return chaos_others
+
+
+def row(output, score=1.0, gts="7", question="What is 3 + 4?"):
+    return {
+        "input": f"user\n{question}\nassistant\n",
+        "output": output,
+        "gts": gts,
+        "score": score,
+        "step": 1,
+        "uid": "a",
+    }
+
+
+def said(code, answer):
+    return f"<code>{code}</code>\n<interpreter>\n{answer}\n</interpreter>\n"
+
+
+def test_a_reward_that_is_not_the_answers_is_found(stock):
+    rows = [row(r"\boxed{7}"), row(r"\boxed{7}", -1.0), row(r"\boxed{8}"), row(said("print(1)", r"\boxed{7}"), -1.0)]
+    assert stock.wrong_scores(rows) == [
+        "1: trained with the reward -1, its answer has 1",
+        "2: trained with the reward 1, its answer has -1",
+    ]
+
+
+def test_what_no_program_said_is_found_and_an_end_at_a_call_that_had_room(stock, monkeypatch):
+    truth = {"print(7)": SimpleNamespace(stdout="7\n", stderr=""), "1/0": SimpleNamespace(stdout="", stderr="a\nZero")}
+    monkeypatch.setattr(stock, "run_again", lambda programs, sandbox: {code: truth[code] for code in programs})
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: text)  # a character, a token
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: tokenizer)
+    sizes = stock.Sizes("", [], 8, tokens=120, turns=3)
+    call = "<code>print(7)</code>"
+    rows = [
+        row(said("print(7)", "7") + r"\boxed{7}"),
+        row(said("1/0", "Zero")),
+        row(said("print(7)", "Error executing tool 'python'")),
+        row(call),  # an answer of 1 character had room
+        row("x" * 100 + call),  # and none here
+        row(call * 3),  # the last turn that a response may have
+    ]
+    assert stock.wrong_answers_of_tools(rows, "http://127.0.0.1:1", sizes) == [
+        "2: was told \"Error executing tool 'python'\", the program says '7'",
+        "3: ended at its call without an answer, the program says '7'",
+    ]
+
+
+def test_prompts_that_are_lost_or_doubled_are_found_by_the_order_in_which_they_are_drawn(stock):
+    rows = [row("", question=question) for question in "aabbbd"]
+    lost, doubled = stock.lost_and_doubled(rows, stock.Sizes("", "abcdef", 2, 99, 9))
+    assert lost == ["'c' was drawn, and did not train", "'d' trained with 1 rollouts of 2"]
+    assert doubled == ["'b' trained with 3 rollouts, not 2"]
+    assert stock.lost_and_doubled(rows[:4], stock.Sizes("", "acb", 2, 99, 9, slack=2)) == ([], []), (
+        "what may be under way is not lost"
+    )
+
+
+def test_the_order_of_an_epoch_is_that_of_verls_sampler(stock, tmp_path):
+    from verl.trainer.ppo.utils import create_rl_sampler
+
+    rows = [{"prompt": [{"role": "user", "content": str(i)}]} for i in range(9)]
+
+    parquet.write(tmp_path / "a.parquet", pa.Table.from_pylist(rows))
+    config = OmegaConf.create({"data": {"train_files": str(tmp_path / "a.parquet"), "seed": 3, "shuffle": True}})
+    order = stock.drawn(config)
+    assert order == [str(i) for i in create_rl_sampler(config.data, range(9))] and order != sorted(order)
+
+
+@pytest.mark.parametrize("overrides", [(), ("hardware=cpu_separate",)])
+def test_a_stock_run_has_no_part_of_ours_but_the_cpu(stock, tmp_path, overrides):
+    config = stock.stock_config(["data.seed=0", *overrides], tmp_path, tmp_path)
+    text = OmegaConf.to_yaml(config.actor_rollout_ref.rollout.agent) + OmegaConf.to_yaml(config.trainer.v1)
+    text += OmegaConf.to_yaml(config.actor_rollout_ref.actor) + OmegaConf.to_yaml(config.reward.custom_reward_function)
+    assert "verl_ext" not in text and "retool" not in config and config.reward.reward_manager.name == "naive"
+    assert config.actor_rollout_ref.rollout.n == 8 and config.data.train_batch_size == 16, "sizes are the tiny run's"
+
+
+def test_verl_imports_the_cpu_and_the_form_of_calls_and_nothing_else_of_ours():
+    program = """
+import asyncio, json, sys
+import verl
+from verl.experimental.agent_loop.tool_parser import ToolParser
+class Tokenizer:
+    def decode(self, ids): return ids
+parser = ToolParser.get_tool_parser("code", Tokenizer())
+found = [asyncio.run(parser.extract_tool_calls(text)) for text in ("a<code>print(7)</code>", "<code>print(7)", "no")]
+print(json.dumps([[text, [[call.name, json.loads(call.arguments)] for call in calls]] for text, calls in found]))
+print(json.dumps(sorted(name for name in sys.modules if name.startswith("verl_ext.") and ".cpu" not in name)))
+"""
+    env = os.environ | {"PYTHONPATH": str(SCRIPTS / "stock"), "VERL_USE_EXTERNAL_MODULES": "stock_verl"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    *_, found, ours = done.stdout.splitlines()
+    assert json.loads(found) == [
+        ["a", [["python", {"code": "print(7)"}]]],
+        ["<code>print(7)", []],
+        ["no", []],
+    ], done.stderr
+    assert json.loads(ours) == ["verl_ext.versions"]
