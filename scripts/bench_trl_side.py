@@ -215,7 +215,7 @@ def main() -> None:
             epsilon=sizes["clip_low"],
             epsilon_high=sizes["clip_high"],
             loss_type="dapo",
-            temperature=1.0,
+            temperature=sizes["temperature"],
             gradient_checkpointing=False,
             logging_steps=updates,
             report_to="none",

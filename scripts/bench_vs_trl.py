@@ -59,6 +59,7 @@ def sizes(config: "DictConfig") -> dict[str, float]:
         "response_tokens": config.data.max_response_length,
         "tool_calls": config.retool.max_tool_calls,
         "code_timeout_s": config.retool.sandbox.timeout_s,
+        "temperature": config.actor_rollout_ref.rollout.temperature,
         "lr": actor.optim.lr,
         "warmup_steps": actor.optim.lr_warmup_steps,
         "beta2": actor.optim.betas[1],

@@ -11,4 +11,4 @@ def whole_cpu() -> dict[str, str]:
     command = f"set -euo pipefail; source {COMMON}; all_cores; env -0"
     repo = Path(__file__).resolve().parents[1]
     told = subprocess.run(["bash", "-c", command], cwd=repo, check=True, capture_output=True, text=True).stdout
-    return {"VLLM_CPU_KVCACHE_SPACE": "2"} | dict(line.split("=", 1) for line in told.split("\0") if line)
+    return {"VLLM_CPU_KVCACHE_SPACE": "1"} | dict(line.split("=", 1) for line in told.split("\0") if line)

@@ -16,6 +16,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 if ! has_gpu; then
   OVERRIDES=(+hardware=cpu_small "${OVERRIDES[@]}")
   all_cores # vLLM and the actor take turns
-  export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-2}
+  export VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1} # GiB: 23,000 tokens; a step has about 11,000
 fi
 quickstart_dapo smollm2_dapo small data/small

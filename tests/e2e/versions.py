@@ -1,5 +1,6 @@
 """What tests of weights share: versions of a tiny model, an actor that sends them, those of a run, log-probs redone."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,11 +130,11 @@ def load_version(run: Path, model: Path, version: int) -> torch.nn.Module:
 
 @torch.no_grad()
 def log_probs_of(model: torch.nn.Module, rows: list[dict]) -> list[torch.Tensor]:
-    """float[tokens] of each response, one forward pass over all of it."""
+    """float[tokens] of each response at its temperature, by default 1; one forward pass over all of it."""
     result = []
     for row in rows:
         ids = torch.cat([row["prompt"], row["response"]]).long()[None]
-        logits = model(input_ids=ids).logits[0, len(row["prompt"]) - 1 : -1].float()
+        logits = model(input_ids=ids).logits[0, len(row["prompt"]) - 1 : -1].float() / row.get("temperature", 1.0)
         result.append(logits.log_softmax(-1).gather(-1, row["response"].long()[:, None])[:, 0])
     return result
 
@@ -145,14 +146,15 @@ def recorded_responses(run: Path, model: Path, step: int) -> list[dict]:
     from verl_ext.records import store
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    prompts = {row["uid"]: row["prompt"] for row in store.rows(run, columns=("uid", "prompt"))}
+    asked = {row["uid"]: row for row in store.rows(run, columns=("uid", "prompt", "sampling"))}
     responses: dict[tuple[str, int], list[dict]] = {}
     for token in store.rows(run, "tokens"):
         if token["step"] == step:
             responses.setdefault((token["uid"], token["session"]), []).append(token)
     return [
         {
-            "prompt": torch.tensor(tokenizer.encode(prompts[uid], add_special_tokens=False)),
+            "prompt": torch.tensor(tokenizer.encode(asked[uid]["prompt"], add_special_tokens=False)),
+            "temperature": json.loads(asked[uid]["sampling"])["temperature"],
             "response": torch.tensor([token["id"] for token in tokens]),
             "mask": torch.tensor([token["mask"] for token in tokens]),
             "log_probs": torch.tensor([token["rollout_log_prob"] or 0.0 for token in tokens]),
