@@ -125,12 +125,10 @@ def wrong_answers_of_tools(rows: Sequence[Rollout], sandbox: str, sizes: Sizes) 
 
 def drawn(config: DictConfig) -> list[str]:
     """The problems of the first epoch in the order in which verl draws them."""
-    import torch
-    from torchdata.stateful_dataloader.sampler import RandomSampler
+    from verl.trainer.ppo.utils import create_rl_sampler
 
     prompts = parquet.read(Path(config.data.train_files), ["prompt"])["prompt"].to_pylist()
-    order = RandomSampler(range(len(prompts)), generator=torch.Generator().manual_seed(config.data.seed))
-    return [prompts[place][-1]["content"] for place in order]
+    return [prompts[place][-1]["content"] for place in create_rl_sampler(config.data, range(len(prompts)))]
 
 
 def lost_and_doubled(rows: Sequence[Rollout], sizes: Sizes) -> tuple[list[str], list[str]]:

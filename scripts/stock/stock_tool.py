@@ -5,11 +5,11 @@
 import os
 import re
 
-import requests
+import httpx
 from verl.tools.function_tool import function_tool
 
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-session = requests.Session()
+client = httpx.Client(timeout=60)
 
 
 @function_tool("python")
@@ -20,7 +20,7 @@ def python(code: str) -> str:
         code: the program.
     """
     body = {"code": code, "language": "python", "run_timeout": 5}
-    run = session.post(f"{os.environ['SANDBOX_URL']}/run_code", json=body, timeout=60).json()["run_result"]
+    run = client.post(f"{os.environ['SANDBOX_URL']}/run_code", json=body).json()["run_result"]
     return (run["stdout"] or run["stderr"].strip().rpartition("\n")[2]).strip()
 
 
@@ -28,7 +28,7 @@ def judge(judge_url: str, response: str, ground_truth: str) -> float:
     """As a model over HTTP says: +1 or -1."""
     prompt = f"<reference_answer>\n{ground_truth}\n</reference_answer>\n<response>\n{response}\n</response>"
     body = {"model": "judge", "messages": [{"role": "user", "content": prompt}]}
-    said = session.post(f"{judge_url}/chat/completions", json=body, timeout=60).json()
+    said = client.post(f"{judge_url}/chat/completions", json=body).json()
     return 2 * float(said["choices"][0]["message"]["content"].removeprefix("Score: ")) - 1
 
 

@@ -78,15 +78,14 @@ def test_prompts_that_are_lost_or_doubled_are_found_by_the_order_in_which_they_a
     )
 
 
-def test_the_order_of_an_epoch_is_that_of_verls_sampler(stock, tmp_path):
-    from verl.trainer.ppo.utils import create_rl_sampler
-
+def test_the_order_of_an_epoch_is_drawn_by_the_seed(stock, tmp_path):
     rows = [{"prompt": [{"role": "user", "content": str(i)}]} for i in range(9)]
-
     parquet.write(tmp_path / "a.parquet", pa.Table.from_pylist(rows))
-    config = OmegaConf.create({"data": {"train_files": str(tmp_path / "a.parquet"), "seed": 3, "shuffle": True}})
-    order = stock.drawn(config)
-    assert order == [str(i) for i in create_rl_sampler(config.data, range(9))] and order != sorted(order)
+    orders = []
+    for seed in (3, 3, 4):
+        config = OmegaConf.create({"data": {"train_files": str(tmp_path / "a.parquet"), "seed": seed, "shuffle": True}})
+        orders.append(stock.drawn(config))
+    assert orders[0] == orders[1] != orders[2] and sorted(orders[0]) == [str(i) for i in range(9)]
 
 
 @pytest.mark.parametrize("overrides", [(), ("hardware=cpu_separate",)])
