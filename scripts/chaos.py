@@ -241,7 +241,8 @@ def table(names: Sequence[str], rows: Mapping[str, Mapping[str, Any]], missed: M
     lines.append(["---"] * len(lines[0]))
     for name in names:
         if row := rows.get(name):
-            kept_out = ", ".join(f"{number} {end}" for end, number in row["excluded"].items()) or "none"
+            ends = row["excluded"]  # None: not known
+            kept_out = "not known" if ends is None else ", ".join(f"{n} {end}" for end, n in ends.items()) or "none"
             lasted = f" of {row['fault_s']:g} s" if row["fault_s"] >= 1 else ""
             counts = f"{row['trained']}, {row['wrong']}", f"{row['lost']}, {row['doubled']}"
             said = "<br>".join(f"`{line.replace('`', '').replace('|', '/')}`" for line in row["told"]) or "nothing"

@@ -156,7 +156,7 @@ def figures(run: Path, sandbox: str, log: Path, fault_at: int, sizes: Sizes) -> 
     rows = rollouts(run)
     wrong = [*wrong_scores(rows), *wrong_answers_of_tools(rows, sandbox, sizes)]
     lost, doubled = lost_and_doubled(rows, sizes)
-    return {"excluded": {}, "servers": None} | summary(len(rows), wrong, lost, doubled, stall(run), log, fault_at)
+    return {"excluded": None, "servers": None} | summary(len(rows), wrong, lost, doubled, stall(run), log, fault_at)
 
 
 def verl_sizes(config: DictConfig) -> Sizes:

@@ -35,7 +35,7 @@ def read(
     for number, line, row in lines(path):
         if not line.strip():
             continue
-        if not isinstance(row, dict) and not line.endswith(b"\n"):
+        if isinstance(row, json.JSONDecodeError | UnicodeDecodeError) and not line.endswith(b"\n"):
             logger.warning("%s: the last line is half written and is left out.", path)
             return
         try:

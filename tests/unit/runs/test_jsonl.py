@@ -21,6 +21,12 @@ def test_a_half_written_last_line_is_left_out_and_said(tmp_path, caplog, half):
     assert not (tmp_path / "nowhere.jsonl").exists()
 
 
+def test_a_last_line_that_is_whole_and_no_object_is_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('[{"a": 1}]')
+    with pytest.raises(jsonl.OtherForm, match="line 1: it is no JSON object"):
+        list(jsonl.read(tmp_path / "rows.jsonl"))
+
+
 def test_a_last_line_that_is_whole_but_for_its_end_counts(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{"b": 2}')
     assert list(jsonl.read(tmp_path / "rows.jsonl")) == [{"a": 1}, {"b": 2}]
