@@ -26,7 +26,7 @@ _COLUMNS = [*_ROLLOUT, "validate", "trained_step", "timings"]
 _SIGNS = re.compile(r"\bWARNING\b|\bERROR\b|\bis dead\b|takes the place|cannot be written|Resume: ")
 # Of any run of the tiny task; vLLM's, which has tracebacks.
 _USUAL = re.compile(r"had unequal rewards|target_num_threads|\[\w+\.py:\d+\]")
-_RAISED = re.compile(r"\w*(?:Error|Exception): ")
+_RAISED = re.compile(r"(?:\[\w+\]: )?[\w.]*(?:Error|Exception|Timeout)(?:\(\w+\))?: ")
 _TIME = r"(?:\d{4}-)?\d\d-\d\d[ T]\d\d:[\d:,.]+:?"
 _FRONT = re.compile(rf"\x1b\[[\d;]*m|\([\w.]+ pid=[^)]*\)|^\s*(?:WARNING|ERROR|INFO)\b[:\s]*|{_TIME}\s*")
 _VARIES = re.compile(r"\bb'.*|0x[0-9a-f]+|[0-9a-f]{8}-[0-9a-f-]{27}|'[^']*'|\d+(?:\.\d+)?")
@@ -137,7 +137,7 @@ def longest_gap(run: Path, events: Iterable[float]) -> Stall:
     times = {step: data["timing_s/step"] for step, data in metrics.steps.items() if "timing_s/step" in data}
     usual = median([took for step, took in times.items() if step not in metrics.cold] or times.values())
     events = sorted(events)
-    longest = max(after - before for before, after in zip(events, events[1:], strict=False))
+    longest = max((after - before for before, after in zip(events, events[1:], strict=False)), default=0.0)
     return Stall(max(0.0, longest - usual), usual)
 
 
@@ -158,8 +158,8 @@ def told(before: str, after: str, most: int = 4) -> list[str]:
         if is_sign and _kind(said) not in known:
             lines.setdefault(_kind(said), said)
     found = list(lines.values())
-    ends = [line for line in found if _RAISED.match(line)][-1:]
-    return [line for line in found if line not in ends][: most - len(ends)] + ends
+    ends = [line for line in found if _RAISED.match(line)]
+    return [line for line in found if line not in ends][: most - len(ends[-1:])] + ends[-1:]
 
 
 def figures(run: Path, sandbox: str, log: Path, fault_at: int, problems: int) -> dict[str, Any]:

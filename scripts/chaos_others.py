@@ -1,5 +1,6 @@
 """verl 0.9.1 as it is, and TRL, under the faults of scripts/chaos.py: how they are set, and what they left."""
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -18,7 +19,7 @@ from verl_ext.settings import compose_run
 FOLDER = Path(__file__).resolve().parent / "stock"
 DUMPS = "rollouts"  # of the run's folder
 OPEN, CLOSE = "<code>", "</code>"
-_CALL = re.compile(r"<code>([^<]*(?:<(?!/code>)[^<]*)*)</code>\n<interpreter>\n(.*?)\n</interpreter>", re.DOTALL)
+_REPLY = re.compile(r"\n<interpreter>\n(.*?)\n</interpreter>\n?", re.DOTALL)
 Rollout = Mapping[str, Any]  # a row of verl's dump: input, output, gts, score, step
 
 
@@ -96,10 +97,24 @@ def wrong_scores(rows: Iterable[Rollout]) -> list[str]:
     """Rollouts whose reward is not that of their answer, scored again here."""
     found = []
     for number, row in enumerate(rows):
-        expected = 2 * score_answer(_CALL.sub("", row["output"]), row["gts"]).acc - 1
+        expected = 2 * score_answer(_REPLY.sub("\n", row["output"]), row["gts"]).acc - 1
         if expected != row["score"]:
             found.append(f"{number}: trained with the reward {row['score']:g}, its answer has {expected:g}")
     return found
+
+
+def calls_of(output: str) -> tuple[list[tuple[str, str | None]], int]:
+    """The calls of a response, (program, what its tool said or None), and the number of its turns.
+
+    A call is the end of a turn, from its last `<code>` on, as verl's parser has it (scripts/stock/stock_verl.py).
+    """
+    pieces = _REPLY.split(output)  # turn, reply, turn, reply, ..., turn
+    found = []
+    for turn, reply in itertools.zip_longest(pieces[::2], pieces[1::2]):
+        _, opened, program = turn.rpartition(OPEN)
+        if opened and program.endswith(CLOSE):
+            found.append((program.removesuffix(CLOSE), reply))
+    return found, len(pieces[::2])
 
 
 def wrong_answers_of_tools(rows: Sequence[Rollout], sandbox: str, sizes: Sizes) -> list[str]:
@@ -109,18 +124,19 @@ def wrong_answers_of_tools(rows: Sequence[Rollout], sandbox: str, sizes: Sizes) 
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(sizes.model)
-    calls = [(number, *match) for number, row in enumerate(rows) for match in _CALL.findall(row["output"])]
-    cut = {number: row["output"] for number, row in enumerate(rows) if row["output"].endswith(CLOSE)}
-    unanswered = {number: text.rpartition(OPEN)[2].removesuffix(CLOSE) for number, text in cut.items()}
-    truth = run_again([*(code for _, code, _ in calls), *unanswered.values()], sandbox)
+    calls = [calls_of(row["output"]) for row in rows]
+    truth = run_again({program for found, _ in calls for program, _ in found}, sandbox)
     says = {code: (said.stdout or said.stderr.strip().rpartition("\n")[2]).strip() for code, said in truth.items()}
-    found = [(number, f"was told {told!r}", code) for number, code, told in calls if told != says[code]]
-    for number, code in unanswered.items():
-        text = f"{cut[number]}\n<interpreter>\n{says[code]}\n</interpreter>\n"
-        fits = len(tokenizer.encode(text, add_special_tokens=False)) < sizes.tokens
-        if fits and text.count(CLOSE) < sizes.turns:
-            found.append((number, "ended at its call without an answer", code))
-    return [f"{number}: {what}, the program says {says[code]!r}" for number, what, code in found]
+    wrong = []
+    for number, (row, (found, turns)) in enumerate(zip(rows, calls, strict=True)):
+        for program, told in found:
+            answer = says[program]
+            whole = f"{row['output']}\n<interpreter>\n{answer}\n</interpreter>\n"
+            if told is not None and told != answer:
+                wrong.append(f"{number}: was told {told!r}, the program says {answer!r}")
+            if told is None and turns < sizes.turns and len(tokenizer.encode(whole)) < sizes.tokens:
+                wrong.append(f"{number}: ended at its call without an answer, the program says {answer!r}")
+    return wrong
 
 
 def drawn(config: DictConfig) -> list[str]:

@@ -26,7 +26,7 @@ import psutil
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "scripts"))
 
-from chaos import has_step, measure  # noqa: E402
+from chaos import SIDES, has_step, measure  # noqa: E402
 from chaos_faults import TWO_ENGINES, Fault, Scene, engine_killed, kill_sandbox  # noqa: E402
 
 from verl_ext.ledger.servers import read_servers  # noqa: E402
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     died: Counter = Counter()
     deaths = partial(die_again_and_again, steps=args.steps, usage_to=usage_to, died=died)
     fault = Fault(deaths, TWO_ENGINES, steps=args.steps)
-    result = measure(fault, out, args.source.resolve(), args.seed, limit_s=STEP_S * args.steps)
+    result = measure(SIDES["ours"], fault, out, args.source.resolve(), args.seed, limit_s=STEP_S * args.steps)
     calls = sum(
         call["attempts"] is not None for row in store.rows(out / "run", columns=["calls"]) for call in row["calls"]
     )

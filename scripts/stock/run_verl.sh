@@ -5,6 +5,7 @@
 #   FOLDER has stock.yaml, the whole config; RUN gets metrics
 set -euo pipefail
 export PYTHONPATH VERL_USE_EXTERNAL_MODULES=stock_verl HF_HUB_OFFLINE=1
+export SAGEMAKER_CONTAINER_LOG_LEVEL=WARNING # else a package that vLLM imports hides the warnings of all others
 PYTHONPATH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 VERL_FILE_LOGGER_PATH=$2/metrics-$(date +%s).jsonl # one file per start
 export VERL_FILE_LOGGER_PATH

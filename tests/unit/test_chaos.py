@@ -179,6 +179,25 @@ def test_the_user_is_told_what_the_log_did_not_say_before(measure):
     ]
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "requests.exceptions.ConnectionError: refused",
+        "json.decoder.JSONDecodeError: Expecting value",
+        "ray.exceptions.RayTaskError(RuntimeError): lost",
+        "[rank0]: RuntimeError: a",
+        "httpx.ReadTimeout: timed out",
+        "OSError: [Errno 28] No space left on device",
+    ],
+)
+def test_what_an_uncaught_error_says_is_told(measure, line):
+    assert measure.told("", f"fine\n{line}\n") == [line]
+
+
+def test_one_event_is_no_gap(measure, run_of):
+    assert measure.longest_gap(run_of(steps=[1.0, 1.0, 1.0]), [5.0]) == (0.0, 1.0)
+
+
 @pytest.fixture
 def sandbox(faults):
     sandbox = faults.Sandbox()

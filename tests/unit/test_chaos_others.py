@@ -47,22 +47,29 @@ def test_a_reward_that_is_not_the_answers_is_found(stock):
     ]
 
 
+def test_a_call_is_the_end_of_a_turn_from_its_last_code_on(stock):
+    assert stock.calls_of(said("1", "2") + r"\boxed{2}") == ([("1", "2")], 2)
+    assert stock.calls_of("a <code> b <code>1</code>") == ([("1", None)], 1)
+    behind = said("print(914)", "914") + r"\boxed{914}030-8111)</code>"  # seen in a run: its last turn has no call
+    assert stock.calls_of(behind) == ([("print(914)", "914")], 2)
+    assert stock.calls_of("\n<interpreter>\n7\n</interpreter>\n") == ([], 2), "the model may write a reply itself"
+
+
 def test_what_no_program_said_is_found_and_an_end_at_a_call_that_had_room(stock, monkeypatch):
     truth = {"print(7)": SimpleNamespace(stdout="7\n", stderr=""), "1/0": SimpleNamespace(stdout="", stderr="a\nZero")}
     monkeypatch.setattr(stock, "run_again", lambda programs, sandbox: {code: truth[code] for code in programs})
-    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: text)  # a character, a token
+    tokenizer = SimpleNamespace(encode=lambda text: text)  # a character, a token
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda path: tokenizer)
-    sizes = stock.Sizes("", [], 8, tokens=120, turns=3)
-    call = "<code>print(7)</code>"
+    call, answered = "<code>print(7)</code>", said("print(7)", "7")
     rows = [
-        row(said("print(7)", "7") + r"\boxed{7}"),
+        row(answered + r"\boxed{7}"),
         row(said("1/0", "Zero")),
         row(said("print(7)", "Error executing tool 'python'")),
         row(call),  # an answer of 1 character had room
-        row("x" * 100 + call),  # and none here
-        row(call * 3),  # the last turn that a response may have
+        row("x" * 200 + call),  # and none here
+        row(answered * 2 + call),  # the last turn that a response may have
     ]
-    assert stock.wrong_answers_of_tools(rows, "http://127.0.0.1:1", sizes) == [
+    assert stock.wrong_answers_of_tools(rows, "http://127.0.0.1:1", stock.Sizes("", [], 8, tokens=200, turns=3)) == [
         "2: was told \"Error executing tool 'python'\", the program says '7'",
         "3: ended at its call without an answer, the program says '7'",
     ]

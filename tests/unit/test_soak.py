@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import psutil
 import pytest
@@ -79,3 +80,12 @@ def test_usage_is_that_of_all_processes_and_one_that_has_ended_counts_nothing(sc
 def test_growth_is_from_behind_the_start_to_the_end_without_what_comes_and_goes(script, last, grown):
     usages = [{"files": n} for n in [1, 2, 2, 3, 4, 5, 6, 6, 6, 6, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, *last]]
     assert script.growth(usages, "files") == grown
+
+
+def test_the_run_that_is_measured_is_ours(script, monkeypatch, tmp_path):
+    measure = create_autospec(script.measure, side_effect=InterruptedError)
+    monkeypatch.setattr(script, "measure", measure)
+    with pytest.raises(InterruptedError):
+        script.main(["--out", str(tmp_path / "soak"), "--seed", "3"])
+    side, fault, out, _, seed = measure.call_args.args
+    assert (side, out, seed) == (script.SIDES["ours"], tmp_path / "soak", 3) and fault.steps == 130
