@@ -4,7 +4,8 @@
 must stay cheap: all it does is to switch on the CPU platform where torch was built without an accelerator
 (verl_ext/cpu), to let YAMLs add numbers, to make checkpoints whole or absent (verl_ext/checkpoints), to register our
 objectives, to extend verl's trainers by the options of `retool.*` (verl_ext/trainer), to note which weights wrote
-which token (verl_ext/rollout), and to let requests name ranks of servers and tell of failures (verl_ext/fleet).
+which token and to keep warnings in the log (verl_ext/rollout), and to let requests name ranks of servers and tell of
+failures (verl_ext/fleet).
 Agent loop, reward manager, sampler and SFT data set are loaded by verl from the paths that the YAMLs in configs/ name.
 Where verl is not installed, the sandbox is alone and this package does nothing.
 """
@@ -42,6 +43,9 @@ if find_spec("verl"):
     vllm = "verl.workers.rollout.vllm_rollout"
     wrapt.register_post_import_hook("verl_ext.rollout.weight_sockets:name_senders", f"{vllm}.vllm_rollout")
     wrapt.register_post_import_hook("verl_ext.rollout.weight_sockets:name_receivers", f"{vllm}.vllm_async_server")
+    wrapt.register_post_import_hook(
+        "verl_ext.rollout.logs:keep_warnings", "model_hosting_container_standards.logging_config"
+    )
     wrapt.register_post_import_hook("verl_ext.fleet.balancer:tell_failures", "verl.workers.rollout.llm_server")
     wrapt.register_post_import_hook(
         "verl_ext.fleet.ranks:obey_rank", "verl.workers.rollout.vllm_rollout.vllm_async_server"
