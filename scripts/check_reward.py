@@ -24,12 +24,12 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO))
 
-from verl_ext.datasets import rows  # noqa: E402
 from verl_ext.reward import Score, score_answer  # noqa: E402
 from verl_ext.reward.grade import judge_by_math_verify  # noqa: E402
 from verl_ext.reward.maths.extraction import extract_answer  # noqa: E402
 from verl_ext.reward.maths.rationals import NotANumber, read_quantity  # noqa: E402
 from verl_ext.reward.score import compare  # noqa: E402
+from verl_ext.runs import jsonl, parquet  # noqa: E402
 
 MIN_RIGHT = 0.98
 TOLERANCE = 0.01  # relative, of the graders that accept rounded decimals
@@ -122,9 +122,10 @@ def check_labelled(rows: list[dict[str, Any]], named: dict[str, str | None], *, 
 
 
 def read_rows(file: Path) -> list[dict[str, Any]]:
-    if file.suffix == ".json" and (text := file.read_text(encoding="utf-8")).lstrip()[:1] == "[":
-        return json.loads(text)
-    return [row for _, row in rows.read_rows(str(file))]
+    if file.suffix == ".parquet":
+        return parquet.read(file).to_pylist()
+    text = file.read_text(encoding="utf-8")
+    return json.loads(text) if text.lstrip()[:1] == "[" else list(jsonl.read(file))
 
 
 def spellings(answer: str) -> list[str]:

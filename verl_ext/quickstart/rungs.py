@@ -1,8 +1,11 @@
 """What the quickstart can make: the models and tasks that `--model` names, and what differs between them."""
 
 import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
+
+import yaml
 
 from verl_ext.quickstart.options import REPO
 
@@ -21,11 +24,19 @@ class Rung:
     task: tuple[str, ...]  # globs of the repository's files that make the task: its data and its two configs
 
     def task_digest(self) -> str:
-        """The first digits of the SHA-256 of what `task` names, in order: results of another one are another task's."""
+        """The first digits of the SHA-256 of what `task` names, in order: results of another one are another task's.
+
+        Of a YAML its values count, and no comment.
+        """
         files = sorted(path for pattern in self.task for path in REPO.glob(pattern))
-        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+        return hashlib.sha256(b"".join(map(_content, files))).hexdigest()[:16]
 
 
+def _content(path: Path) -> bytes:
+    return json.dumps(yaml.safe_load(path.read_text())).encode() if path.suffix == ".yaml" else path.read_bytes()
+
+
+SHARED = "configs/shared/*.yaml"  # of the runs of both rungs
 RUNGS = {
     "tiny": Rung(
         name="tiny",
@@ -35,7 +46,7 @@ RUNGS = {
         model_seed=True,
         shares_python=True,
         titles=("word problems, tokenizer, random model", "multi-turn SFT, FSDP2 on two ranks"),
-        task=("data/tiny_tools/*.py", "configs/tiny_*.yaml"),
+        task=("data/tiny_tools/*.py", "configs/tiny_*.yaml", SHARED),
     ),
     "small": Rung(
         name="small",
@@ -45,6 +56,7 @@ RUNGS = {
         model_seed=False,
         shares_python=False,
         titles=("word problems; SmolLM2-135M-Instruct, weights from 4 bits", "multi-turn SFT, FSDP2"),
-        task=("data/small/*.txt", "data/small/*.py", "data/svamp/*.jsonl", "configs/smollm2_*.yaml"),
+        task=("data/small/*.txt", "data/small/*.py", "data/svamp/*.jsonl", "configs/smollm2_*.yaml", SHARED)
+        + ("verl_ext/datasets/worked.py",),
     ),
 }

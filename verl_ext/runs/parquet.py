@@ -76,7 +76,9 @@ def _opened(path: Path, check: Check) -> Iterator[pq.ParquetFile]:
         with pq.ParquetFile(path) as file:
             check(path, file.schema_arrow)
             yield file
-    except (pa.ArrowException, EOFError) as error:
+    except (pa.ArrowException, EOFError, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the file system; a damaged footer has none
+            raise
         raise Unreadable(
             f"{path} cannot be read ({error}). Expected Parquet; the file was cut short or changed after it was "
             "written. Remove it, or restore it."

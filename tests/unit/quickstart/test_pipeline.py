@@ -67,13 +67,14 @@ def test_a_run_with_other_settings_is_not_mixed_in(make_run, called, changed):
 
 
 def test_a_run_of_another_task_is_not_done_already(make_run, called, tmp_path):
-    (tmp_path / "templates.txt").write_text("one")
-    rung = replace(pipeline.RUNGS["small"], task=(f"{tmp_path.name}/*.txt",))
+    (tmp_path / "run.yaml").write_text("lr: 1  # of today")
+    rung = replace(pipeline.RUNGS["small"], task=(f"{tmp_path.name}/*.yaml",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rungs, "REPO", tmp_path.parent)
         run_pipeline(make_run(rung=rung), ["data"])
+        (tmp_path / "run.yaml").write_text("lr: 1  # another comment")
         run_pipeline(make_run(rung=rung), ["data"])
-        (tmp_path / "templates.txt").write_text("two")
+        (tmp_path / "run.yaml").write_text("lr: 2")
         with pytest.raises(SystemExit, match="holds a run with other settings"):
             run_pipeline(make_run(rung=rung), ["data", "sft"])
     assert called == ["data"]

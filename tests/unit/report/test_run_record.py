@@ -6,13 +6,6 @@ from verl_ext.records import store
 from verl_ext.report.run_record import read_run
 
 
-def write(path, rows, tail=""):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps({"step": step, "data": data}) for step, data in rows]
-    path.write_text("".join(line + "\n" for line in lines) + tail, encoding="utf-8")
-    return path
-
-
 def test_rollouts_of_the_first_and_last_step_are_read(tmp_path):
     for step in (2, 10, 9):
         path = tmp_path / "rl" / "rollouts" / f"{step}.jsonl"

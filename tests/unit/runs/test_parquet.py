@@ -41,6 +41,12 @@ def test_what_is_no_parquet_or_cut_short_is_named(tmp_path, read):
         path.write_bytes(content)
         with pytest.raises(parquet.Unreadable, match=f"{path} cannot be read .*cut short or changed"):
             read(path)
+    parquet.write(path, [{"x": 1}], SCHEMA)
+    content = bytearray(path.read_bytes())
+    content[-60:-20] = b"\xff" * 40
+    path.write_bytes(content)
+    with pytest.raises(parquet.Unreadable, match=f"{path} cannot be read"):
+        read(path)
     with pytest.raises(FileNotFoundError):
         read(tmp_path / "gone.parquet")
 
