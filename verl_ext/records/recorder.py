@@ -120,10 +120,12 @@ class Recorder:
                     "those, give a new run a folder of its own.",
                     *(removed, self._run / store.FOLDER),
                 )
-            waiting, decided = (store.path_of(self._run, kind, step) for kind in ("waiting", "trajectories"))
+        waiting, decided = (store.path_of(self._run, kind, step) for kind in ("waiting", "trajectories"))
+        with self._guard("restored"):
             rows = store.read(waiting).to_pylist() if waiting.exists() else []
             for uid, own in itertools.groupby(rows, key=lambda row: row["uid"]):
                 self.group(Group(uid, step, False, pack([*own]), 0.0))
+        with self._guard("restored"):
             if decided.exists():  # of a run that came to its end
                 store.rewrite(decided, lambda rows: [row for row in rows if row["outcome"] != PromptEnd.OPEN])
                 self._written = step  # where `close` puts them back if no further step comes
@@ -261,7 +263,7 @@ class Recorder:
         """Whatever is wrong with a record or a disk, training goes on: a bug of ours is logged as one."""
         try:
             yield
-        except OSError as error:
+        except (OSError, parquet.Unreadable) as error:
             self.unwritten += 1
             if self.unwritten == 1:
                 logger.warning(

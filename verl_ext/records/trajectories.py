@@ -60,8 +60,8 @@ def rollout_columns(
         "end_reason": str(end),
         "exception": next((call["stderr"] for call in calls if call["fault"] == Fault.INFRASTRUCTURE), None),
         "fault": str(_ENDS[end].fault) if end in _ENDS else None,
-        "score": None if end in INFRASTRUCTURE_FAILURES else score,
-        "acc": None if end in INFRASTRUCTURE_FAILURES else info.get("acc"),
+        "score": None if end in INFRASTRUCTURE_FAILURES else _number(score),
+        "acc": None if end in INFRASTRUCTURE_FAILURES else _number(info.get("acc")),
         "reward_parts": _json(info),
         "verdict": {name: _text(info.get(key) or None) for name, key in _VERDICT},
         "response_tokens": sum(turn["tokens"] for turn in turns),
@@ -131,6 +131,11 @@ def cut(text: str | None) -> str | None:
         return text
     half = MAX_OUTPUT // 2
     return f"{text[:half]}\n[{len(text) - 2 * half} characters are not recorded]\n{text[-half:]}"
+
+
+def _number(value: Any) -> float | None:
+    """Of whatever a reward manager says: what is no number raises here, where it costs a group and not a file."""
+    return None if value is None else float(value)
 
 
 def _json(value: Row) -> str:

@@ -188,7 +188,7 @@ class RetoolRewardManager(RewardManagerBase):
         self._count(score, response, sample)
         num_model_tokens = sum(end - start for start, end in spans)
 
-        train_acc = score.acc
+        acc = train_acc = float(score.acc or 0.0)  # an own verifier may say it as a bool of numpy
         if options.random_reward_p is not None:
             train_acc = float(self._draw(sample, token_ids) < options.random_reward_p)
         if infrastructure_failed:
@@ -205,7 +205,7 @@ class RetoolRewardManager(RewardManagerBase):
         return {
             "reward_score": reward,
             "reward_extra_info": {
-                "acc": score.acc or 0.0,
+                "acc": acc,
                 "train_acc": train_acc,
                 **parts,
                 **flags,

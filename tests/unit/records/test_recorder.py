@@ -297,6 +297,21 @@ def test_a_run_that_came_to_its_end_and_goes_on_has_no_row_twice(tmp_path):
     assert {key: end for key, (end, *_) in outcomes(tmp_path, 2).items()} == {"open_0": "stale", "open_1": "stale"}
 
 
+def test_a_file_of_waiting_groups_that_was_cut_is_named_and_the_rest_is_restored(tmp_path, caplog):
+    ended = Recorder(tmp_path, SETTINGS)
+    for uid in ("done", "open"):
+        ended.group(group(uid))
+    ended.end_step(Fates(1, {"done": TRAINED}, {}), 0.0)
+    ended.save(1)
+    ended.close()
+    waiting = store.path_of(tmp_path, "waiting", 1)
+    waiting.write_bytes(waiting.read_bytes()[:-9])
+    resumed = Recorder(tmp_path, SETTINGS)
+    resumed.resume(1)
+    assert {key[:4] for key in outcomes(tmp_path, 1)} == {"done"}, "what waits has no fate yet"
+    assert str(waiting) in caplog.text and "error of verl_ext" not in caplog.text
+
+
 def test_a_run_whose_checkpoint_has_no_waiting_groups_on_file_says_what_is_lost(tmp_path, caplog):
     resumed = Recorder(tmp_path, SETTINGS)
     resumed.resume(5)
