@@ -1,7 +1,8 @@
 """TRL's side of scripts/bench_vs_trl.sh: GRPO on the same task by TRL's GRPOTrainer, the sandbox as its tool.
 
-With --run it is TRL's side of scripts/chaos.py instead: rollouts, times and checkpoints go into a folder, and the same
-command goes on from the last checkpoint. JUDGE_URL in the environment names a judge that scores the answers.
+With --run and --notes it is TRL's side of scripts/chaos.py instead: checkpoints go into one folder, rollouts and times
+into the other, and the same command goes on from the last checkpoint. JUDGE_URL in the environment names a judge that
+scores the answers.
 
 Runs in TRL's own environment and imports nothing of this project. It is what a user of TRL would write, with the same
 merged SFT model and prompts; batch, clip and learning rate are --sizes, the run's own. GRPOTrainer has no dynamic
@@ -80,13 +81,13 @@ def text_of(messages: list[dict]) -> str:
     return "".join(parts)
 
 
-class Run(TrainerCallback):
-    """The folder of a run under scripts/chaos.py: rollouts by step, as verl dumps them, and how long steps took."""
+class Notes(TrainerCallback):
+    """What a run under scripts/chaos.py is judged by: rollouts by step, as verl dumps them, and how long steps took."""
 
     def __init__(self, folder: Path, updates: int):
         self.folder, self._updates, self._began = folder, updates, time.time()
         self._metrics = folder / f"metrics-{int(self._began)}.jsonl"
-        (folder / "rollouts").mkdir(exist_ok=True)
+        (folder / "rollouts").mkdir(parents=True, exist_ok=True)
 
     def reward(
         self, prompts: list, completions: list, ground_truth: list[str], trainer_state: object, **_: object
@@ -148,9 +149,12 @@ def main() -> None:
     parser.add_argument("--sizes", type=json.loads, required=True, help="JSON, scripts/bench_vs_trl.py `sizes`")
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", required=True, help="JSON file for the figures")
-    parser.add_argument("--run", type=Path, help="folder of a run, for scripts/chaos.py")
+    parser.add_argument("--run", type=Path, help="folder of checkpoints, for scripts/chaos.py")
+    parser.add_argument("--notes", type=Path, help="folder of what --run is judged by")
     parser.add_argument("--seed", type=int, default=42)
     args = parser.parse_args()
+    if bool(args.run) != bool(args.notes):
+        parser.error("--run and --notes go together")
     sizes = args.sizes
 
     session = requests.Session()
@@ -188,15 +192,15 @@ def main() -> None:
         ["prompt", "ground_truth"]
     )
     clock, updates = Clock(), sizes["responses"] // sizes["mini_batch"]  # updates of a step
-    run = Run(args.run, updates) if args.run else None
-    saving = {"save_strategy": "steps", "save_steps": SAVE_EVERY * updates} if run else {"save_strategy": "no"}
+    notes = Notes(args.notes, updates) if args.run else None
+    saving = {"save_strategy": "steps", "save_steps": SAVE_EVERY * updates} if args.run else {"save_strategy": "no"}
     trainer = trainer_class(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=run.reward if run else reward,
+        reward_funcs=notes.reward if notes else reward,
         tools=[python],
         train_dataset=data,
-        callbacks=[clock, run] if run else [clock],
+        callbacks=[clock, notes] if notes else [clock],
         args=GRPOConfig(
             use_cpu=True,
             bf16=False,
@@ -225,11 +229,11 @@ def main() -> None:
             output_dir=str(args.run or f"{args.out}.trainer"),
         ),
     )
-    if run:
+    if notes:
         order = dict.fromkeys(trainer._get_train_sampler())
         questions = [data[place]["prompt"][-1]["content"] for place in list(order)[: sizes["responses"] * args.steps]]
-        (args.run / "order.json").write_text(json.dumps(questions))
-    trainer.train(resume_from_checkpoint=bool(run and list(args.run.glob("checkpoint-*"))))
+        (args.notes / "order.json").write_text(json.dumps(questions))
+    trainer.train(resume_from_checkpoint=bool(args.run and list(args.run.glob("checkpoint-*"))))
     logs = [entry for entry in trainer.state.log_history if "reward" in entry]
     figures = {
         "step_ends": clock.ends[updates - 1 :: updates],

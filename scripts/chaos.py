@@ -196,30 +196,32 @@ def our_figures(scene: Scene, source: Path, sandbox: str, fault_at: int) -> dict
 def stock_command(fault: Fault, scene: Scene, source: Path) -> tuple[list[str], dict[str, str]]:
     """Writes its config beside the run."""
     folder = scene.run.parent
-    config = others.stock_config(overrides_of(fault, scene), source, scene.run)
+    scene.notes.mkdir()
+    config = others.stock_config(overrides_of(fault, scene), source, scene.run, scene.notes)
     OmegaConf.save(config, folder / "stock.yaml")
     env = ENVIRONMENT | ({"JUDGE_URL": scene.judge.url} if fault.judged else {})
-    return ["bash", str(others.FOLDER / "run_verl.sh"), str(folder), str(scene.run)], env
+    return ["bash", str(others.FOLDER / "run_verl.sh"), str(folder), str(scene.notes)], env
 
 
 def stock_figures(scene: Scene, source: Path, sandbox: str, fault_at: int) -> dict[str, Any]:
     own = others.verl_sizes(OmegaConf.load(scene.run.parent / "stock.yaml"))
-    return others.figures(scene.run, sandbox, scene.log, fault_at, own)
+    return others.figures(scene.notes, sandbox, scene.log, fault_at, own)
 
 
 def trl_command(fault: Fault, scene: Scene, source: Path) -> tuple[list[str], dict[str, str]]:
     if fault.overrides and not fault.judged:
         raise Missed("TRL generates in the learner's process: there is no engine")
     script = str(REPO / "scripts" / "bench_trl_side.py")
-    command = [str(TRL), script, "--run", str(scene.run), "--steps", str(fault.steps), "--seed", str(scene.seed)]
+    command = [str(TRL), script, "--run", str(scene.run), "--notes", str(scene.notes)]
+    command += ["--steps", str(fault.steps), "--seed", str(scene.seed)]
     command += ["--model", str(source / "sft" / "merged"), "--data", str(source / "data" / "rl_train.parquet")]
-    command += ["--sizes", json.dumps(sizes(compose_run("tiny_dapo"))), "--out", str(scene.run / "figures.json")]
+    command += ["--sizes", json.dumps(sizes(compose_run("tiny_dapo"))), "--out", str(scene.notes / "figures.json")]
     return command, {"HF_HUB_OFFLINE": "1"} | ({"JUDGE_URL": scene.judge.url} if fault.judged else {})
 
 
 def trl_figures(scene: Scene, source: Path, sandbox: str, fault_at: int) -> dict[str, Any]:
-    own = others.trl_sizes(source / "sft" / "merged", scene.run, sizes(compose_run("tiny_dapo")))
-    return others.figures(scene.run, sandbox, scene.log, fault_at, own)
+    own = others.trl_sizes(source / "sft" / "merged", scene.notes, sizes(compose_run("tiny_dapo")))
+    return others.figures(scene.notes, sandbox, scene.log, fault_at, own)
 
 
 SIDES = {

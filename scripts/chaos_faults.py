@@ -127,7 +127,7 @@ class Scene:
     """A run, and what a fault can lay hands on.
 
     Attributes:
-        run: its folder.
+        run: its folder, which a fault may fill.
         log: what it prints.
         ended: set while the run is not there: it has not started, or its process has ended.
         before: what the proxy before the sandbox does to a call.
@@ -140,6 +140,11 @@ class Scene:
     seed: int
     ended: threading.Event = field(default_factory=threading.Event)
     before: Callable[[str], bytes | None] = lambda program: None
+
+    @property
+    def notes(self) -> Path:
+        """Where the other sides put what they are judged by: a disk that a fault fills is the run's alone."""
+        return self.run.parent / "notes"
 
     def processes(self) -> list[psutil.Process]:
         """All of the run: those below this process, the sandbox aside."""

@@ -17,7 +17,7 @@ from verl_ext.runs.folder import step_dumps
 from verl_ext.settings import compose_run
 
 FOLDER = Path(__file__).resolve().parent / "stock"
-DUMPS = "rollouts"  # of the run's folder
+DUMPS = "rollouts"  # of the folder of notes
 OPEN, CLOSE = "<code>", "</code>"
 _REPLY = re.compile(r"\n<interpreter>\n(.*?)\n</interpreter>\n?", re.DOTALL)
 Rollout = Mapping[str, Any]  # a row of verl's dump: input, output, gts, score, step
@@ -52,12 +52,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def stock_config(overrides: Sequence[str], source: Path, run: Path) -> DictConfig:
+def stock_config(overrides: Sequence[str], source: Path, run: Path, notes: Path) -> DictConfig:
     """The tiny run's sizes and verl's own parts: agent loop, sampler, reward manager, optimizer.
 
     Args:
         overrides: of tiny_dapo.
         source: the quickstart that has data and SFT model.
+        run: folder of the checkpoints.
+        notes: folder of the dumps.
     """
     config = compose_run("tiny_dapo", overrides)
     OmegaConf.resolve(config)
@@ -84,13 +86,13 @@ def stock_config(overrides: Sequence[str], source: Path, run: Path) -> DictConfi
         train_files=str(source / "data" / "rl_train.parquet"), val_files=str(source / "data" / "eval.parquet")
     )
     config.ray_kwargs.ray_init.address = "local"  # not another run's Ray
-    config.trainer.update(default_local_dir=str(run), rollout_data_dir=str(run / DUMPS))
+    config.trainer.update(default_local_dir=str(run), rollout_data_dir=str(notes / DUMPS))
     return config
 
 
-def rollouts(run: Path) -> list[Rollout]:
+def rollouts(notes: Path) -> list[Rollout]:
     """The trained ones, of the last time that a step was made."""
-    return [row for path in step_dumps(run / DUMPS) for row in jsonl.read(path)]
+    return [row for path in step_dumps(notes / DUMPS) for row in jsonl.read(path)]
 
 
 def wrong_scores(rows: Iterable[Rollout]) -> list[str]:
@@ -162,17 +164,17 @@ def question_of(row: Rollout) -> str:
     return row["input"].removeprefix("user\n").removesuffix("assistant\n").strip()
 
 
-def stall(run: Path) -> Stall:
+def stall(notes: Path) -> Stall:
     """Progress is a step whose rollouts were dumped: no time of anything smaller is noted."""
-    return longest_gap(run, [path.stat().st_mtime for path in step_dumps(run / DUMPS)])
+    return longest_gap(notes, [path.stat().st_mtime for path in step_dumps(notes / DUMPS)])
 
 
-def figures(run: Path, sandbox: str, log: Path, fault_at: int, sizes: Sizes) -> dict[str, Any]:
+def figures(notes: Path, sandbox: str, log: Path, fault_at: int, sizes: Sizes) -> dict[str, Any]:
     """As chaos_measure.figures; what was kept out of training is not known."""
-    rows = rollouts(run)
+    rows = rollouts(notes)
     wrong = [*wrong_scores(rows), *wrong_answers_of_tools(rows, sandbox, sizes)]
     lost, doubled = lost_and_doubled(rows, sizes)
-    return {"excluded": None, "servers": None} | summary(len(rows), wrong, lost, doubled, stall(run), log, fault_at)
+    return {"excluded": None, "servers": None} | summary(len(rows), wrong, lost, doubled, stall(notes), log, fault_at)
 
 
 def verl_sizes(config: DictConfig) -> Sizes:
@@ -183,7 +185,7 @@ def verl_sizes(config: DictConfig) -> Sizes:
     return Sizes(config.actor_rollout_ref.model.path, drawn(config), rollout.n, *limits, slack)
 
 
-def trl_sizes(model: Path, run: Path, sizes: Mapping[str, Any]) -> Sizes:
+def trl_sizes(model: Path, notes: Path, sizes: Mapping[str, Any]) -> Sizes:
     """Of a run of scripts/bench_trl_side.py; `sizes` are those of scripts/bench_vs_trl.py."""
-    order = json.loads((run / "order.json").read_text())
+    order = json.loads((notes / "order.json").read_text())
     return Sizes(str(model), order, sizes["samples"], sizes["response_tokens"], sizes["tool_calls"] + 1)

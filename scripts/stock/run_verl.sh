@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # verl 0.9.1 as it is, on the tiny task; scripts/chaos.py calls it.
 #
-# Usage: PYTHON=FILE SANDBOX_URL=URL [JUDGE_URL=URL] bash scripts/stock/run_verl.sh FOLDER RUN
-#   FOLDER has stock.yaml, the whole config; RUN gets metrics
+# Usage: PYTHON=FILE SANDBOX_URL=URL [JUDGE_URL=URL] bash scripts/stock/run_verl.sh FOLDER NOTES
+#   FOLDER has stock.yaml, the whole config; NOTES gets metrics
 set -euo pipefail
 export PYTHONPATH VERL_USE_EXTERNAL_MODULES=stock_verl HF_HUB_OFFLINE=1
 export SAGEMAKER_CONTAINER_LOG_LEVEL=WARNING # else a package that vLLM imports hides the warnings of all others

@@ -97,11 +97,13 @@ def test_the_order_of_an_epoch_is_drawn_by_the_seed(stock, tmp_path):
 
 @pytest.mark.parametrize("overrides", [(), ("hardware=cpu_separate",)])
 def test_a_stock_run_has_no_part_of_ours_but_the_cpu(stock, tmp_path, overrides):
-    config = stock.stock_config(["data.seed=0", *overrides], tmp_path, tmp_path)
+    config = stock.stock_config(["data.seed=0", *overrides], tmp_path / "data", tmp_path / "run", tmp_path / "notes")
     text = OmegaConf.to_yaml(config.actor_rollout_ref.rollout.agent) + OmegaConf.to_yaml(config.trainer.v1)
     text += OmegaConf.to_yaml(config.actor_rollout_ref.actor) + OmegaConf.to_yaml(config.reward.custom_reward_function)
     assert "verl_ext" not in text and "retool" not in config and config.reward.reward_manager.name == "naive"
     assert config.actor_rollout_ref.rollout.n == 8 and config.data.train_batch_size == 16, "sizes are the tiny run's"
+    assert config.trainer.default_local_dir == str(tmp_path / "run"), "where a disk gets full"
+    assert config.trainer.rollout_data_dir.startswith(str(tmp_path / "notes")), "what the run is judged by is not there"
 
 
 def test_verl_imports_the_cpu_and_the_form_of_calls_and_nothing_else_of_ours():
