@@ -62,8 +62,9 @@ def _check(path: Path, schema: pa.Schema) -> None:
     if version != VERSION:
         raise parquet.Unreadable(f"{path} has records of version {version}, expected {VERSION}.")
     known = SCHEMAS.get(path.parent.name)  # where the file was moved elsewhere, nobody knows
-    if lacks := sorted(set(known.names if known else ()) - set(schema.names)):
-        raise parquet.Unreadable(f"{path} lacks columns of version {VERSION}: {', '.join(lacks)}.")
+    types = {field.name: field.type for field in schema}
+    if lacks := [field.name for field in known or () if types.get(field.name) != field.type]:
+        raise parquet.Unreadable(f"{path} lacks columns of version {VERSION}, or their types: {', '.join(lacks)}.")
 
 
 def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -105,7 +106,7 @@ def forget_after(run: Path, step: int) -> int:
 
 def cpu_seconds(run: Path) -> dict[int, float]:
     """Step -> seconds of CPU that its records took, of the recorder and of those who told it."""
-    found = {file.step: pq.read_metadata(file.path).metadata for file in files_of(run) if not file.validate}
+    found = {file.step: table.schema.metadata for file, table in tables(run, columns=()) if not file.validate}
     return {step: float(notes[CPU_KEY]) for step, notes in found.items() if CPU_KEY in notes}
 
 

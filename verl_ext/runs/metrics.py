@@ -1,6 +1,5 @@
 """What verl's file logger wrote of a run (`metrics-*.jsonl`), and the times that it and the log tell."""
 
-import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 
 from verl_ext.runs import jsonl
 
+LARGEST = 1e300  # a larger value is left out, as NaN is: a mean of some overflows
 WARMUP_STEPS = 2  # first steps of every process: cold caches and compilation, left out of the warm step time
 # verl's timers inside `timing_s/step`, in order (verl 0.9.1, trainer/ppo/v1/trainer_base.py:473)
 STEP_PARTS = "gen reward old_log_prob ref values adv update_critic update_actor update_weights save_checkpoint".split()
@@ -64,7 +64,7 @@ def read_metrics(paths: Sequence[Path]) -> Metrics:
     """Merges the metric files of one run, `{"step": n, "data": {...}}` a line; of a repeated step the last value wins.
 
     A resumed process starts its file at a later step, so files are taken in order of their first step, then of the time
-    they were written. Values that are no finite numbers are left out.
+    they were written. Values that are no finite numbers, or beyond LARGEST, are left out.
 
     With algorithm.rollout_correction.bypass_mode verl logs no `actor/entropy`: `actor/entropy_loss` stands in, the same
     mean over tokens, of the update (verl 0.9.1, workers/utils/losses.py:124; needs actor.calculate_entropy).
@@ -79,7 +79,7 @@ def read_metrics(paths: Sequence[Path]) -> Metrics:
     for _, written, name, rows in sorted(files, key=lambda file: file[:3]):
         timed, trained = [], []
         for step, data in rows:
-            values = {k: float(v) for k, v in data.items() if isinstance(v, int | float) and math.isfinite(v)}
+            values = {k: float(v) for k, v in data.items() if isinstance(v, int | float) and abs(v) < LARGEST}
             if "actor/entropy_loss" in values:
                 values.setdefault("actor/entropy", values["actor/entropy_loss"])
             steps.setdefault(step, {}).update(values)

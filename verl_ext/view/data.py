@@ -7,6 +7,7 @@ Columns: verl_ext/records/schema.py. A file of a step is called by its `key`: it
 import functools
 import glob
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import duckdb
 
 from verl_ext.records import store
 from verl_ext.runs import parquet
-from verl_ext.runs.folder import training_folder
+from verl_ext.runs.folder import NoRun, training_folder
 from verl_ext.runs.metrics import Metrics, read_metrics
 
 LIGHT = (  # all but the long texts
@@ -26,9 +27,9 @@ FILES = (  # a folder `domain=math` of a sweep is no column
     " FROM read_parquet($paths, filename=true, hive_partitioning=false)"
 )
 PAGE = 200  # groups on a page
-DATABASE = {"memory_limit": "400MB", "threads": 2, "preserve_insertion_order": True} | dict.fromkeys(
-    ("autoinstall_known_extensions", "autoload_known_extensions"), False
-)  # in memory, of bounded size, fetches nothing from anywhere
+# In memory, of bounded size, writes no file, fetches nothing from anywhere.
+DATABASE = {"memory_limit": "400MB", "threads": 2, "preserve_insertion_order": True, "temp_directory": ""}
+DATABASE |= dict.fromkeys(("autoinstall_known_extensions", "autoload_known_extensions"), False)
 
 State = tuple[Path, int, int]  # of a file: path, time of its last change (ns), bytes
 
@@ -59,31 +60,44 @@ class Run:
     """
 
     def __init__(self, folder: Path, name: str, number: int):
-        self.folder, self.name, self.number = training_folder(folder, "rl", "sft"), name, number
-        self._broken: dict[State | Path, str | None] = {}  # what is wrong with a file
-        self._metrics: tuple[Any, Metrics, list[str]] | None = None  # of which states of files; what is wrong with them
+        self._named, self._folder = folder, training_folder(folder, "rl", "sft")
+        self.name, self.number = name, number
+        self._broken: dict[State | None, str | None] = {}  # what is wrong with a file
+        self._metrics: tuple[Any, Metrics, list[str]] = None, Metrics({}, set()), []  # as `metrics` leaves it
+
+    @property
+    def folder(self) -> Path:
+        """Of a quickstart that was opened in its SFT run, the RL run once there is one."""
+        if self._folder == self._named / "sft":
+            with suppress(NoRun):
+                self._folder = training_folder(self._named, "rl")
+        return self._folder
 
     def files(self, kind: str = "trajectories") -> dict[str, Path]:
         """key -> path of the whole files of a kind, by step."""
-        return {file.path.stem: file.path for file in store.files_of(self.folder, kind) if not self._fault_of(file)}
+        paths = [file.path for file in store.files_of(self.folder, kind)]
+        return {path.stem: path for path in paths if self._fault_of(path) is None}
 
     def broken(self) -> list[str]:
         """What is wrong with each file that cannot be read."""
-        faults = [fault for file in store.files_of(self.folder, "*") if (fault := self._fault_of(file))]
+        faults = [fault for file in store.files_of(self.folder, "*") if (fault := self._fault_of(file.path))]
         self.metrics()
         return faults + self._metrics[2]
 
-    def _fault_of(self, file: store.RecordFile, columns: Sequence[str] | None = ()) -> str | None:
-        """What is wrong with a file; by its footer, or, with `columns=None`, by all of it."""
-        state = state_of(file.path) or file.path
-        if state not in self._broken or (columns is None and not self._broken[state]):
+    def _fault_of(self, path: Path, columns: Sequence[str] | None = ()) -> str | None:
+        """What is wrong with a file, "" where it is gone; by its footer, or, with `columns=None`, by all of it."""
+        state = state_of(path)
+        if state is None or state not in self._broken or (columns is None and not self._broken[state]):
             try:
-                store.read(file.path, columns)
+                store.read(path, columns)
                 self._broken[state] = None
+            except FileNotFoundError:
+                return ""
             except parquet.Unreadable as error:
                 self._broken[state] = str(error)
-            except OSError as error:
-                self._broken[state] = f"{file.path} cannot be read ({error})."
+            except OSError as error:  # it may pass: the next look asks again
+                self._broken.pop(state, None)
+                return f"{path} cannot be read ({error})."
         return self._broken[state]
 
     def ask(
@@ -98,52 +112,60 @@ class Run:
         Raises:
             duckdb.OutOfMemoryException: it needs more than DATABASE allows.
         """
-        for attempt in range(2):
-            files = self.files(kind)
-            paths = [glob.escape(str(files[key])) for key in (files if keys is None else keys) if key in files]
-            if not paths:
-                return []
+        files = {key: path for key, path in self.files(kind).items() if keys is None or key in keys}
+        while files:
             try:
                 cursor = _database().cursor()
+                paths = [glob.escape(str(path)) for path in files.values()]
                 cursor.execute(f"WITH records AS ({FILES}) {sql}", {"paths": paths, **(values or {})})
                 names = [column[0] for column in cursor.description]
                 return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
             except duckdb.OutOfMemoryException:
                 raise
             except duckdb.Error:
-                listed = [file for file in store.files_of(self.folder, kind) if glob.escape(str(file.path)) in paths]
-                faults = [self._fault_of(file, None) for file in listed]
-                if attempt or (not any(faults) and len(listed) == len(paths)):
+                left = {key: path for key, path in files.items() if self._fault_of(path, None) is None}
+                if left == files:
                     raise
-        raise AssertionError
+                files = left
+        return []
 
     def rows(self, key: str) -> Iterator[dict[str, Any]]:
         """The rollouts of a file, with its `key`, a few in memory at a time; what follows damage is left out."""
+        path = self.files().get(key)
         try:
-            for row in store.stream(self.files()[key]):
+            for row in store.stream(path) if path else ():
                 yield row | {"key": key}
+        except FileNotFoundError:  # removed by retention or a resume since it was listed
+            return
         except parquet.Unreadable as error:
-            path = store.path_of(self.folder, "trajectories", step_of(key), validate=key.startswith("val"))
-            self._broken[state_of(path) or path] = str(error)
+            self._broken[state_of(path)] = str(error)
 
     def metrics(self) -> Metrics:
         """The run's curves, as all commands read them; a line that is still being written is left for the next look."""
         states = {path: state_of(path) for path in sorted(self.folder.glob("metrics*.jsonl"))}
-        if self._metrics is None or self._metrics[0] != states:
-            faults: dict[Path, str] = {}
-            for path in states:
-                try:
-                    read_metrics([path])
-                except (ValueError, OSError) as error:
-                    faults[path] = f"{path} is not shown: {error}"
-            good = read_metrics([path for path in states if path not in faults])
-            self._metrics = states, good, list(faults.values())
+        if self._metrics[0] != states:
+            faults: dict[Path, Exception] = {}
+            try:
+                found = read_metrics([*states])
+            except (ValueError, OSError):
+                faults = {path: error for path in states if (error := _metrics_fault(path))}
+                found = read_metrics([path for path in states if path not in faults])
+            passing = any(isinstance(error, OSError) for error in faults.values())
+            said = [f"{path} is not shown: {error}" for path, error in faults.items()]
+            self._metrics = None if passing else states, found, said
         return self._metrics[1]
 
     def state(self) -> list[Any]:
         """Changes where a file of the run appears or grows: what a page that is open asks for."""
         paths = [file.path for file in store.files_of(self.folder, "*")]
         return [str(state_of(path)) for path in [*paths, *self.folder.glob("metrics*.jsonl")]]
+
+
+def _metrics_fault(path: Path) -> Exception | None:
+    try:
+        read_metrics([path])
+    except (ValueError, OSError) as error:
+        return error
 
 
 FILTERS = {
@@ -154,7 +176,8 @@ FILTERS = {
     "exception": "(contains(exception, $exception) OR"
     " len(list_filter(calls, lambda c: c.fault IS NOT NULL AND contains(c.status, $exception))) > 0)",
     "text": "(contains(prompt, $text) OR len(list_filter(turns, lambda t: contains(t.text, $text))) > 0"
-    " OR len(list_filter(calls, lambda c: contains(c.stdout, $text) OR contains(c.stderr, $text))) > 0)",
+    " OR len(list_filter(calls, lambda c: contains(c.code, $text) OR contains(c.stdout, $text)"
+    " OR contains(c.stderr, $text))) > 0)",  # JSON escapes the code of a call in the turn's text
 }  # name in a page's address -> condition on a rollout
 
 

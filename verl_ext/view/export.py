@@ -71,19 +71,7 @@ def _sample(row: dict[str, Any], name: str) -> dict[str, Any]:
     verdict, judged = row["verdict"] or {}, row["acc"] is not None
     score = {"value": row["acc"], "answer": verdict.get("extracted"), "explanation": verdict.get("text")}
     choice = {"message": said, "stop_reason": "max_tokens" if row["end_reason"] == RolloutEnd.MAX_TOKENS else "stop"}
-    kept = (
-        "key",
-        "step",
-        "problem",
-        "id",
-        "domain",
-        "score",
-        "outcome",
-        "outcome_why",
-        "end_reason",
-        "fault",
-        "advantage",
-    )
+    kept = "key step problem id domain score outcome outcome_why end_reason fault advantage".split()
     failure = f"{row['end_reason']}: {row['exception'] or 'not judged'}"
     return {
         "id": name,

@@ -162,6 +162,14 @@ def test_a_file_written_again_keeps_its_notes(tmp_path):
     assert [row["session"] for row in store.rows(tmp_path)] == [4] and store.cpu_seconds(tmp_path) == {1: 1.5}
 
 
+def test_the_cpu_seconds_are_those_of_the_files_that_can_be_read(tmp_path, caplog):
+    paths = [store.path_of(tmp_path, "trajectories", step) for step in (1, 2)]
+    for path in paths:
+        store.write(path, "trajectories", [ROW], {CPU_KEY: "1.5"})
+    paths[1].write_bytes(paths[1].read_bytes()[:-20])
+    assert store.cpu_seconds(tmp_path) == {1: 1.5} and f"{paths[1]} cannot be read" in caplog.text
+
+
 def limits(max_bytes):
     return RecorderSettings(token_share=0.0, keep_steps=3, max_gb=max_bytes / 2**30)
 
@@ -204,10 +212,13 @@ def test_long_rows_stand_in_small_row_groups_and_short_ones_in_one(tmp_path, mon
         assert len(list(store.stream(path))) == store.read(path).num_rows == 16
 
 
-def test_a_file_that_lacks_a_column_is_named(tmp_path):
+@pytest.mark.parametrize("instead", [None, "text"])
+def test_a_file_that_lacks_a_column_or_has_another_type_there_is_named(tmp_path, instead):
     path = store.path_of(tmp_path, "trajectories", 1)
     store.write(path, "trajectories", [ROW])
     table = store.read(path)
-    pq.write_table(table.drop_columns(["problem"]).replace_schema_metadata(table.schema.metadata), path)
-    with pytest.raises(parquet.Unreadable, match="lacks columns of version 2: problem"):
+    other = table.drop_columns(["calls"])
+    other = other if instead is None else other.append_column("calls", pa.array([instead]))
+    pq.write_table(other.replace_schema_metadata(table.schema.metadata), path)
+    with pytest.raises(parquet.Unreadable, match="lacks columns of version 2, or their types: calls"):
         store.read(path)

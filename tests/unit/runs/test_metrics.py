@@ -35,8 +35,10 @@ def test_of_two_starts_from_the_same_step_the_later_wins(tmp_path):
     assert read_metrics([late, early]).curve("a") == ([1], [2.0])
 
 
-def test_values_that_are_no_numbers_are_left_out(tmp_path):
-    path = write(tmp_path / "metrics.jsonl", [(1, {"a": None, "b": "x", "c": float("nan"), "d": 1})])
+def test_values_that_are_no_numbers_or_of_no_use_are_left_out(tmp_path):
+    """A mean of some 1e308 overflows, and an integer of 400 digits is no float."""
+    wrong = {"a": None, "b": "x", "c": float("nan"), "e": -float("inf"), "f": 10**400, "g": -1e308}
+    path = write(tmp_path / "metrics.jsonl", [(1, {**wrong, "d": 1})])
     assert read_metrics([path]).steps == {1: {"d": 1.0}}
 
 

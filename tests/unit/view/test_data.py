@@ -1,23 +1,25 @@
 """What is asked of the records: filters, and files that are damaged or written again."""
 
+import json
 import re
 from pathlib import Path
 
 import duckdb
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from starlette.testclient import TestClient
 
 from tests.unit.view.synthetic import write_run, write_step
 from verl_ext.records import store
+from verl_ext.view import data
 from verl_ext.view.data import Run
 
 
 def has(text: str):
     def check(row: dict) -> bool:
-        texts = [row["prompt"], *(turn["text"] for turn in row["turns"])]
-        return any(
-            text in each for each in texts + [c["stdout"] for c in row["calls"]] + [c["stderr"] for c in row["calls"]]
-        )
+        said = [call[name] for call in row["calls"] for name in ("code", "stdout", "stderr")]
+        return any(text in each for each in (row["prompt"], *(turn["text"] for turn in row["turns"]), *said))
 
     return check
 
@@ -47,9 +49,29 @@ def test_filters_count_what_meets_them(client: TestClient, run_folder: Path, key
     assert len(re.findall(r'class="dot \w+"', html)) == len(hits)
 
 
-def test_a_truncated_file_is_named_and_the_rest_is_shown(client: TestClient, run_folder: Path) -> None:
-    path = store.path_of(run_folder, "trajectories", 2)
+def test_code_is_found_though_json_escapes_it_in_the_text(client: TestClient, run_folder: Path) -> None:
+    path, code = store.path_of(run_folder, "trajectories", 2), 'print("needle")'
+    first, *rows = store.read(path).to_pylist()
+    turn, call = {"role": "model", "text": json.dumps(code)}, {"turn": 0, "code": code}
+    store.write(path, "trajectories", [first | {"turns": [turn], "calls": [call]}, *rows])
+    assert "1 of 20 rollouts" in client.get("/run/0/step_000002", params={"text": code}).text
+
+
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
+
+
+def retype(path: Path) -> None:
+    """The calls are texts."""
+    table = store.read(path)
+    other = table.drop_columns(["calls"]).append_column("calls", pa.array(["x"] * len(table)))
+    pq.write_table(other.replace_schema_metadata(table.schema.metadata), path)
+
+
+@pytest.mark.parametrize("damage", [truncate, retype])
+def test_a_damaged_file_is_named_and_the_rest_is_shown(client: TestClient, run_folder: Path, damage) -> None:
+    path = store.path_of(run_folder, "trajectories", 2)
+    damage(path)
     for page in ("/", "/run/0/all", "/run/0/step_000001"):
         answer = client.get(page)
         assert answer.status_code == 200 and str(path) in answer.text
@@ -64,7 +86,7 @@ def test_a_truncated_file_is_named_and_the_rest_is_shown(client: TestClient, run
 )  # fmt: skip
 def test_a_truncated_file_of_tokens_is_named_on_every_page(client: TestClient, run_folder: Path, page: str) -> None:
     path = store.path_of(run_folder, "tokens", 2)
-    path.write_bytes(path.read_bytes()[:-100])
+    truncate(path)
     answer = client.get(page)
     assert answer.status_code == 200 and f'role="alert">{path} cannot be read' in answer.text
 
@@ -76,6 +98,54 @@ def test_a_file_that_is_damaged_inside_is_named_and_the_rest_is_shown(client: Te
     path.write_bytes(content)
     answer = client.get("/run/0/all?text=Hence")
     assert answer.status_code == 200 and "of 80 rollouts" in answer.text and str(path) in answer.text
+
+
+@pytest.mark.parametrize(("module", "name"), [(store, "read"), (data, "read_metrics")])
+def test_what_an_error_hides_that_passes_is_shown_after(client: TestClient, monkeypatch, module, name: str) -> None:
+    def fails():
+        raise OSError(24, "Too many open files")
+
+    read, passed = getattr(module, name), []
+    monkeypatch.setattr(module, name, lambda *arguments: read(*arguments) if passed or arguments == ([],) else fails())
+    assert "Too many open files" in client.get("/").text
+    passed.append(True)
+    page = client.get("/").text
+    assert "Too many" not in page and "5 steps with records" in page and "accuracy" in page
+
+
+def test_a_file_that_is_gone_when_it_is_read_is_not_called_damaged(client, run_folder: Path, monkeypatch) -> None:
+    def lists(*arguments):
+        found = files_of(*arguments)
+        store.path_of(run_folder, "trajectories", 1).unlink(missing_ok=True)
+        return found
+
+    files_of = store.files_of
+    monkeypatch.setattr(store, "files_of", lists)
+    page = client.get("/").text
+    assert 'role="alert"' not in page and "4 steps with records" in page
+
+
+def test_a_query_answers_though_files_vanish_each_time_it_is_tried(client, run_folder: Path, monkeypatch) -> None:
+    def connect():
+        if going:
+            going.pop().unlink()
+        return database()
+
+    going, database = [store.path_of(run_folder, "trajectories", step) for step in (1, 2, 3)], data._database
+    monkeypatch.setattr(data, "_database", connect)
+    answer = client.get("/run/0/all")
+    assert answer.status_code == 200 and "40 of 40 rollouts" in answer.text and 'role="alert"' not in answer.text
+
+
+def test_a_quickstart_that_was_opened_in_its_sft_shows_its_rl_once_there_is_one(viewer, tmp_path: Path) -> None:
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "metrics-1.jsonl").write_text('{"step": 1, "data": {"train/loss": 0.5}}\n')
+    client = viewer(tmp_path)
+    page = client.get("/").text
+    assert "SFT loss" in page and "0 steps with records" in page
+    write_run(tmp_path / "rl")
+    page = client.get("/").text
+    assert "SFT loss" not in page and "5 steps with records" in page
 
 
 def test_a_step_that_is_written_again_is_read_again(client: TestClient, run_folder: Path) -> None:
@@ -111,3 +181,13 @@ def test_long_outputs_are_shown_and_a_query_beyond_the_memory_is_told(client, ru
     monkeypatch.setattr(Run, "ask", too_large)
     answer = client.get("/run/0/step_000002")
     assert answer.status_code == 413 and "more than 400MB of memory" in answer.text
+
+
+def test_a_query_that_needs_too_much_leaves_nothing_in_the_working_directory(run_folder, tmp_path, monkeypatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    small = duckdb.connect(config=data.DATABASE | {"memory_limit": "30MB"})
+    monkeypatch.setattr(data, "_database", lambda: small)
+    with pytest.raises(duckdb.OutOfMemoryException):
+        Run(run_folder, "run_a", 0).ask("SELECT * FROM (SELECT hash(range) AS h FROM range(3000000)) ORDER BY h")
+    assert list(Path.cwd().iterdir()) == []

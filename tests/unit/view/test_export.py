@@ -89,6 +89,19 @@ def test_a_group_is_one_file_that_needs_nothing_else(client: TestClient) -> None
     assert ' href="/' not in answer.text and " src=" not in answer.text
 
 
+@pytest.mark.parametrize("when", ["listed", "opened"])
+def test_a_file_that_is_removed_while_a_run_is_exported_is_left_out(client, run_folder, monkeypatch, when: str) -> None:
+    def stream(path: Path):
+        if path.stem == "step_000001" and when == "listed" or path == gone:
+            gone.unlink()
+        return read(path)
+
+    gone, read = store.path_of(run_folder, "trajectories", 3), store.stream
+    monkeypatch.setattr(store, "stream", stream)
+    with zipfile.ZipFile(io.BytesIO(client.get("/run/0/export.eval").content)) as log:
+        assert json.loads(log.read("header.json"))["results"]["total_samples"] == 80
+
+
 def test_an_export_that_fails_leaves_no_file(client: TestClient, monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(export, "_sample", lambda row, name: 1 / 0)
