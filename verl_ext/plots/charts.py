@@ -26,7 +26,7 @@ class Series:
     Attributes:
         points: marks instead of a line, for a few measured values.
         spread: low and high of each value.
-        key: the metric; named in the legend where those of a chart differ, as `name` is.
+        key: the metric.
         run: number of the run in the addresses of the viewer.
     """
 
@@ -67,25 +67,35 @@ class Chart:
 
     def data(self) -> dict:
         """For the script: as the fields, but all series over the same `x`, None where one has no value; `spread` as
-        [x, low, high]."""
+        [x, low, high]; and each with its `label`."""
         x = sorted({at for each in self.series for at in each.x})
         found = asdict(self) | {"x": x}
-        for each in found["series"]:
+        for each, label in zip(found["series"], self.labels, strict=True):
+            each["label"] = label
             at = dict(zip(each.pop("x"), each["y"], strict=True))
             each["spread"] = [[place, *ends] for place, ends in zip(at, each["spread"], strict=False)]
             each["y"] = [at.get(place) for place in x]
         return found
 
     @property
+    def labels(self) -> list[str]:
+        """What tells the series apart: name, key or both."""
+        named, keyed = (len({getattr(each, field) for each in self.series}) > 1 for field in ("name", "key"))
+        parts = [[each.name] * named + [each.key] * keyed for each in self.series]
+        return [
+            " ".join(filter(None, part)) or each.key or each.name for part, each in zip(parts, self.series, strict=True)
+        ]
+
+    @property
     def ends(self) -> str:
         """First and last values, for who cannot see the lines."""
         return "; ".join(
-            f"{each.name}: {each.y[0]:.4g} at {each.x[0]:g}, {each.y[-1]:.4g} at {each.x[-1]:g}" for each in self.series
+            f"{label}: {each.y[0]:.4g} at {each.x[0]:g}, {each.y[-1]:.4g} at {each.x[-1]:g}"
+            for label, each in zip(self.labels, self.series, strict=True)
         )
 
     def __html__(self) -> Markup:
-        is_open = any(each.run is not None for each in self.series)
-        said = f"{self.title}, {self.y_label}. {self.ends}. Arrow keys move{', Enter opens the step' * is_open}."
+        said = f"{self.title}, {self.y_label}. {self.ends}. Arrow keys move."
         return Markup(
             '<p class="unit note">{}</p><div class="chart" tabindex="0" role="group" aria-roledescription="chart" '
             'aria-label="{}"></div><p class="value note" aria-live="polite"></p>'
@@ -94,8 +104,9 @@ class Chart:
 
 
 def inline(paths: Sequence[Path]) -> list[Markup]:
-    """The content of scripts or styles, for a page that is one file."""
-    return [Markup(path.read_text(encoding="utf-8")) for path in paths]
+    """The content of scripts or styles, for a page that is one file; with uPlot's comes its licence."""
+    notice = f"/*\n{(STATIC / 'uPlot.LICENSE.txt').read_text(encoding='utf-8')}\n*/\n"
+    return [Markup(notice * (path == SCRIPTS[0]) + path.read_text(encoding="utf-8")) for path in paths]
 
 
 def inline_policy(scripts: Sequence[Path] = SCRIPTS) -> str:

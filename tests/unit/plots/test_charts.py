@@ -24,13 +24,21 @@ def test_all_series_are_over_the_same_steps_with_gaps_where_one_has_no_value():
     assert [each["spread"] for each in data["series"]] == [[], [[0, 0.1, 0.4], [2, 0.3, 0.7]]]
 
 
-def test_who_cannot_see_the_lines_is_told_their_ends_and_the_keys():
-    def label(run):
-        series = Series("training", [1, 2, 3], [0.125, 0.5, 1.0], run=run)
-        return re.search('aria-label="(.*?)"', Chart("Accuracy", [series], "share").__html__())[1]
-
-    assert label(None) == "Accuracy, share. training: 0.125 at 1, 1 at 3. Arrow keys move."
-    assert label(0).endswith("Arrow keys move, Enter opens the step.")
+@pytest.mark.parametrize(
+    ("lines", "labels"),
+    [
+        ([("training", "")], ["training"]),
+        ([("a", "acc")], ["acc"]),
+        ([("a", "acc"), ("b", "acc")], ["a", "b"]),
+        ([("a", "acc"), ("a", "score")], ["acc", "score"]),
+        ([("a", "acc"), ("a", "score"), ("b", "acc")], ["a acc", "a score", "b acc"]),
+    ],
+)
+def test_who_cannot_see_the_lines_is_told_what_tells_them_apart_and_their_ends(lines, labels):
+    chart = Chart("Accuracy", [Series(name, [1, 2], [0.125, 1.0], key=key) for name, key in lines], "share")
+    ends = "; ".join(f"{label}: 0.125 at 1, 1 at 2" for label in labels)
+    assert re.search('aria-label="(.*?)"', chart.__html__())[1] == f"Accuracy, share. {ends}. Arrow keys move."
+    assert [each["label"] for each in data_of(chart)["series"]] == labels
 
 
 def test_texts_are_escaped():
@@ -53,4 +61,5 @@ def test_the_colours_of_pages_and_of_files_are_the_same():
 
 def test_the_policy_of_a_page_that_is_a_file_names_its_scripts():
     assert inline_policy().count("'sha256-") == len(inline(SCRIPTS)) == 2
+    assert ["Permission is hereby granted" in script for script in inline(SCRIPTS)] == [True, False], "uPlot's licence"
     assert inline_policy(SCRIPTS[:1]) != inline_policy(SCRIPTS[1:]) and "default-src 'none'" in inline_policy()

@@ -77,7 +77,16 @@ class Tab:
 
     async def key(self, name: str) -> None:
         text = {"text": "\r"} if name == "Enter" else {}
-        codes = {"Enter": 13, "Tab": 9, "ArrowRight": 39, "ArrowLeft": 37, "End": 35, "Home": 36}
+        codes = {
+            "Enter": 13,
+            "Tab": 9,
+            "ArrowRight": 39,
+            "ArrowLeft": 37,
+            "ArrowUp": 38,
+            "ArrowDown": 40,
+            "End": 35,
+            "Home": 36,
+        }
         for kind in ("keyDown", "keyUp"):
             code = codes[name]
             await self.call(

@@ -14,7 +14,7 @@ import pytest
 import uvicorn
 
 from tests.unit.view import chromium
-from tests.unit.view.synthetic import write_step
+from tests.unit.view.synthetic import write_run, write_step
 from tests.unit.view.test_text import hostile  # noqa: F401  a fixture
 from verl_ext.records import store
 from verl_ext.view.__main__ import listen
@@ -28,14 +28,15 @@ pytestmark = [
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Path], str]]:
-    """The viewer's address for a folder, over a real socket, as the command serves it."""
+def serve() -> Iterator[Callable[..., str]]:
+    """The viewer's address for some folders, over a real socket, as the command serves it."""
     started = []
 
-    def start(folder: Path) -> str:
+    def start(*folders: Path) -> str:
         listener = listen(0)
         port = listener.getsockname()[1]
-        server = uvicorn.Server(uvicorn.Config(create_app([Run(folder, folder.name, 0)], port), log_level="error"))
+        runs = [Run(folder, folder.name, number) for number, folder in enumerate(folders)]
+        server = uvicorn.Server(uvicorn.Config(create_app(runs, port), log_level="error"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         started.append((server, thread))
@@ -104,8 +105,25 @@ async def test_a_click_leads_from_a_curve_to_a_token_and_its_values(tab, serve, 
     assert not tab.errors
 
 
-def _rows(folder: Path, step: int, kind: str = "trajectories") -> list[dict]:
-    return store.read(store.path_of(folder, kind, step)).to_pylist()
+def _rows(folder: Path, step: int, kind: str = "trajectories", validate: bool = False) -> list[dict]:
+    return store.read(store.path_of(folder, kind, step, validate=validate)).to_pylist()
+
+
+async def test_a_filter_that_is_filled_in_counts_what_meets_it(tab, serve, run_folder: Path) -> None:
+    rows = [row for step in (1, 2, 3, 4) for row in _rows(run_folder, step)] + _rows(run_folder, 4, validate=True)
+    hits = [
+        row
+        for row in rows
+        if row["outcome"] == "trained" and any("NameError" in call["stderr"] for call in row["calls"])
+    ]
+    await tab.open(serve(run_folder) + "/run/0/all")
+    await tab.follow(
+        "(() => { const form = document.querySelector('form.filters').elements; form.outcome.value = 'trained';"
+        " form.text.value = 'NameError'; document.querySelector('form.filters button').click(); })()"
+    )
+    said, groups = await tab.js("document.getElementById('counts').textContent"), len({row["uid"] for row in hits})
+    assert said.startswith(f"{len(hits)} of 100 rollouts, in {groups} groups, meet the filter") and len(hits) > 1
+    assert await tab.js("document.querySelectorAll('.dot:not(.miss)').length") == len(hits)
 
 
 async def test_no_request_leaves_the_machine(tab, serve, run_folder: Path) -> None:
@@ -159,6 +177,39 @@ async def test_a_look_that_fails_leaves_the_page_and_the_next_one_frees_the_char
     assert not tab.errors
 
 
+async def test_a_new_step_leaves_the_focus_the_keys_place_and_what_is_open(tab, serve, run_folder: Path) -> None:
+    await tab.open(serve(run_folder))
+    await tab.js("document.querySelector('details').open = true; document.querySelectorAll('.chart')[1].focus()")
+    await tab.key("ArrowRight")
+    await tab.key("ArrowRight")
+    held = "document.activeElement.closest('figure').querySelector('figcaption').textContent"
+    title, said = await tab.js(held), "document.querySelectorAll('.value')[1].textContent"
+    assert (await tab.js(said)).startswith("step 2: ")
+    await asyncio.sleep(2.5)  # the page has looked once
+    write_step(run_folder, 5)
+    await tab.until("[...document.querySelectorAll('a.step')].some((a) => a.textContent == '5')")
+    assert await tab.js(held) == title and await tab.js("document.querySelector('details').open")
+    assert (await tab.until(said)).startswith("step 2: ")
+    await tab.key("ArrowRight")
+    assert (await tab.js(said)).startswith("step 3: ")
+    assert not tab.errors
+
+
+async def test_the_arrow_keys_choose_the_run_that_enter_opens(tab, serve, run_folder: Path, tmp_path: Path) -> None:
+    address = serve(run_folder, write_run(tmp_path / "run_b", seed=18))
+    await tab.open(address)
+    label = "document.querySelector('.chart').ariaLabel"
+    assert (await tab.js(label)).endswith("Arrow keys move, up and down choose a run, Enter opens the step.")
+    await tab.js("document.querySelector('.chart').focus()")
+    for name in ("ArrowRight", "ArrowDown", "ArrowDown", "ArrowUp", "ArrowDown"):
+        await tab.key(name)
+    assert (await tab.js("document.querySelector('.value').textContent")).endswith(". Enter opens run_b")
+    await tab.key("Enter")
+    await tab.until("location.pathname == '/run/1/step_000001' && document.readyState == 'complete'")
+    await tab.open(address + "/code")  # nothing opens there
+    assert (await tab.js(label)).endswith("Arrow keys move.")
+
+
 async def test_keys_and_names_suffice(tab, serve, run_folder: Path) -> None:
     address = serve(run_folder)
     await tab.open(address)
@@ -194,4 +245,5 @@ async def test_an_exported_page_draws_its_charts_from_disk(
     file.write_text(viewer(run_folder).get("/?export=1").text)
     await tab.open(file.as_uri())
     assert await tab.js("document.querySelectorAll('.chart canvas').length") > 3
+    assert (await tab.js("document.querySelector('.chart').ariaLabel")).endswith("Arrow keys move.")
     assert tab.requests == [file.as_uri()] and not tab.errors

@@ -17,9 +17,7 @@ function drawChart(box) {
   const chart = JSON.parse(box.parentElement.querySelector("script").textContent);
   const value = box.parentElement.querySelector(".value");
   const css = getComputedStyle(box);
-  const named = new Set(chart.series.map((s) => s.name)).size > 1, keyed = new Set(chart.series.map((s) => s.key)).size > 1;
-  const label = (s) => [named ? s.name : "", keyed ? s.key : ""].filter(Boolean).join(" ") || s.key || s.name;
-  const linked = chart.series.some((s) => s.run !== null);
+  const linked = chart.series.some((s) => s.run !== null), opens = linked && document.body.dataset.live;
   const lines = chart.series.map((s, i) => ({ ...s, drawn: s.y, colour: css.getPropertyValue(`--c${(i % 8) + 1}`) }));
   if (chart.stacked) {  // each part on those before it; the highest is drawn first
     lines.forEach((s, i) => { s.drawn = s.y.map((y, at) => y + (i ? lines[i - 1].drawn[at] : 0)); });
@@ -27,7 +25,13 @@ function drawChart(box) {
   }
   const spread = lines.flatMap((s) => s.spread);
   const gap = Math.min(...chart.x.slice(1).map((x, i) => x - chart.x[i]), Infinity), half = Number.isFinite(gap) ? gap / 2 : 0.5;
+  const runs = [...new Map(chart.series.filter((s) => opens && s.run !== null).map((s) => [s.run, s.name]))];
   let focused = null;
+  const say = (i) => {
+    const shown = chart.series.filter((s) => i != null && s.y[i] != null).map((s) => `${s.label} ${show(s.y[i])}`).join(", ");
+    const chosen = runs[box.chosen] ? `Enter opens ${runs[box.chosen][1]}` : "";
+    value.textContent = [i == null ? "" : `${chart.x_label} ${chart.x[i]}: ${shown}`, chosen].filter(Boolean).join(". ");
+  };
   const axis = { stroke: css.color, grid: { stroke: "#8884", width: 1 }, ticks: { stroke: "#8884" } };
   const plot = new uPlot({
     width: Math.max(280, box.clientWidth), height: 230,
@@ -42,18 +46,15 @@ function drawChart(box) {
     focus: { alpha: 0.35 }, cursor: { focus: { prox: chart.stacked ? -1 : 24 } },
     legend: { show: lines.length > 1 || lines[0].points, live: false },
     series: [{}, ...lines.map((s) => ({
-      label: label(s), stroke: s.colour, width: 1.6, spanGaps: true, points: { size: s.points ? 8 : 5, ...(s.points && { show: true, fill: s.colour }) },
+      label: s.label, stroke: s.colour, width: 1.6, spanGaps: true, points: { size: s.points ? 8 : 5, ...(s.points && { show: true, fill: s.colour }) },
       dash: linked && s.run === null ? [6, 4] : undefined,
       ...(s.points && { paths: () => null }),
       ...(chart.stacked && { fill: s.colour, width: 0, paths: uPlot.paths.bars({ size: [0.84] }), points: { show: false } }),
     }))],
     hooks: {
       setSeries: [(_, i) => { focused = i; }],
-      setCursor: [(u) => {
-        const i = u.cursor.idx;
-        const shown = chart.series.filter((s) => i != null && s.y[i] != null);
-        value.textContent = i == null ? "" : `${chart.x_label} ${chart.x[i]}: ` + shown.map((s) => `${label(s)} ${show(s.y[i])}`).join(", ");
-      }],
+      setCursor: [(u) => say(u.cursor.idx)],
+      ready: [(u) => box.at >= 0 && place(u)],  // a chart that is drawn again stays where it was
       draw: [(u) => {
         u.ctx.lineWidth = 1.6 * devicePixelRatio;
         for (const s of lines) for (const [x, low, high] of s.spread) {
@@ -65,22 +66,26 @@ function drawChart(box) {
       }],
     },
   }, [chart.x, ...lines.map((s) => s.drawn)], box);
-  const open = () => {
+  const open = (chosen) => {
     const i = plot.cursor.idx;
-    if (i == null) return;
-    const near = focused ? lines[focused - 1] : null;
-    const line = near && near.run !== null ? near : lines.find((s) => s.run !== null && s.y[i] != null);
-    if (line && document.body.dataset.live) location.href = `/run/${line.run}/step/${chart.x[i]}`;
+    if (i == null || !opens) return;
+    const run = chosen ?? chart.series.find((s) => s.run !== null && s.y[i] != null)?.run;
+    if (run != null) location.href = `/run/${run}/step/${chart.x[i]}`;
   };
-  plot.over.addEventListener("click", open);
-  let at = -1;
+  plot.over.addEventListener("click", () => open(lines[focused - 1]?.run));
+  const place = (u) => u.setCursor({ left: u.valToPos(chart.x[box.at], "x"), top: 10 });
+  box.at ??= -1;  // where the arrow keys are; `box.chosen`: on which of the runs
+  if (opens) box.ariaLabel = box.ariaLabel.replace(/move\.$/, `move${runs.length > 1 ? ", up and down choose a run" : ""}, Enter opens the step.`);
   box.onkeydown = (event) => {
-    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key], turn = { ArrowUp: -1, ArrowDown: 1 }[event.key];
     if (move) {
-      at = Math.min(chart.x.length - 1, Math.max(0, at + move));
-      plot.setCursor({ left: plot.valToPos(chart.x[at], "x"), top: 10 });
-      event.preventDefault();
-    } else if (event.key === "Enter") open();
+      box.at = Math.min(chart.x.length - 1, Math.max(0, box.at + move));
+      place(plot);
+    } else if (turn && runs.length > 1) {
+      box.chosen = ((box.chosen ?? -Math.max(0, turn)) + turn + runs.length) % runs.length;
+      say(plot.cursor.idx);
+    } else if (event.key === "Enter") open(runs[box.chosen]?.[0]);
+    if (move || (turn && runs.length > 1)) event.preventDefault();
   };
   box.plot = plot;
 }

@@ -1,5 +1,7 @@
 // The look for new steps, and the keys of the token lens. A page reads without this file. Charts: verl_ext/plots.
 "use strict";
+// What a link, a chart or a part that opens is called, within its run; the same on a page that is read again.
+const nameOf = (e) => [e.closest("section")?.ariaLabel, e.className, e.getAttribute("href") ?? e.closest("figure, details")?.firstElementChild.textContent].join();
 if (document.body.dataset.live) {
   let seen = null;
   setInterval(async () => {
@@ -9,9 +11,17 @@ if (document.body.dataset.live) {
         const fresh = new DOMParser().parseFromString(await (await fetch(location.href)).text(), "text/html");
         const main = fresh.querySelector("main");
         if (!main) return;  // an error of the viewer: the next look tries again
-        document.querySelectorAll(".chart").forEach((box) => box.plot?.destroy());
-        document.querySelector("main").replaceWith(main);
+        const old = document.querySelector("main"), all = (page, what) => [...page.querySelectorAll(what)];
+        const twin = (e) => e && all(main, e.tagName).find((each) => nameOf(each) === nameOf(e));
+        for (const box of all(old, ".chart")) {
+          box.plot?.destroy();
+          Object.assign(twin(box) ?? {}, { at: box.at, chosen: box.chosen });
+        }
+        for (const each of all(old, "details[open]")) Object.assign(twin(each) ?? {}, { open: true });
+        const held = old.contains(document.activeElement) && twin(document.activeElement);
+        old.replaceWith(main);
         drawCharts();
+        if (held) held.focus({ preventScroll: true });
       }
       seen = now;
     } catch { /* the viewer has ended: what is shown stays */ }
