@@ -97,17 +97,15 @@ def step_page(request: Request) -> Response:
 def group_page(request: Request) -> Response:
     """The samples of a prompt, side by side."""
     run, key, rows = group_of(request)
-    by_session = {str(row["session"]): row for row in rows}
-    two = [by_session.get(request.query_params.get(name, "")) for name in ("a", "b")]
-    return page(request, "group.html", run=run, key=key, rows=rows, diff=group.diff(*two) if all(two) else None)
+    two = [sample_of(rows, request.query_params[name]) for name in ("a", "b") if name in request.query_params]
+    diff = group.diff(*two) if len(two) == 2 else None
+    return page(request, "group.html", run=run, key=key, rows=rows, diff=diff, most=group.most_shown(rows))
 
 
 def sample_page(request: Request) -> Response:
     """One response: why it got its reward, what it says, and what became of each token."""
     run, key, rows = group_of(request)
-    row = next((row for row in rows if str(row["session"]) == request.query_params.get("session")), None)
-    if row is None:
-        raise HTTPException(404, f"This group has the sessions {', '.join(str(row['session']) for row in rows)}.")
+    row = sample_of(rows, request.query_params.get("session"))
     if request.query_params.get("raw"):
         return PlainTextResponse(json.dumps(row, indent=1))
     sql = f"SELECT {', '.join(tokens.COLUMNS)} FROM records WHERE uid = $uid AND session = $session ORDER BY position"
@@ -164,27 +162,28 @@ def problems_page(request: Request) -> Response:
 
 def page(request: Request, template: str, **values: Any) -> Response:
     """A page; with `?export=1` a file that holds all that it needs and links to nothing."""
-    exported = request.query_params.get("export")
+    exported, whole = request.query_params.get("export"), request.url.include_query_params(export=1)
     values |= {"query": request.query_params, "path": request.url.path, "exported": exported}
+    values["file"] = f"{request.url.path}?{whole.query}"
     html = TEMPLATES.get_template(template).render(values | {"runs": request.app.state.runs})
     if not exported:
         return HTMLResponse(html)
     uid = request.query_params.get("uid", "")
     name = re.sub(r"[^\w.-]+", "_", f"{request.url.path} {uid}", flags=re.ASCII).strip("_") or "runs"
-    html = re.sub(r' (?:href|action)="/[^"]*"', "", html)
+    html = re.sub(r"<(header|nav|form)\b.*?</\1>", "", html, flags=re.S)
+    html = re.sub(r'<a\b([^>]*) href="/[^"]*"([^>]*)>(.*?)</a>', r"<span\1\2>\3</span>", html, flags=re.S)
     return HTMLResponse(html, headers={"Content-Disposition": f'attachment; filename="{name}.html"'})
 
 
-def refuse(request: Request, error: HTTPException) -> Response:
-    html = TEMPLATES.get_template("message.html").render(message=error.detail, path="", query={})
-    return HTMLResponse(html, error.status_code)
-
-
-def refuse_size(request: Request, error: duckdb.OutOfMemoryException) -> Response:
-    most = data.DATABASE["memory_limit"]
-    message = f"This page needs more than {most} of memory, the most that the viewer takes. Open a step or a group."
-    html = TEMPLATES.get_template("message.html").render(message=message, path="", query={})
-    return HTMLResponse(html, 413)
+def refuse(request: Request, error: Exception) -> Response:
+    """What was wrong with a request; an error of ours is named, and its traceback is where the command runs."""
+    status, message = 500, f"The viewer failed ({type(error).__name__}: {error}). Its command has the traceback."
+    if isinstance(error, HTTPException):
+        status, message = error.status_code, error.detail
+    elif isinstance(error, duckdb.OutOfMemoryException):
+        status, most = 413, data.DATABASE["memory_limit"]
+        message = f"This page needs more than {most} of memory, the most that the viewer takes. Open a step or a group."
+    return HTMLResponse(TEMPLATES.get_template("message.html").render(message=message), status, HEADERS)
 
 
 def run_of(request: Request) -> data.Run:
@@ -207,6 +206,12 @@ def group_of(request: Request) -> tuple[data.Run, str, list[dict[str, Any]]]:
     if not (rows := run.ask("SELECT * FROM records WHERE uid = $uid ORDER BY session", {"uid": uid}, keys=[key])):
         raise HTTPException(404, f"{key} of {run.name} has no group {uid!r}.")
     return run, key, rows
+
+
+def sample_of(rows: Sequence[dict[str, Any]], session: str | None) -> dict[str, Any]:
+    if found := [row for row in rows if str(row["session"]) == session]:
+        return found[0]
+    raise HTTPException(404, f"This group has the sessions {', '.join(str(row['session']) for row in rows)}.")
 
 
 def address(path: str, **query: Any) -> str:
@@ -249,7 +254,8 @@ def create_app(runs: Sequence[data.Run], port: int) -> Starlette:
     """The viewer of these runs; `port` is the one that browsers name in `Host`."""
     static = StaticFiles(directory=STATIC, packages=[("verl_ext.plots", "static")])
     routes = [*(Route(path, show) for path, show in ROUTES.items()), Mount("/static", static)]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: refuse, duckdb.OutOfMemoryException: refuse_size})
+    refused = (HTTPException, duckdb.OutOfMemoryException, Exception)
+    app = Starlette(routes=routes, exception_handlers=dict.fromkeys(refused, refuse))
     app.add_middleware(BaseHTTPMiddleware, dispatch=guard)
     app.state.runs, app.state.port = list(runs), port
     return app

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from verl_ext.outcome import INFRASTRUCTURE_FAILURES
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES, RolloutEnd
 from verl_ext.plots.charts import Chart, Series
 from verl_ext.runs.metrics import Metrics, read_metrics
 
@@ -33,6 +33,8 @@ ALARMS = (
     *((f"failure/share_{end}", 1, lambda _, share: share > 0.01,
        f"The infrastructure fails: {{1:.1%}} of the responses end as {end}.", "## Responses are kept out of training")
       for end in INFRASTRUCTURE_FAILURES),
+    (f"failure/share_{RolloutEnd.RAISED}", 1, lambda _, share: share > 0.01,
+     "A bug of ours: {1:.1%} of the groups have a rollout that raised.", "## Responses are kept out of training"),
     ("training/rollout_actor_probs_pearson_corr", 1, lambda _, value: value < 0.99,
      "The ratio is off-policy: trainer's and engine's probabilities correlate by {1:.3f} only.",
      "`training/rollout_actor_probs_pearson_corr` below .99"),
@@ -62,13 +64,13 @@ def charts(
         runs: (name, number in the page's addresses or None, metrics) of each.
     """
     found: dict[str, list[Chart]] = {}
+    logged = [sorted(set().union(*metrics.steps.values())) for _, _, metrics in runs]
     for question, rows in questions.items():
         for pattern, title, unit in rows:
             series = []
-            for name, number, metrics in runs:
-                keys = {key for values in metrics.steps.values() for key in values if re.fullmatch(pattern, key)}
-                lines = [(key, *metrics.curve(key)) for key in sorted(keys)]
-                series += [Series(name, x, y, key=key, run=number) for key, x, y in lines if x]
+            for (name, number, metrics), keys in zip(runs, logged, strict=True):
+                lines = [(key, *metrics.curve(key)) for key in keys if re.fullmatch(pattern, key)]
+                series += [Series(name, x, y, key=key, run=number) for key, x, y in lines]
             if series:
                 found.setdefault(question, []).append(Chart(title, series, unit))
     return found

@@ -3,13 +3,15 @@
 import difflib
 import itertools
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from verl_ext.view import text
+
 Rollout = dict[str, Any]  # a row of verl_ext/records/schema.py: TRAJECTORIES
 MAX_LINES = 2000  # of a response, in a diff
+MAX_CHARACTERS = 300_000  # of code and outputs on a page; colours for so much code take 2 s
 
 
 def answer(row: Rollout) -> str:
@@ -30,9 +32,19 @@ def clusters(rows: Sequence[Rollout]) -> list[tuple[str, list[Rollout]]]:
 
 
 def spread(rows: Sequence[Rollout]) -> tuple[float, float] | None:
-    """Mean and sample standard deviation of the judged scores; None for fewer than two finite ones."""
-    scores = [row["score"] for row in rows if row["score"] is not None and math.isfinite(row["score"])]
+    """Mean and sample standard deviation of the judged scores; None for fewer than two finite ones. One beyond 1e100
+    counts as none of these: its square is not."""
+    scores = [row["score"] for row in rows if row["score"] is not None and abs(row["score"]) < 1e100]
     return (statistics.fmean(scores), statistics.stdev(scores)) if len(scores) > 1 else None
+
+
+def most_shown(rows: Sequence[Rollout]) -> int:
+    """Characters of each text with which the code and the outputs of all samples stay within MAX_CHARACTERS."""
+    texts = [call[name] or "" for row in rows for call in row["calls"] or [] for name in ("code", "stdout", "stderr")]
+    most = text.MAX_SHOWN
+    while sum(min(len(each), most) for each in texts) > MAX_CHARACTERS:
+        most //= 2
+    return most
 
 
 def rewards(row: Rollout) -> str:
@@ -55,20 +67,23 @@ def transcript(row: Rollout) -> list[dict[str, Any]]:
         parts, rest = [], turn["text"] or ""
         for call in row["calls"] or []:
             if call["turn"] == number and turn["role"] == "model":
-                before, _, rest = rest.partition(call["code"] or "\0")
-                parts += [("text", before), ("code", call)]
+                start = max(rest.rfind("<code>"), rest.find("<tool_call>"), 0)  # prose before it may have the same text
+                before, _, after = rest[start:].partition(call["code"] or "\0")
+                parts += [("text", rest[:start] + before), ("code", call)]
+                rest = after
         turns.append(turn | {"parts": [part for part in [*parts, ("text", rest)] if part[1]]})
     return turns
 
 
 def diff(left: Rollout, right: Rollout) -> list[tuple[str, str | None, str | None]]:
-    """("same" | "changed", line of the left or None, of the right); ("far", None, None) for lines left out."""
-    texts = ["".join(turn["text"] or "" for turn in row["turns"] or []) for row in (left, right)]
-    sides = [text.splitlines()[:MAX_LINES] for text in texts]
+    """("same" | "changed", line of the left or None, of the right); ("far", None, None) for lines left out, and ("cut",
+    None, None) at the end where lines beyond MAX_LINES, which are not compared, differ."""
+    texts = ["".join(turn["text"] or "" for turn in row["turns"] or []).split("\n") for row in (left, right)]
+    sides = [lines[:MAX_LINES] for lines in texts]
     rows: list[tuple[str, str | None, str | None]] = []
     for group in difflib.SequenceMatcher(a=sides[0], b=sides[1], autojunk=False).get_grouped_opcodes(3):
         rows += [("far", None, None)] if rows else []
         for tag, i, i_end, j, j_end in group:
             pairs = itertools.zip_longest(sides[0][i:i_end], sides[1][j:j_end])
             rows += [("same" if tag == "equal" else "changed", *pair) for pair in pairs]
-    return rows
+    return rows + [("cut", None, None)] * (texts[0][MAX_LINES:] != texts[1][MAX_LINES:])

@@ -27,16 +27,16 @@ def plain(text: Any) -> str:
     return _HIDDEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", shown)
 
 
-def cut(text: Any) -> str:
-    """`plain`, of the first MAX_SHOWN characters, and how many more there are."""
+def cut(text: Any, most: int = MAX_SHOWN) -> str:
+    """`plain`, of the first `most` characters, and how many more there are."""
     text = "" if text is None else str(text)
-    more = f"\n… {len(text) - MAX_SHOWN:,} more characters" if len(text) > MAX_SHOWN else ""
-    return plain(text[:MAX_SHOWN]) + more
+    more = f"\n… {len(text) - most:,} more characters" if len(text) > most else ""
+    return plain(text[:most]) + more
 
 
-def highlight(code: Any) -> Markup:
-    """Python in colours (the classes of static/view.css); a call of another tool is JSON."""
-    shown = cut(code)
+def highlight(code: Any, most: int = MAX_SHOWN) -> Markup:
+    """`cut`, as Python in colours (the classes of static/view.css); a call of another tool is JSON."""
+    shown = cut(code, most)
     lexer = JsonLexer if is_json_object(shown) else PythonLexer
     return Markup(pygments.highlight(shown, lexer(stripnl=False), HtmlFormatter(nowrap=True)))
 

@@ -7,8 +7,10 @@ from typing import Any
 from verl_ext.view.data import Run
 
 WHATS = ("generate", "tool_queue", "tool", "score", "log_probs", "update", "weight_sync", "wait", "save", "validate")
+# Of an interval whose times are known: no null, no NaN, not beyond the year 2286.
+_KNOWN = "start_s BETWEEN 0 AND 1e10 AND end_s BETWEEN 0 AND 1e10"
 Interval = dict[str, Any]  # lane ("trainer", a server, "tool", "score"), what, start_s, end_s, uid, session
-_OF_ROLLOUTS = """
+_OF_ROLLOUTS = f"""
     SELECT * FROM (SELECT coalesce(server, 'servers') AS lane, 'generate' AS what, started_s AS start_s,
         started_s + generate_s AS end_s, uid, session
         FROM (SELECT uid, session, unnest(turns, recursive := true) FROM records)
@@ -17,14 +19,24 @@ _OF_ROLLOUTS = """
     UNION ALL SELECT 'tool', 'tool', started_s + queue_s, started_s + queue_s + run_s, uid, session
         FROM (SELECT uid, session, unnest(calls, recursive := true) FROM records)
     UNION ALL SELECT 'score', 'score', timings.ended_s - timings.score_s, timings.ended_s, uid, session
-        FROM records) WHERE start_s IS NOT NULL"""
+        FROM records) WHERE {_KNOWN}"""
 
 
 def intervals(run: Run, key: str) -> list[Interval]:
     """Of the trainer in a step, and of the rollouts whose fate the step decided."""
     none = {"lane": "trainer", "uid": None, "session": None}
-    of_trainer = [none | row for row in run.ask("SELECT * FROM records", kind="timeline", keys=[key])]
+    of_trainer = [none | row for row in run.ask(f"SELECT * FROM records WHERE {_KNOWN}", kind="timeline", keys=[key])]
     return of_trainer + run.ask(_OF_ROLLOUTS, keys=[key])
+
+
+def clip(rows: Sequence[Interval]) -> tuple[list[Interval], int]:
+    """What lies in the trainer's time, cut where that begins and ends, and how many intervals do not lie in it whole. A
+    rollout that began hours before would leave no room for the step. All of it where the trainer has no interval."""
+    own = [row for row in rows if row["lane"] == "trainer"] or rows
+    start, end = min((row["start_s"] for row in own), default=0.0), max((row["end_s"] for row in own), default=0.0)
+    cut = [row | {"start_s": max(start, row["start_s"]), "end_s": min(end, row["end_s"])} for row in rows]
+    outside = sum(row["start_s"] < start or end < row["end_s"] for row in rows)
+    return [row for row in cut if row["start_s"] <= row["end_s"]], outside
 
 
 def lanes(rows: Sequence[Interval]) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ def lens(rows: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]) -> dic
         "tokens": rows,
         "data": {"columns": COLUMNS, "rows": [[text.cell(value) for value in row.values()] for row in rows]},
         "tool_turns": {number for number, turn in enumerate(turns) if turn["role"] != "model"},
-        "foreign": foreign(rows, turns),
+        "foreign": dict.fromkeys(foreign(rows, turns)),  # the page asks for each token whether it is in
         "colours": partial(colours, rows=rows),
     }
 
@@ -28,14 +28,18 @@ def lens(rows: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]) -> dic
 def colours(column: str, rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[tuple[str, str]]]:
     """The class of each token's colour ("" where the column is null), and the legend: (class, what it means).
 
-    Categories have the classes k0 to k7, in order of appearance. Numbers have b0 to b6: seven equal steps around
-    NEUTRAL, as far as the finite value that is farthest from it, or `inf`.
+    Categories have the classes k0 to k7, in order of appearance; all from the eighth on share k7 where there are more.
+    Numbers have b0 to b6: seven equal steps around NEUTRAL, as far as the finite value that is farthest from it, or
+    `inf`.
     """
     values = [row[column] for row in rows]
     known = [value for value in values if value is not None]
     if column in CATEGORIES:
-        kinds = {value: f"k{place % 8}" for place, value in enumerate(dict.fromkeys(known))}
-        return [kinds.get(value, "") for value in values], [(kind, str(value)) for value, kind in kinds.items()]
+        kinds = {value: f"k{min(place, 7)}" for place, value in enumerate(dict.fromkeys(known))}
+        means = {kind: str(value) for value, kind in kinds.items()}
+        if len(kinds) > 8:
+            means["k7"] = "others"
+        return [kinds.get(value, "") for value in values], list(means.items())
     finite = sorted(filter(math.isfinite, known))
     middle = NEUTRAL.get(column, finite[len(finite) // 2] if finite else 0.0)
     reach = max((abs(value - middle) for value in finite), default=0.0) or 1.0

@@ -1,8 +1,10 @@
 """The pages and who may ask for them, against values computed from the rows themselves."""
 
+import html
 import re
 from collections import Counter
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from starlette.testclient import TestClient
@@ -10,6 +12,7 @@ from starlette.testclient import TestClient
 from tests.unit.view.conftest import PORT, charts_of
 from tests.unit.view.synthetic import write_step
 from verl_ext.records import store
+from verl_ext.view import data
 
 
 def test_a_click_opens_the_step_or_the_nearest_with_records(client: TestClient) -> None:
@@ -20,11 +23,11 @@ def test_a_click_opens_the_step_or_the_nearest_with_records(client: TestClient) 
 def test_a_step_has_a_dot_per_sample_with_its_verdict(client: TestClient, run_folder: Path) -> None:
     rows = store.read(store.path_of(run_folder, "trajectories", 2)).to_pylist()
     kinds = Counter("none" if row["acc"] is None else "right" if row["acc"] else "wrong" for row in rows)
-    html = client.get("/run/0/step_000002").text
-    assert Counter(re.findall(r'class="dot (\w+)"', html)) == kinds
-    assert html.count('<tr><th scope="row">') == 5
-    assert re.findall(r'aria-label="sample (\d)', html) == ["0", "1", "2", "3"] * 5
-    assert "all 4 judged samples have the score 1" in html
+    page = client.get("/run/0/step_000002").text
+    assert Counter(re.findall(r'class="dot (\w+)"', page)) == kinds
+    assert page.count('<tr><th scope="row">') == 5
+    assert re.findall(r'aria-label="sample (\d)', page) == ["0", "1", "2", "3"] * 5
+    assert "all 4 judged samples have the score 1" in page
 
 
 @pytest.mark.parametrize("host", ["evil.example", f"evil.example:{PORT}", "127.0.0.1", "127.0.0.1:1", ""])
@@ -59,6 +62,35 @@ def test_an_unknown_address_says_what_there_is(client: TestClient) -> None:
     ):
         answer = client.get(address)
         assert 400 <= answer.status_code < 500 and says in answer.text
+
+
+def test_an_error_of_ours_is_named_on_a_page_like_the_others(client: TestClient, monkeypatch) -> None:
+    def fails(*_, **__):
+        raise RuntimeError("<b>a cause")
+
+    monkeypatch.setattr(data.Run, "ask", fails)
+    client = TestClient(client.app, base_url=str(client.base_url), raise_server_exceptions=False)
+    answer = client.get("/run/0/all")
+    assert answer.status_code == 500 and "RuntimeError: &lt;b&gt;a cause" in answer.text
+    assert answer.headers["content-security-policy"] == client.get("/").headers["content-security-policy"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["/?published=1", "/code", "/diagnose", "/problem?problem=p1", "/problems", "/problems?a=0:first&b=0:last",
+     "/run/0/all?outcome=trained&page=0", "/run/0/step_000002", "/run/0/step_000002/timeline",
+     "/run/0/step_000002/group?uid=s2-p1&a=0&b=1", "/run/0/step_000002/sample?uid=s2-p1&session=1&colour=ratio"],
+)  # fmt: skip
+def test_every_page_leads_to_itself_as_a_file_without_dead_controls(client: TestClient, page: str) -> None:
+    link = html.unescape(re.search(r'<a href="([^"]*)">This page as a file</a>', client.get(page).text)[1])
+    assert unquote(link) == page + ("&" if "?" in page else "?") + "export=1"
+    file = client.get(link).text
+    assert re.findall(r"<(a|form|button|select|input|nav)\b", file) == ["a"], "to the content"
+    assert "Permission is hereby granted" in file, "uPlot's licence"
+    headings = [re.findall("<h[12]>.*?</h[12]>", each, re.S) for each in (client.get(page).text, file)]
+    assert headings[0] and [re.sub("<[^>]*>", "", each) for each in headings[0]] == [
+        re.sub("<[^>]*>", "", each) for each in headings[1]
+    ]
 
 
 def test_an_exported_page_needs_nothing_else(client: TestClient) -> None:

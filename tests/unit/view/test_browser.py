@@ -232,9 +232,15 @@ async def test_keys_and_names_suffice(tab, serve, run_folder: Path) -> None:
         "[...document.querySelectorAll('a, button, input:not([type=hidden]), select')].filter((e) =>"
         " !(e.textContent.trim() || e.getAttribute('aria-label') || e.labels?.length)).map((e) => e.outerHTML)"
     )
-    for page in ("/", "/run/0/step_000002", "/run/0/step_000002/group?uid=s2-p1", "/problems"):
+    unreached = (  # what scrolls is a stop of the Tab key, and nothing else is that does nothing
+        "[...document.querySelectorAll('main :not(.chart, .tokens, a[href], input, select, button, summary)')].filter("
+        "(e) => (getComputedStyle(e).overflowY == 'auto') != (e.tabIndex == 0)).map((e) => e.outerHTML)"
+    )
+    sample = "/run/0/step_000002/sample?uid=s2-p1&session=2"
+    for page in ("/", "/run/0/step_000002", "/run/0/step_000002/group?uid=s2-p1", "/problems", sample):
         await tab.open(address + page)
         assert json.loads(await tab.js(f"JSON.stringify({nameless})")) == []
+        assert json.loads(await tab.js(f"JSON.stringify({unreached})")) == []
         assert await tab.js("document.documentElement.lang && document.querySelectorAll('main h1').length") == 1
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ def test_runs_are_overlaid_and_the_published_one_is_a_preset(viewer, run_folder:
     assert names["published"]["y"][chart["x"].index(10)] == published[10]["critic/score/mean"]
 
 
-def test_a_collapsing_entropy_is_a_sentence_with_the_line_that_helps(client: TestClient) -> None:
+def test_an_entropy_that_halves_is_no_alarm(client: TestClient) -> None:
     # 0.5 x 0.7^step: the mean of steps 1 and 2 is 0.2975, of steps 3 and 4 0.1458; not below 0.3 x 0.2975.
     assert "No alarm" in client.get("/").text
 
@@ -55,6 +56,7 @@ def test_what_our_own_runs_and_the_published_one_log_raises_no_alarm_of_the_rati
         ("tool/code_ratio", [0.8, 0.8, 0.2, 0.2], "80.0% of the responses ran code, now 20.0%", "## It trains, but"),
         ("train/truncation_rate", [0, 0, 0.2, 0.2], "cut by the budget: 0.0%, now 20.0%", "- Truncated"),
         ("failure/share_aborted", [0.1], "10.0% of the responses end as aborted", "## Responses are kept out"),
+        ("failure/share_raised", [0.1], "10.0% of the groups have a rollout that raised", "## Responses are kept out"),
         ("actor/ppo_kl", [0.01, -0.08], "-0.08 nats per token from the log-probs", "- `actor/ppo_kl` beyond"),
         ("rollout_corr/kl", [0.3], "0.3 nats per token from the weights that wrote", "- `rollout_corr/kl` beyond"),
         ("training/rollout_actor_probs_pearson_corr", [0.9], "correlate by 0.900 only", "- `training/rollout_actor"),
@@ -74,8 +76,23 @@ def test_an_alarm_links_to_the_line_that_helps(viewer, tmp_path, key, values, sa
 
 def test_what_no_alarm_could_look_at_is_named(client: TestClient) -> None:
     page = client.get("/").text
-    assert "alarms have nothing to look at" in page
+    assert "8 checks could not run" in page and "No alarm." in page
     assert "The run does not log train/truncation_rate, failure/share_sandbox_failure" in page
+
+
+def test_a_run_in_which_no_alarm_could_look_at_anything_is_not_called_well(viewer, tmp_path: Path) -> None:
+    """An SFT run logs none of the keys."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics-1.jsonl").write_text('{"step": 1, "data": {"train/loss": 0.5}}\n')
+    page = viewer(tmp_path / "run").get("/").text
+    assert "Nothing to look at." in page and "10 checks could not run" in page and "No alarm." not in page
+
+
+def test_a_thousand_steps_of_as_many_keys_as_verl_logs_are_drawn_at_once() -> None:
+    steps = {step: {f"actor/key_{number}": 1.0 for number in range(132)} | {"train/acc": 0.5} for step in range(1000)}
+    began = time.process_time()
+    assert list(curves.charts([("run", 0, Metrics(steps, set()))])) == ["Does it learn?"]
+    assert time.process_time() - began < 0.3
 
 
 def test_the_entropy_that_a_bypassed_pass_leaves_is_looked_at() -> None:

@@ -76,6 +76,24 @@ def test_a_diff_pairs_lines_and_leaves_out_what_is_the_same_and_far_away() -> No
     assert rows[4] == ("far", None, None) and len(rows) == 1 + 3 + 1 + 3 + 1
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "rows"),
+    [
+        ("a\n", "a", [("same", "a", "a"), ("changed", "", None)]),
+        ("a\fb", "a\nb", [("changed", "a\fb", "a"), ("changed", None, "b")]),
+        ("1\n" * group.MAX_LINES + "a", "1\n" * group.MAX_LINES + "b", [("cut", None, None)]),
+    ],
+)
+def test_responses_that_differ_are_not_called_the_same(viewer, run_folder: Path, left, right, rows) -> None:
+    assert group.diff(response(left), response(right)) == rows
+    path, texts = store.path_of(run_folder, "trajectories", 2), {0: left, 1: right}
+    turn = {"role": "model", "tokens": 1, "start": 0}
+    store.rewrite(path, lambda all: [row | {"turns": [turn | {"text": texts.get(row["session"])}]} for row in all])
+    page = viewer(run_folder).get(GROUP, params={"uid": "s2-p1", "a": "0", "b": "1"}).text
+    assert "The two responses are the same." not in page
+    assert ("The first 2000 lines are the same; later ones differ." in page) == (rows[0][0] == "cut")
+
+
 def test_the_diff_of_two_samples_is_on_the_page(client: TestClient) -> None:
     page = client.get(GROUP, params={"uid": "s2-p1", "a": "0", "b": "1"}).text
     assert "Sample 0 against sample 1" in page and '<td class="del">' in page and '<td class="ins">' in page
@@ -89,6 +107,11 @@ def test_code_stands_where_the_model_wrote_it_and_after_the_text_where_it_does_n
         ("code", call),
         ("text", " then"),
     ]
+    for start, end in (("<code>\n", "\n</code>"), ('<tool_call>{"code": "', '"}</tool_call>')):
+        prose, short = "Let x be 1 + 1, then <code> it. ", {"turn": 0, "code": "1 + 1"}
+        turn = {"role": "model", "text": f"{prose}{start}1 + 1{end}"}
+        parts = group.transcript({"turns": [turn], "calls": [short]})[0]["parts"]
+        assert parts == [("text", prose + start), ("code", short), ("text", end)]
     escaped = {"turn": 0, "code": 'print("1")'}
     turn = {"role": "model", "text": '{"code": "print(\\"1\\")"}'}
     parts = group.transcript({"turns": [turn], "calls": [escaped]})[0]["parts"]
@@ -101,9 +124,35 @@ def test_the_transcript_says_whose_fault_a_call_was_and_how_long_it_took(client:
     assert "ran 500 ms after 250 ms in the queue, exit code " in page and "attempts 3" in page  # 0.125 s x 4
 
 
+def test_a_call_that_could_not_be_run_has_no_tool_and_no_times(client: TestClient, run_folder: Path) -> None:
+    call = {"turn": 0, "status": "malformed:bad_json", "fault": "model", "stdout": "FormatError"}
+    store.rewrite(store.path_of(run_folder, "trajectories", 2), lambda rows: [row | {"calls": [call]} for row in rows])
+    page = client.get("/run/0/step_000002/sample", params={"uid": "s2-p1", "session": 0}).text
+    assert "malformed:bad_json, fault: model</span></p>" in page and "None" not in page and " ms in the" not in page
+
+
 def test_what_is_not_there_is_said(client: TestClient) -> None:
     assert client.get(GROUP, params={"uid": "nobody"}).status_code == 404
-    assert client.get("/run/0/step_000002/sample", params={"uid": "s2-p1", "session": 9}).status_code == 404
+    for page, query in (("sample", {"session": 9}), ("group", {"a": 0, "b": 99}), ("group", {"a": "", "b": 0})):
+        answer = client.get(f"/run/0/step_000002/{page}", params={"uid": "s2-p1", **query})
+        assert answer.status_code == 404 and "This group has the sessions 0, 1, 2, 3." in answer.text
+
+
+def test_a_page_of_long_texts_cuts_each_so_far_that_it_stays_small(client: TestClient, run_folder: Path) -> None:
+    call = {
+        "turn": 0,
+        "tool": "python",
+        "status": "ok",
+        "code": "x = 1\n" * 3000,
+        "stdout": "1 " * 16000,
+        "stderr": "é",
+    }
+    path = store.path_of(run_folder, "trajectories", 2)
+    assert "Each text is cut" not in client.get(GROUP, params={"uid": "s2-p1"}).text
+    store.rewrite(path, lambda rows: [row | {"calls": [call] * 10} for row in rows])
+    page = re.sub("<[^>]+>", "", client.get(GROUP, params={"uid": "s2-p1"}).text)
+    # 4 samples x 10 calls: 80 texts of 18,000 and more have 3,750 each at the most, 20,000 / 2^3 = 2,500.
+    assert "Each text is cut after 2500 characters" in page and page.count("… 15,500 more characters") == 40
 
 
 def test_the_reward_is_shown_by_its_parts() -> None:
@@ -113,16 +162,21 @@ def test_the_reward_is_shown_by_its_parts() -> None:
     assert group.rewards({"reward_parts": "[1]"}) == "[1]" and group.rewards({"reward_parts": None}) == ""
 
 
-def test_a_rollout_that_raised_is_shown_on_every_page(client: TestClient, run_folder: Path) -> None:
-    """Nothing is known of it but what it raised: verdict, turns, calls and score are null."""
+@pytest.mark.parametrize("session", [0, 7])
+def test_a_rollout_that_raised_is_shown_on_every_page(client: TestClient, run_folder: Path, session: int) -> None:
+    """Nothing is known of it but what it raised: prompt, verdict, turns, calls and score are null."""
     path = store.path_of(run_folder, "trajectories", 1)
     sample = {"uid": "s1-p1", "global_steps": 1, "extra_info": {"id": "sum/1"}, "data_source": "sums"}
-    columns = raised_columns(7, OSError("a lost server"), started_s=1.0, ended_s=2.0)
+    columns = raised_columns(session, OSError("a lost server"), started_s=1.0, ended_s=2.0)
     row = problem_columns(sample, validate=False) | columns
-    store.rewrite(path, lambda rows: [*rows, row | {"outcome": "failed"}])
+    others = [each for each in store.read(path).to_pylist() if (each["uid"], each["session"]) != ("s1-p1", session)]
+    store.rewrite(path, lambda _: [row | {"outcome": "failed"}, *others])
     for page in ("/run/0/step_000001/group", "/run/0/step_000001/sample"):
-        answer = client.get(page, params={"uid": "s1-p1", "session": 7})
+        answer = client.get(page, params={"uid": "s1-p1", "session": session})
         assert answer.status_code == 200 and "ended by" in answer.text.lower() and "None" not in answer.text
+        assert "What is 11 + 107?" in answer.text or page.endswith("sample")
+    step = client.get("/run/0/step_000001").text
+    assert "None" not in step and step.count('title="What is 11 + 107?"') == 1
     assert "OSError: a lost server" in answer.text
     for page in ("/run/0/step_000001", "/problems?a=0:first&b=0:last", "/problem?problem=p1", "/code",
                  "/run/0/export.eval"):  # fmt: skip
@@ -136,7 +190,7 @@ def test_right_and_wrong_samples_without_an_answer_are_two_clusters() -> None:
     assert found == [("", [1]), ("", [0, 2])]
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e308])
 def test_a_score_that_is_no_number_leaves_mean_and_deviation_of_the_others(value: float) -> None:
     assert group.spread([{"score": score} for score in (1.0, value, -1.0, None)]) == (0.0, math.sqrt(2))
     assert group.spread([{"score": score} for score in (1.0, value)]) is None

@@ -1,9 +1,12 @@
 """The timeline of a step: its lanes, and what the trainer waited for."""
 
+import math
+import re
 import time
 from pathlib import Path
 
 import pyarrow.parquet  # noqa: F401  pa.parquet
+import pytest
 from starlette.testclient import TestClient
 
 from tests.unit.view.synthetic import intervals
@@ -34,6 +37,25 @@ def test_intervals_of_a_lane_that_overlap_stand_in_rows_and_in_thousandths_of_th
     assert server["seconds"] == {"generate": 13} and timeline.lanes([]) == []
 
 
+def test_what_lies_outside_the_trainers_time_is_cut_and_counted() -> None:
+    early, late, gone = (interval("a:1", "generate", *ends, 0) for ends in ((-9000, 5), (15, 900), (-9000, -8000)))
+    inside, outside = timeline.clip([*ROWS, early, late, gone])
+    assert inside == [*ROWS, early | {"start_s": 0}, late | {"end_s": 20}] and outside == 3
+    assert timeline.clip(ROWS[2:]) == (ROWS[2:], 0) and timeline.clip([]) == ([], 0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e308, None])
+def test_a_time_that_none_can_be_is_left_out(client: TestClient, run_folder: Path, value: float | None) -> None:
+    recorded, path = len(intervals(run_folder, 2)), store.path_of(run_folder, "timeline", 2)
+    first, *rows = store.read(path).to_pylist()
+    store.write(path, "timeline", [first | {"end_s": value}, *rows])
+    path = store.path_of(run_folder, "trajectories", 2)
+    store.rewrite(path, lambda rows: [rows[0] | {"timings": {"ended_s": value, "score_s": 0.1}}, *rows[1:]])
+    events = client.get("/run/0/step_000002/timeline.json").json()["traceEvents"]
+    assert len([event for event in events if event["ph"] == "X"]) == recorded - 2
+    assert client.get("/run/0/step_000002/timeline").status_code == 200
+
+
 def test_a_wait_names_what_ended_last_and_how_long_it_was_alone() -> None:
     # Session 1 ends at 9, the others at 6 and before: 3 s alone.
     (wait,) = timeline.waits(ROWS)
@@ -45,8 +67,10 @@ def test_the_page_names_the_last_rollout(client: TestClient, run_folder: Path) -
     last = max((row for row in rows if row["lane"] != "trainer"), key=lambda row: row["end_s"])
     wait = next(row for row in rows if row["what"] == "wait")
     page = client.get("/run/0/step_000003/timeline").text
-    assert f"{wait['end_s'] - wait['start_s']:.4g} s: until {last['what']} of" in page
-    assert f"sample {last['session']} of" in page
+    said = re.sub("<[^>]+>", "", re.search("<li>(.*?)</li>", page)[1])
+    assert said.startswith(f"{wait['end_s'] - wait['start_s']:.4g} s for sample {last['session']} of s3-p")
+    assert re.search(rf" \({last['what']}\), which ended \S+ s after all others\.$", said)
+    assert "in the trainer's time" not in page
     assert page.count("<rect class=") == len(rows) + len(timeline.WHATS)
 
 

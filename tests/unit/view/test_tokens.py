@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,7 @@ def test_a_token_of_the_tool_that_trains_raises_the_red_banner(client: TestClien
     victim["mask"] = True
     store.write(path, "tokens", rows)
     page = client.get(SAMPLE, params={"uid": "s2-p1", "session": victim["session"]}).text
-    assert (
-        f"1 tokens that the model did not write have mask 1, and were trained on: positions {victim['position']}."
-        in page
-    )
+    assert f"1 token trained that the model did not write (mask 1), at {victim['position']}.</p>" in page
 
 
 def test_a_token_that_trains_is_seen_by_either_sign() -> None:
@@ -72,6 +70,20 @@ def test_colours_of_numbers_stand_around_their_neutral_value() -> None:
     classes, legend = tokens.colours("decision", [{"decision": value} for value in ("kept", "masked", "kept")])
     assert classes == ["k0", "k1", "k0"] and legend == [("k0", "kept"), ("k1", "masked")]
     assert tokens.colours("advantage", [{"advantage": None}]) == ([""], [])
+
+
+@pytest.mark.parametrize(("turns", "last"), [(8, "7"), (9, "others")])
+def test_more_categories_than_colours_share_the_last_one(turns: int, last: str) -> None:
+    classes, legend = tokens.colours("turn", [{"turn": turn} for turn in range(turns)])
+    assert classes == ["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7", "k7"][:turns]
+    assert legend == [*((f"k{turn}", str(turn)) for turn in range(7)), ("k7", last)]
+
+
+def test_a_page_asks_of_each_of_many_tokens_at_once_whether_it_is_foreign() -> None:
+    rows = [{"position": place, "mask": True, "turn": 9} for place in range(20_000)]
+    found = tokens.lens(rows, [{"role": "tool", "start": 0, "tokens": 20_000}])["foreign"]
+    began = time.process_time()
+    assert all(row["position"] in found for row in rows) and time.process_time() - began < 0.5
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
