@@ -4,8 +4,9 @@
     python scripts/bench_view.py --steps 20 --folder /tmp/run --words 400
 
 The run is a synthetic one (tests/unit/view/synthetic.py), written first and kept in --folder. Each page is asked for
-once with nothing cached by the viewer, then --repeats times; the budgets are of the slowest warm one. Exits with 1
-where one is missed.
+once with nothing cached by the viewer, then --repeats times, or once where it takes longer than REPEATED_S; the budgets
+are of the slowest warm one. The memory is the most that the process ever had, shared libraries with it. Exits with 1
+where a budget is missed.
 """
 
 import argparse
@@ -34,8 +35,11 @@ BUDGETS = {  # page -> (address, seconds)
     "filter all steps by text": ("/run/0/all?text=NameError", 2.0),
     "timeline": ("/run/0/step_{last:06d}/timeline", 1.0),
     "what the code is for": ("/code", 30.0),
+    "compare problems": ("/problems?a=0:first&b=0:last", 10.0),
+    "the run as .eval": ("/run/0/export.eval", 600.0),
 }
 MEMORY_GB = 1.0
+REPEATED_S = 20.0
 
 
 def main() -> None:
@@ -62,19 +66,20 @@ def main() -> None:
         address = re.match(r"(http://\S+?)/ ", viewer.stdout.readline())[1]
         for name, (path, budget) in BUDGETS.items():
             seconds, busy = [], sum(process.cpu_times()[:2])
-            for _ in range(1 + args.repeats):
+            while len(seconds) < (2 if seconds and seconds[0] > REPEATED_S else 1 + args.repeats):
                 start = time.perf_counter()
                 with urllib.request.urlopen(address + path.format(last=args.steps, trained=trained)) as answer:
-                    kilobytes = len(answer.read()) / 1000
+                    kilobytes = sum(map(len, iter(lambda: answer.read(2**20), b""))) / 1000
                 seconds.append(time.perf_counter() - start)
             first, *warm = seconds
             busy = (sum(process.cpu_times()[:2]) - busy) / len(seconds)
             missed += [name] * (max(warm) > budget)
             times = f"first {first:6.3f} s, then at most {max(warm):6.3f} s, budget {budget:g} s"
             print(f"{name:28} {times}, {busy:.3f} CPU-s each, {kilobytes:,.0f} kB")
-        memory = process.memory_full_info().uss / 1e9
+        peak = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{viewer.pid}/status").read_text())[1]
+        memory = int(peak) * 1024 / 1e9
         missed += ["memory"] * (memory > MEMORY_GB)
-        print(f"{'memory of the viewer':28} {memory:.2f} GB, budget {MEMORY_GB:g} GB")
+        print(f"{'most memory of the viewer':28} {memory:.2f} GB, budget {MEMORY_GB:g} GB")
     finally:
         viewer.terminate()
         viewer.wait()
