@@ -177,7 +177,13 @@ def test_a_group_in_one_row_has_loss_and_gradients_of_its_sequences(load_script,
 
 @pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": "3", "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT"}])
 def test_what_has_the_whole_cpu_has_the_variables_of_the_launcher(load_script, tmp_path, monkeypatch, given):
-    names = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "ONEDNN_DEFAULT_FPMATH_MODE", "VLLM_CPU_KVCACHE_SPACE")
+    names = (
+        "OMP_NUM_THREADS",
+        "GOMP_SPINCOUNT",
+        "ONEDNN_DEFAULT_FPMATH_MODE",
+        "VLLM_CPU_KVCACHE_SPACE",
+        "MALLOC_MMAP_THRESHOLD_",
+    )
     for name in names:
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
