@@ -10,8 +10,9 @@ for a log-normal time (slow_sandbox.py). Modes take turns, so that a machine tha
 a table. Ratios of speed and differences of accuracy are of two runs with one seed, as means with 95% intervals by
 Student's t over seeds.
 
-A broken run goes on from its checkpoint. The result of a finished one is a line of --results, and the run is not made
-again. The machine should do nothing else meanwhile, and is the same for all runs of a file.
+A broken run goes on from its checkpoint; one that fails is told, and the next call tries it again. The result of a
+finished one is a line of --results, and the run is not made again. The machine should do nothing else meanwhile, and is
+the same for all runs of a file.
 """
 
 import argparse
@@ -39,8 +40,9 @@ from verl_ext.ledger.prompts import FILE  # noqa: E402
 from verl_ext.outcome import PromptEnd  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor  # noqa: E402
 from verl_ext.records import store  # noqa: E402
-from verl_ext.runs import jsonl  # noqa: E402
+from verl_ext.runs import durable, jsonl  # noqa: E402
 from verl_ext.runs.folder import step_of, training_folder  # noqa: E402
+from verl_ext.runs.lock import lock_folder  # noqa: E402
 from verl_ext.runs.machine import environment  # noqa: E402
 from verl_ext.runs.metrics import read_metrics  # noqa: E402
 from verl_ext.sandbox.launch import running_server  # noqa: E402
@@ -112,6 +114,7 @@ def launch(command: Sequence[str], source: Path, out: Path, mean_s: float, seed:
     """Run a launcher of recipe/ with the data and the SFT of a quickstart, behind a slow sandbox.
 
     Raises:
+        SystemExit: another process writes there, perhaps a run whose script was killed.
         CommandFailed: it failed.
         TimeoutError: it took too long. It is ended.
     """
@@ -128,7 +131,13 @@ def launch(command: Sequence[str], source: Path, out: Path, mean_s: float, seed:
         if time.monotonic() - began > timeout_s:
             raise TimeoutError(f"{out} was not done within {timeout_s:g} s. Start the same command again.")
 
-    with running_server() as url, slow_sandbox(url, mean_s, seed) as slow, Supervisor() as supervisor:
+    durable.make_folder(out)
+    with (
+        lock_folder(out) as lock,
+        running_server() as url,
+        slow_sandbox(url, mean_s, seed) as slow,
+        Supervisor(lock) as supervisor,
+    ):
         supervisor.run(list(command), log=out / "log.txt", env=env | {"SANDBOX_URL": slow}, watch=watch)
 
 
@@ -231,7 +240,7 @@ def taken_table(run: Path) -> str:
         cells = [", ".join(f"{fmean(getattr(g, name) for g in side):.2f}" for side in both) for name in fields]
         age = fmean(step - drawn[uid] for uid, step in trained.items() if step in steps)
         lines.append([f"{first}-{steps[-1]}", *cells, f"{age:.2f}"])
-    return markdown(lines)
+    return compare_objectives.markdown(lines)
 
 
 def mode_table(found: Mapping[Cell, tuple[float, float]], means: Sequence[float]) -> str:
@@ -258,7 +267,7 @@ def mode_table(found: Mapping[Cell, tuple[float, float]], means: Sequence[float]
                 held = fmean(ratios) >= target, fmean(losses) >= -ALLOWED_LOSS
                 compared[2] = f"x{target:g}: {_yes(held[0])}; accuracy: {_yes(held[1])}"
         lines.append([f"{mean:g} s", mode, str(len(own)), spread(speeds, 0), spread(accs, 3), partner, *compared])
-    return markdown(lines)
+    return compare_objectives.markdown(lines)
 
 
 def _yes(held: bool) -> str:
@@ -274,10 +283,6 @@ def _interval(values: Sequence[float], form: str) -> str:
 def spread(values: Sequence[float], digits: int) -> str:
     """Mean, and standard deviation over runs."""
     return f"{fmean(values):.{digits}f}" + (f" ± {stdev(values):.{digits}f}" if len(values) > 1 else "")
-
-
-def markdown(lines: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -302,25 +307,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     source, out = args.source.resolve(), args.out.resolve()
     cells = list(cells_of(args.means, args.mode, args.repeats))
-    settings = {"steps": args.steps, "overrides": args.overrides} | machine()
+    settings, failed = {"steps": args.steps, "overrides": args.overrides} | machine(), {}
     try:
         results = Published(args.results or out / "results.jsonl")
         missing = [cell for cell in cells if not results.has(str(cell), settings)]
-        for cell in missing[: args.max_runs]:
-            print(f"== {cell}", flush=True)
-            run = out / str(cell)
+    except ValueError as error:
+        sys.exit(f"compare_modes.py: {error}")
+    for cell in missing[: args.max_runs]:
+        print(f"== {cell}", flush=True)
+        run = out / str(cell)
+        try:
             if not is_done(run, args.steps):
                 run_cell(cell, source, run, args.steps, args.overrides, args.timeout_s)
             if not is_done(run, args.steps):
                 raise ValueError(f"{run} ended without {ACCURACY} of step {args.steps}; its log.txt may say why.")
             figures = {"tokens_per_s": round(tokens_per_s(run), 1), "accuracy": steps_of(run)[args.steps][ACCURACY]}
-            results.add(str(cell), figures, settings)
-    except (CommandFailed, NotWhole, TimeoutError, ValueError) as error:
-        sys.exit(f"compare_modes.py: {error}")
+        except (CommandFailed, NotWhole, TimeoutError, ValueError) as error:
+            print(f"{cell} failed: {error}", flush=True)
+            failed[cell] = str(error)
+            continue
+        results.add(str(cell), figures, settings)
     rows = {cell: results.rows[str(cell)] for cell in cells if str(cell) in results.rows}
     if rows:
         found = {cell: (row["tokens_per_s"], row["accuracy"]) for cell, row in rows.items()}
         print(f"\n{mode_table(found, args.means)}")
+    if failed:
+        told = "\n".join(f"{cell}: {why}" for cell, why in failed.items())
+        sys.exit(f"compare_modes.py: not done, and the next call tries them again:\n{told}")
 
 
 if __name__ == "__main__":

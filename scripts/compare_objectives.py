@@ -29,7 +29,10 @@ from verl_ext.analysis.stability import half_width  # noqa: E402
 from verl_ext.plots.charts import Chart, Series  # noqa: E402
 from verl_ext.plots.drawing import write_picture  # noqa: E402
 from verl_ext.quickstart.options import JOURNAL  # noqa: E402
+from verl_ext.quickstart.rungs import digest  # noqa: E402
 from verl_ext.quickstart.source import NoSource, find_source  # noqa: E402
+from verl_ext.runs import durable  # noqa: E402
+from verl_ext.runs.lock import lock_folder  # noqa: E402
 
 OBJECTIVES = sorted(path.stem for path in (REPO / "configs" / "objective").glob("*.yaml"))
 COMPARED = ("dapo", "olmorl", "icepop", "glm5_async", "cispo", "dr_grpo")
@@ -44,6 +47,7 @@ MODES = {  # mode -> overrides of configs/tiny_dapo.yaml
 SHORT = ("trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
 ENOUGH = 0.30  # accuracy above SFT's that an objective is expected to reach
 LOG_LINES = 12
+SETTINGS = "comparison.json"  # of a run's folder: what this script began it with
 SOURCE = COLUMNS["tiny"][0][2]  # the data source that the model was trained for
 
 Start = Callable[..., None]  # as `quickstart`
@@ -60,24 +64,41 @@ class Cell(NamedTuple):
         return f"{self.objective}_{self.mode}_{self.seed}"
 
 
+def overrides_of(cell: Cell, *, short: bool) -> list[str]:
+    return [f"objective={cell.objective}", *MODES[cell.mode], *(SHORT if short else ())]
+
+
+def settings_of(cell: Cell, digests: Mapping[str, str], *, short: bool) -> dict[str, Any]:
+    """What a result was made with: the SFT that --from names, the overrides, and the values of the preset."""
+    preset = digest(f"configs/objective/{cell.objective}.yaml")
+    return {"from": dict(digests), "rl": overrides_of(cell, short=short), "preset": preset}
+
+
 def arguments(cell: Cell, source: Path, *, short: bool) -> list[str]:
     """Options of the quickstart. A short run ends after RL."""
-    overrides = [f"objective={cell.objective}", *MODES[cell.mode], *(SHORT if short else ())]
-    rl = [word for override in overrides for word in ("--rl", override)]
+    rl = [word for override in overrides_of(cell, short=short) for word in ("--rl", override)]
     return ["--from", str(source), "--seed", str(cell.seed), *(("--stage", "rl") if short else ()), *rl]
 
 
-def is_done(out: Path, *, digests: Mapping[str, str], short: bool) -> bool:
+def is_done(out: Path, *, settings: Mapping[str, Any], short: bool) -> bool:
     """Whether a run is whole.
 
+    Args:
+        settings: of `settings_of`.
     Raises:
-        ValueError: it began from another SFT.
+        ValueError: it began with other settings, or not by `run_missing`.
     """
+    noted = out / SETTINGS
+    if noted.is_file() and (there := json.loads(noted.read_text())) != settings:
+        raise ValueError(
+            f"{out} began with other settings. Delete it, or write elsewhere with --out.\n  there: {there}\n"
+            f"  now:   {dict(settings)}"
+        )
     if not (out / JOURNAL).is_file():
         return False
+    if not noted.is_file():
+        raise ValueError(f"{out} was not begun by this script. Delete it, or write elsewhere with --out.")
     entries = {entry["stage"]: entry for entry in json.loads((out / JOURNAL).read_text())}
-    if "rl" in entries and entries["rl"]["settings"]["from"] != digests:
-        raise ValueError(f"{out} began from another SFT than --from has. Delete it, or write elsewhere with --out.")
     last = entries.get("rl" if short else "eval_after", {})
     return last.get("status") == "done" and (short or (out / "summary.json").is_file())
 
@@ -97,24 +118,31 @@ def run_missing(
     Returns:
         The end of the log of each run that failed both times.
     Raises:
-        ValueError: a run that is published, or there, began from another SFT.
+        ValueError: a run that is published, or there, has other settings; before the first run.
+        SystemExit: another process writes into the folder of a run, perhaps one whose script was killed.
     """
-    failed, settings = {}, {"from": dict(digests)}
-    for cell in cells:
-        if results.has(str(cell), settings):
-            continue
+    failed: dict[Cell, str] = {}
+    settings = {cell: settings_of(cell, digests, short=short) for cell in cells}
+    missing = [cell for cell in cells if not results.has(str(cell), settings[cell])]
+    for cell in missing:
+        is_done(out / str(cell), settings=settings[cell], short=short)
+    for cell in missing:
         folder = out / str(cell)
+        own = {"settings": settings[cell], "short": short}
         for is_last in (False, True):
-            if is_done(folder, digests=digests, short=short):
+            if is_done(folder, **own):
                 break
+            durable.make_folder(folder)
+            lock_folder(folder).close()
+            durable.write_text(folder / SETTINGS, json.dumps(settings[cell]))
             try:
                 start(folder, *arguments(cell, source, short=short))
             except subprocess.CalledProcessError as error:
                 print(f"{cell}: {error}", flush=True)
                 if is_last:
                     failed[cell] = end_of_log(folder)
-        if is_done(folder, digests=digests, short=short):
-            results.add(str(cell), result_of(folder, short=short), settings)
+        if is_done(folder, **own):
+            results.add(str(cell), result_of(folder, short=short), settings[cell])
     return failed
 
 
@@ -153,7 +181,7 @@ def mode_table(objectives: Sequence[str], modes: Sequence[str], seconds: Mapping
     lines += [[name, *(text((name, mode)) for mode in modes)] for name in objectives]
     times = [[took for (_, each), took in seconds.items() if each == mode] for mode in modes]
     lines.append(["mean of those that are ok", *(f"{fmean(took):.0f} s" if took else "-" for took in times)])
-    return _markdown(lines)
+    return markdown(lines)
 
 
 def gains_of(results: Sequence[Mapping]) -> list[float]:
@@ -180,10 +208,11 @@ def gain_table(objectives: Sequence[str], seeds: Sequence[int], found: Mapping[t
         mean = f"{fmean(gains):+.3f}" + ("" if width is None else f" ± {width:.3f}") if gains else "-"
         enough = "open" if len(runs) < len(seeds) else "yes" if fmean(gains) >= ENOUGH else "no"
         lines.append([name, *cells, mean, f"{min(gains):+.3f}" if gains else "-", enough])
-    return _markdown(lines)
+    return markdown(lines)
 
 
-def _markdown(lines: Sequence[Sequence[str]]) -> str:
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table; the line of `---` parts its head."""
     return "\n".join(f"| {' | '.join(line)} |" if line[0] != "---" else f"|{'|'.join(line)}|" for line in lines)
 
 

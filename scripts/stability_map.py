@@ -15,10 +15,14 @@ import functools
 import os
 import sys
 import time
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,6 +35,8 @@ from verl_ext.analysis.cell import Cell, Problem, Task, run_cell  # noqa: E402
 from verl_ext.analysis.preset import RUN  # noqa: E402
 from verl_ext.analysis.stability import in_short, read_runs, table, write_maps  # noqa: E402
 from verl_ext.analysis.tiny_model import load_model  # noqa: E402
+from verl_ext.quickstart.rungs import SHARED, digest  # noqa: E402
+from verl_ext.quickstart.source import find_source  # noqa: E402
 from verl_ext.runs import durable, jsonl, parquet  # noqa: E402
 from verl_ext.settings import compose_run  # noqa: E402
 
@@ -99,6 +105,12 @@ def read_task(folder: Path) -> Task:
     return Task(compose_run(RUN), tokenizer, list(problems("rl_train")), list(problems("eval"))[:HELD_OUT], interpret)
 
 
+def settings_of(cell: Cell, digests: Mapping[str, str], steps: int) -> dict[str, Any]:
+    """What a run of the map was made with: data and SFT, the values of its preset, its number of steps."""
+    preset = digest(f"configs/objective/{cell.objective}.yaml", f"configs/{RUN}.yaml", SHARED)
+    return {"from": dict(digests), "preset": preset, "steps": steps}
+
+
 def run(cell: Cell, quickstart: Path, steps: int) -> dict:
     """Plays a cell, on one thread: several side by side share the cores better than one on all."""
     torch.set_num_threads(1)
@@ -108,18 +120,58 @@ def run(cell: Cell, quickstart: Path, steps: int) -> dict:
     return result | {"cpu_s_per_step": round((time.process_time() - began) / steps, 2)}
 
 
-def run_missing(missing: Sequence[Cell], out: Path, quickstart: Path, steps: int, processes: int) -> None:
-    """Adds a line for each cell as it ends."""
-    durable.make_folder(out)
-    jsonl.cut_half_line(out / RUNS)
-    play = functools.partial(run, quickstart=quickstart, steps=steps)
-    with get_context("spawn").Pool(processes) as pool:
-        for number, result in enumerate(pool.imap_unordered(play, missing), 1):
-            durable.append_line(out / RUNS, jsonl.dumps(result))
-            print(
-                f"{number}/{len(missing)} {Cell(**result['cell']).name}: accuracy {result['before']:.3f} -> "
-                f"{result['after']:.3f}, {result['cpu_s_per_step']:.2f} CPU-s a step",
-                flush=True,
+def run_missing(
+    missing: Mapping[Cell, Mapping[str, Any]], file: Path, quickstart: Path, steps: int, processes: int
+) -> dict[Cell, str]:
+    """Adds a line for each cell as it ends; the others go on where one raises, or its process is killed.
+
+    Args:
+        missing: cell -> its settings.
+    Returns:
+        Of each cell that raised, or whose process was killed, the traceback.
+    """
+    durable.make_folder(file.parent)
+    jsonl.cut_half_line(file)
+    left, failed, is_alone = list(missing), {}, False
+    while left:
+        before = len(left)
+        with ProcessPoolExecutor(1 if is_alone else processes, mp_context=get_context("spawn")) as pool:
+            cells = {pool.submit(run, cell, quickstart, steps): cell for cell in left[: 1 if is_alone else None]}
+            for future in as_completed(cells):
+                cell, error = cells[future], future.exception()
+                if isinstance(error, BrokenProcessPool) and not is_alone:
+                    continue  # one of those that have not ended had its process killed, for want of memory say
+                left.remove(cell)
+                place = f"{len(missing) - len(left)}/{len(missing)} {cell.name}"
+                if error:
+                    failed[cell] = "".join(traceback.format_exception(error))
+                    print(f"{place}: failed, {error!r}", flush=True)
+                    continue
+                result = future.result() | {"settings": missing[cell]}
+                durable.append_line(file, jsonl.dumps(result))
+                print(
+                    f"{place}: accuracy {result['before']:.3f} -> {result['after']:.3f}, "
+                    f"{result['cpu_s_per_step']:.2f} CPU-s a step",
+                    flush=True,
+                )
+        is_alone = len(left) == before  # which one it was shows when the next is alone
+    return failed
+
+
+def check_settings(file: Path, settings: Mapping[Cell, Mapping[str, Any]]) -> None:
+    """Before hours of runs.
+
+    Raises:
+        ValueError: a run of the file was made with other settings, or is of another number of steps.
+    """
+    steps = {made["steps"] for made in settings.values()}
+    for cell, result in read_runs(file).items():
+        there = result.get("settings")
+        if (cell in settings and there != settings[cell]) or {result["steps"]} != steps:
+            raise ValueError(
+                f"{file}: {cell.name} was made with other settings.\n  there: {there}\n  now:   "
+                f"{settings.get(cell, steps)}\nName another folder with --out, or delete the line, and the run is made "
+                "again."
             )
 
 
@@ -151,17 +203,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--quickstart", type=Path, default=Path("outputs/quickstart"), help="has data/ and sft/merged/")
     parser.add_argument("--out", type=Path, default=REPO / "docs" / "stability", help="of the runs and the maps")
     args = parser.parse_args(argv)
+    file, failed = args.out / RUNS, {}
     try:
         wanted = [chosen(args.cell)] if args.cell else [] if args.maps else cells()
-        missing = [cell for cell in wanted if cell not in read_runs(args.out / RUNS)]
-        if missing:
-            run_missing(missing, args.out, args.quickstart, args.steps, args.processes)
-        found = read_runs(args.out / RUNS)
+        if wanted:
+            digests = find_source(args.quickstart).digests
+            settings = {cell: settings_of(cell, digests, args.steps) for cell in wanted}
+            check_settings(file, settings)
+            missing = {cell: made for cell, made in settings.items() if cell not in read_runs(file)}
+            failed = run_missing(missing, file, args.quickstart, args.steps, args.processes)
+        found = read_runs(file)
         print(table(OBJECTIVES, CONDITIONS, found))
         for path in write_maps(OBJECTIVES, CONDITIONS, found, args.out):
             print(path)
     except (OSError, ValueError) as error:
         sys.exit(f"stability_map.py: {error}")
+    if failed:
+        told = "\n".join(f"{cell.name}: {why}" for cell, why in failed.items())
+        sys.exit(f"stability_map.py: not run, and the next call tries them again:\n{told}")
 
 
 if __name__ == "__main__":

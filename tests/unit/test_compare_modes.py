@@ -239,6 +239,9 @@ def launched(script, monkeypatch):
     commands = []
 
     class Supervisor:
+        def __init__(self, lock):
+            assert not lock.closed
+
         def __enter__(self):
             return self
 
@@ -273,8 +276,23 @@ def test_a_run_that_was_killed_in_its_validation_goes_on_with_it(script, launche
     assert [word in launched[0] for word in script.VALIDATE] == [validates] * 2
 
 
-def test_a_run_that_ends_without_its_accuracy_is_named(script, run, tmp_path, monkeypatch):
-    (tmp_path / "sync_2s_0").symlink_to(run)
-    monkeypatch.setattr(script, "run_cell", lambda *_: None)
-    with pytest.raises(SystemExit, match=r"sync_2s_0 ended without val-core/tiny_tools/acc/mean@4 of step 5"):
-        script.main(["--means", "2", "--steps", "5", "--repeats", "1", "--mode", "sync", "--out", str(tmp_path)])
+def test_a_run_that_fails_is_told_and_costs_no_other(script, run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "sync_2s_1").symlink_to(run)
+
+    def run_cell(cell, *_):
+        if cell.repeat == 0:
+            raise script.CommandFailed("no sandbox")
+
+    monkeypatch.setattr(script, "run_cell", run_cell)
+    options = ["--means", "2", "--repeats", "3", "--mode", "sync", "--out", str(tmp_path), "--steps", "4"]
+    with pytest.raises(SystemExit) as ended:
+        script.main(options)
+    said = str(ended.value).splitlines()
+    assert said[1] == "sync_2s_0: no sandbox" and "sync_2s_2 ended without val-core/tiny_tools/acc/mean@4" in said[2]
+    assert "| 2 s | sync | 1 | 20 | 0.750 |" in capsys.readouterr().out, "what is done is shown"
+
+
+def test_a_run_that_another_process_writes_is_left_alone(script, launched, tmp_path):
+    with script.lock_folder(tmp_path), pytest.raises(SystemExit, match="Another run writes into"):
+        script.run_cell(script.Cell("sync", 0.5, 0), tmp_path, tmp_path, 30, [], 60)
+    assert not launched

@@ -71,8 +71,9 @@ def test_a_finished_run_is_published_and_not_run_again_and_a_failed_one_is_tried
     end = failed[script.Cell("sapo", "sync", 0)].splitlines()
     assert end[0].endswith("sapo_sync_0/rl/log.txt:")
     assert end[1:] == [*(f"line {i}" for i in range(19, 30)), "ValueError: sizes"]
-    row = {"settings": {"from": DIGESTS}, "seconds": 20.0}
-    assert results().rows == {name: {"run": name, **row} for name in ("dapo_sync_0", "gmpo_sync_0")}
+    made = {name: script.settings_of(cell, DIGESTS, short=True) for cell in cells if (name := str(cell))}
+    rows = {name: {"run": name, "settings": made[name], "seconds": 20.0} for name in ("dapo_sync_0", "gmpo_sync_0")}
+    assert results().rows == rows
     second = Quickstart()  # on another machine, which has the results alone
     assert script.run_missing(cells, tmp_path / "other", results=results(), start=second, **run) == {}
     assert names(second) == ["sapo_sync_0"]  # the next call tries it again, and no other
@@ -97,10 +98,34 @@ def test_a_line_that_is_no_result_is_named(results, tmp_path):
         results()
 
 
-def test_runs_of_another_sft_are_not_taken_for_ones_own(script, tmp_path):
+@pytest.mark.parametrize("other", ["from", "rl", "preset"])
+def test_runs_of_other_settings_are_not_taken_for_ones_own(script, results, tmp_path, monkeypatch, other):
+    """They are refused before the first run; a run that failed has no result yet."""
+    cells, first = list(script.cells_of(["dapo", "sapo"], ["sync"], [0])), Quickstart({"sapo_sync_0": 2})
+    run = {"source": tmp_path / "q", "digests": DIGESTS, "short": True}
+    script.run_missing(cells[1:], tmp_path, results=results(), start=first, **run)
+    made = script.settings_of
+    monkeypatch.setattr(script, "settings_of", lambda *_, **__: made(*_, **__) | {other: "another"})
+    again = Quickstart()
+    with pytest.raises(ValueError, match=rf"(?s)sapo_sync_0 began with other settings.*'{other}': 'another'"):
+        script.run_missing(cells, tmp_path, results=results(), start=again, **run)
+    assert not again.started
+
+
+def test_a_folder_that_the_script_did_not_begin_is_not_taken_for_a_run(script, tmp_path):
     Quickstart()(tmp_path / "dapo_sync_0")
-    with pytest.raises(ValueError, match="dapo_sync_0 began from another SFT"):
-        script.is_done(tmp_path / "dapo_sync_0", digests={"data/rl_train.parquet": "xyz"}, short=True)
+    with pytest.raises(ValueError, match="dapo_sync_0 was not begun by this script"):
+        script.is_done(tmp_path / "dapo_sync_0", settings={}, short=True)
+
+
+def test_a_folder_that_another_process_writes_ends_the_script(script, results, tmp_path):
+    """Its training lives on where the script was killed: no other run may begin beside it."""
+    start, cells = Quickstart(), list(script.cells_of(["dapo", "sapo"], ["sync"], [0]))
+    (tmp_path / "dapo_sync_0").mkdir()
+    with script.lock_folder(tmp_path / "dapo_sync_0"), pytest.raises(SystemExit, match="Another run writes into"):
+        run = {"source": tmp_path / "q", "digests": DIGESTS, "short": True}
+        script.run_missing(cells, tmp_path, results=results(), start=start, **run)
+    assert not start.started
 
 
 def test_published_results_of_another_sft_are_not_taken_for_ones_own(script, results, tmp_path):

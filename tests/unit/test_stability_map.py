@@ -1,6 +1,9 @@
 """The command of the stability map: its runs, what of a model's code it executes, and that it goes on where it was."""
 
-from multiprocessing.pool import ThreadPool
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -56,7 +59,8 @@ def played(script, monkeypatch, tmp_path):
         own = {"objective": cell.objective, "staleness": cell.staleness, "bf16": cell.bf16, "seed": cell.seed}
         return {"cell": own, "steps": steps, "before": 0.4, "after": 0.5, "rows": [row]}
 
-    monkeypatch.setattr(script, "get_context", lambda method: SimpleNamespace(Pool=ThreadPool))
+    monkeypatch.setattr(script, "ProcessPoolExecutor", lambda processes, mp_context: ThreadPoolExecutor(processes))
+    monkeypatch.setattr(script, "find_source", lambda folder: SimpleNamespace(digests={"sft": folder.name}))
     monkeypatch.setattr(script, "run_cell", run_cell)
     monkeypatch.setattr(script, "load_model", lambda folder: ({}, {}))
     monkeypatch.setattr(script, "read_task", lambda folder: None)
@@ -82,3 +86,49 @@ def test_maps_alone_make_no_run(script, played, tmp_path):
 def test_a_run_outside_of_the_map_is_refused(script, played, tmp_path):
     with pytest.raises(SystemExit, match="gspo 1 bf16 0 is not in the map"):
         script.main(["--cell", "gspo", "1", "bf16", "0", "--out", str(tmp_path)])
+
+
+def test_a_run_that_raises_stops_no_other_and_is_tried_again(script, played, monkeypatch, tmp_path):
+    plays = script.run_cell
+
+    def fails(cell, *rest, **options):
+        if cell.objective == "dapo" and cell.staleness == 16:
+            raise RuntimeError("no number")
+        return plays(cell, *rest, **options)
+
+    monkeypatch.setattr(script, "run_cell", fails)
+    with pytest.raises(SystemExit, match=r"(?s)not run.*dapo_s16_fp32_0: Traceback.*no number.*dapo_s16_fp32_2"):
+        script.main(["--out", str(tmp_path)])
+    assert len(played) == 33 and len((tmp_path / "runs.jsonl").read_text().splitlines()) == 33
+    monkeypatch.setattr(script, "run_cell", plays)
+    script.main(["--out", str(tmp_path)])
+    assert sorted(played[33:]) == [f"dapo_s16_fp32_{seed}" for seed in (0, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("others", "seen"),
+    [(["--steps", "2"], "'steps': 2"), (["--quickstart", "another"], "'sft': 'another'")],
+)
+def test_runs_of_other_settings_are_refused_before_the_first_run(script, played, tmp_path, others, seen):
+    cell = ["--cell", "gspo", "4", "bf16", "1", "--out", str(tmp_path)]
+    script.main([*cell, *others])
+    with pytest.raises(SystemExit, match=rf"(?s)gspo_s4_bf16_1 was made with other settings.*there: .*{seen}"):
+        script.main(["--out", str(tmp_path)])
+    assert len(played) == 1
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_costs_the_run_of_no_other(script, monkeypatch, tmp_path):
+    """Real processes: one of two runs kills its own whenever it is played."""
+    monkeypatch.setattr(script, "run", _run_or_die)
+    cells = {cell: {} for cell in script.cells()[:2]}
+    failed = script.run_missing(cells, tmp_path / "runs.jsonl", tmp_path, 1, 2)
+    assert [cell.objective for cell in failed] == ["grpo"] and "terminated abruptly" in "".join(failed.values())
+    made = [json.loads(line)["cell"] for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert made == ["dapo"]
+
+
+def _run_or_die(cell, quickstart, steps):
+    if cell.objective == "grpo":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"cell": cell.objective, "before": 0.0, "after": 0.0, "cpu_s_per_step": 0.0}

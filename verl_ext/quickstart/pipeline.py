@@ -296,7 +296,7 @@ def main() -> None:
                 delete_run(out)
         out.mkdir(parents=True, exist_ok=True)
         shared_python = warm_python() if rung.shares_python else contextlib.nullcontext("")
-        with lock_folder(out), shared_python as python, Supervisor() as supervisor:
+        with lock_folder(out) as lock, shared_python as python, Supervisor(lock) as supervisor:
             run = Quickstart(out, *settings, supervisor, source, python=python, **model)
             run_pipeline(run, args.stage or list(STAGES))
     except (CommandFailed, NoSource, SandboxNotReady) as error:

@@ -24,12 +24,17 @@ class Rung:
     task: tuple[str, ...]  # globs of the repository's files that make the task: its data and its two configs
 
     def task_digest(self) -> str:
-        """The first digits of the SHA-256 of what `task` names, in order: results of another one are another task's.
+        """`digest` of what `task` names: results of another one are another task's."""
+        return digest(*self.task)
 
-        Of a YAML its values count, and no comment.
-        """
-        files = sorted(path for pattern in self.task for path in REPO.glob(pattern))
-        return hashlib.sha256(b"".join(map(_content, files))).hexdigest()[:16]
+
+def digest(*patterns: str) -> str:
+    """The first digits of the SHA-256 of the repository's files that globs name, in order.
+
+    Of a YAML its values count, and no comment.
+    """
+    files = sorted(path for pattern in patterns for path in REPO.glob(pattern))
+    return hashlib.sha256(b"".join(map(_content, files))).hexdigest()[:16]
 
 
 def _content(path: Path) -> bytes:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import psutil
 from omegaconf import OmegaConf
@@ -52,7 +52,14 @@ class Supervisor:
     """Context manager around the commands of a pipeline; see the module's docstring.
 
     Commands get a private `TMPDIR`, deleted at the end. SIGTERM and a closed terminal end the block like Ctrl-C does.
+
+    Args:
+        lock: of the folder that the commands write to (runs/lock.py). They hold it, too: a command lives on if this
+            process is killed, and nobody else shall write there then.
     """
+
+    def __init__(self, lock: TextIO | None = None):
+        self._kept_open = () if lock is None else (lock.fileno(),)
 
     def __enter__(self) -> "Supervisor":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -114,7 +121,13 @@ class Supervisor:
         with open(log, "ab") if log else contextlib.nullcontext() as sink:
             # A session of its own: Ctrl-C reaches this process only, which then ends the command in order.
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env=environment,
+                start_new_session=True,
+                pass_fds=self._kept_open,
             )
             try:
                 while process.poll() is None:

@@ -1,5 +1,6 @@
 """The steps of the quickstart: which ones run, with what, and what is kept when one breaks."""
 
+import contextlib
 import json
 import os
 import re
@@ -201,7 +202,7 @@ def test_main_takes_the_rung_that_model_names(monkeypatch, tmp_path, arguments, 
     seen = []
     monkeypatch.setenv("MODEL_PATH", "owner/name")  # tiny has a model of its own
     monkeypatch.setattr(pipeline, "run_pipeline", lambda run, stages: seen.append(run))
-    monkeypatch.setattr(pipeline, "Supervisor", lambda: __import__("contextlib").nullcontext(RecordingSupervisor()))
+    monkeypatch.setattr(pipeline, "Supervisor", lambda lock: contextlib.nullcontext(RecordingSupervisor()))
     monkeypatch.setattr(sys, "argv", ["pipeline", "--out", str(tmp_path), *arguments])
     pipeline.main()
     [run] = seen
@@ -215,7 +216,7 @@ def test_a_run_from_a_small_quickstart_is_small_whatever_model_says(monkeypatch,
     (source / "stages.json").write_text(json.dumps(journal))
     seen = []
     monkeypatch.setattr(pipeline, "run_pipeline", lambda run, stages: seen.append(run))
-    monkeypatch.setattr(pipeline, "Supervisor", lambda: __import__("contextlib").nullcontext(RecordingSupervisor()))
+    monkeypatch.setattr(pipeline, "Supervisor", lambda lock: contextlib.nullcontext(RecordingSupervisor()))
     monkeypatch.setattr(sys, "argv", ["pipeline", "--from", str(source), "--out", str(tmp_path / "second")])
     pipeline.main()
     assert seen[0].rung.name == "small"
@@ -353,7 +354,7 @@ def test_a_full_disk_that_the_pipeline_meets_itself_is_named(monkeypatch, tmp_pa
         raise OSError(28, "No space left on device", str(tmp_path / "new" / "stages.part"))
 
     monkeypatch.setattr(pipeline, "run_pipeline", fails)
-    monkeypatch.setattr(pipeline, "Supervisor", lambda: __import__("contextlib").nullcontext(RecordingSupervisor()))
+    monkeypatch.setattr(pipeline, "Supervisor", lambda lock: contextlib.nullcontext(RecordingSupervisor()))
     monkeypatch.setattr(sys, "argv", ["pipeline", "--out", str(tmp_path / "new")])
     with pytest.raises(SystemExit) as ended:
         pipeline.main()
@@ -370,7 +371,7 @@ def test_main_passes_its_arguments_on_and_reports_a_failure_in_one_line(monkeypa
         raise CommandFailed("the reason")
 
     monkeypatch.setattr(pipeline, "run_pipeline", fails)
-    monkeypatch.setattr(pipeline, "Supervisor", lambda: __import__("contextlib").nullcontext(RecordingSupervisor()))
+    monkeypatch.setattr(pipeline, "Supervisor", lambda lock: contextlib.nullcontext(RecordingSupervisor()))
     arguments = f"--out {tmp_path}/new --seed 4 --stage sft --stage rl --sft a=1 --rl b=2 --data=--rl=64"
     monkeypatch.setattr(sys, "argv", ["pipeline", *arguments.split()])
     with pytest.raises(SystemExit, match="^quickstart: the reason$"):

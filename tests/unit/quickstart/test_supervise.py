@@ -11,6 +11,8 @@ from uuid import uuid4
 import psutil
 import pytest
 
+from verl_ext.runs.lock import lock_folder
+
 REPO = Path(__file__).resolve().parents[3]
 
 # Poll often and be impatient, so that a test takes a second.
@@ -295,3 +297,24 @@ server.wait()
 print(json.dumps(alive))
 """
     assert run(code, FORK_SERVER, tmp_path / "request") == [True, False]
+
+
+def test_a_command_holds_the_lock_when_its_supervisor_is_killed(tmp_path):
+    code = """
+from verl_ext.runs.lock import lock_folder
+out = Path(sys.argv[1])
+with lock_folder(out) as lock, supervise.Supervisor(lock) as supervisor:
+    supervisor.run([sys.executable, "-c", sys.argv[2]], log=out / "log.txt")
+"""
+    process = start(code, tmp_path, "import os, time\nprint('up', os.getpid(), '}', flush=True)\ntime.sleep(60)")
+    wait_for(tmp_path / "log.txt", "}")
+    process.kill()
+    process.communicate()
+    command = psutil.Process(int((tmp_path / "log.txt").read_text().split()[1]))
+    try:
+        with pytest.raises(SystemExit, match="Another run writes into"):
+            lock_folder(tmp_path)
+    finally:
+        command.kill()
+    psutil.wait_procs([command], timeout=10)
+    lock_folder(tmp_path).close()
