@@ -32,6 +32,15 @@ class EndedGroup:
     def are_equal(self) -> bool:
         return None not in self.valid.values() and len(set(self.valid.values())) == 1
 
+    def judge(self, lost: PromptEnd) -> PromptEnd:
+        """What becomes of it; `lost` where too few rollouts are left."""
+        if self.is_lost():
+            return lost
+        if self.are_equal():
+            return PromptEnd.EQUAL
+        none_trains = len(self.void) == len(self.valid)
+        return PromptEnd.VOID if none_trains else PromptEnd.OPEN
+
     def drop_older_than(self, version: int) -> int:
         """Exclude rollouts with a token of older weights; returns their number.
 
@@ -114,12 +123,7 @@ def end_group(
         dropped=left_out(rows, resample, rng),
         oldest={key: oldest(extra.get("version_spans", ())) for key, extra, _ in rows},
     )
-    if group.is_lost():
-        # Void turns alone are the policy's own: such a group is used where nothing else is left.
-        by_policy = rows and not any(reason in INFRASTRUCTURE_FAILURES for *_, reason in rows)
-        group.end = PromptEnd.VOID if by_policy else PromptEnd.FAILED
-    elif group.are_equal():
-        group.end = PromptEnd.EQUAL
-    elif len(group.void) == len(group.valid):  # none of it is in the loss
-        group.end = PromptEnd.VOID
+    # Void turns alone are the policy's own: such a group is used where nothing else is left.
+    by_policy = rows and not any(reason in INFRASTRUCTURE_FAILURES for *_, reason in rows)
+    group.end = group.judge(lost=PromptEnd.VOID if by_policy else PromptEnd.FAILED)
     return group

@@ -296,14 +296,13 @@ class DapoReplayBuffer(ReplayBufferAsync):
         for uid in sorted(self._uids(*_USEFUL)):
             group = self._groups[uid]
             self._counts.dropped_as_stale += group.drop_older_than(self._version - self.max_staleness)
-            if not (group.is_lost() or group.are_equal()):
+            if (end := group.judge(lost=PromptEnd.STALE)) is PromptEnd.OPEN:
                 continue
-            end = PromptEnd.STALE if group.is_lost() else PromptEnd.EQUAL
             if uid in first_seen:
                 group.end = end
             else:
                 self._end({uid}, end)
-                self._counts.aged += end is PromptEnd.EQUAL
+                self._counts.aged += end is not PromptEnd.STALE
 
     def _count_group(self, uid: str, rows: list[tuple[str, dict, str | None]], raised: bool) -> None:
         """`rows`: key, `extra_fields` and reason of exclusion of each rollout; none where one raised."""

@@ -23,7 +23,7 @@ class StepCounts:
     seen: Ended = field(default_factory=Ended)
     judged: list[dict[str, Any]] = field(default_factory=list)  # `extra_fields` of rollouts that were not failed
     ends: Counter = field(default_factory=Counter)  # PromptEnd -> groups; OPEN: of those that ended, the useful ones
-    aged: int = 0  # groups that were useful when they ended, and EQUAL since their oldest rollouts were left out
+    aged: int = 0  # groups that were useful when they ended, and are not since their oldest rollouts were left out
     dropped_as_stale: int = 0  # rollouts
     ages: list[int] = field(default_factory=list)  # in versions, of the useful rollouts that were taken
     filled: int = 0  # groups that were taken and had failed or stale rollouts

@@ -64,16 +64,21 @@ def test_a_group_that_is_equal_without_its_old_responses_was_never_useful(make):
     assert metrics["filter_groups/keep_rate"] == 0.5  # of two that ended, one
 
 
-def test_a_group_that_turns_equal_as_it_waits_is_no_group_that_ended(make):
+TURNS_EQUAL = group((1, [4]), (1, [4]), (1, [4]), (0, [3]))
+TURNS_VOID = [each | {"tool_use": info(0, void_turns=1)["tool_use"]} for each in FRESH[:3]] + group((0, [3]))
+
+
+@pytest.mark.parametrize(("turns", "end"), [(TURNS_EQUAL, "equal"), (TURNS_VOID, "void")])
+def test_a_group_that_turns_useless_as_it_waits_is_no_group_that_ended(make, turns, end):
     """It was useful when it ended, in step 5: two of two. In step 6 one group ends: one of one."""
-    turns_equal = group((1, [4]), (1, [4]), (1, [4]), (0, [3]))
-    queue, buffer = make([FRESH, turns_equal, *[FRESH] * 2], batch_size=2, mode="colocate_async", max_staleness=1)
+    options = {"mode": "colocate_async", "max_staleness": 1, "void_turn_filter": "loss"}
+    queue, buffer = make([FRESH, turns, *[FRESH] * 2], batch_size=2, **options)
     _, metrics = buffer.sample(5, "train", 1)
     assert metrics["filter_groups/keep_rate"] == 1.0
     queue.submit(1)
     _, metrics = buffer.sample(6, "train", 1)
     assert metrics["filter_groups/keep_rate"] == 1.0
-    assert buffer.take_prompt_ends()[0]["uid-1"] == "equal"
+    assert buffer.take_prompt_ends()[0]["uid-1"] == end
 
 
 def test_surplus_that_was_kept_ages_too(make):
