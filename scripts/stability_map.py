@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             missing = {cell: made for cell, made in settings.items() if cell not in read_runs(file)}
             failed = run_missing(missing, file, args.quickstart, args.steps, args.processes)
         found = read_runs(file)
-        print(table(OBJECTIVES, CONDITIONS, found))
+        print(table(OBJECTIVES, CONDITIONS, found, len(cells())))
         for path in write_maps(OBJECTIVES, CONDITIONS, found, args.out):
             print(path)
     except (OSError, ValueError) as error:

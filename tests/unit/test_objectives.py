@@ -68,6 +68,23 @@ def test_a_preset_fits_a_run_and_its_keys_win(run, preset, cpu_platform):
     assert {key: plain[key] for key in keys_of(preset)} == keys_of(preset)
 
 
+# Of verl's examples/dppo_trainer/run_qwen30b_dppo.sh (8f11888), and of SimpleTIR's objective with its code's bounds.
+SUM = ("seq-mean-token-sum-norm", "${data.max_response_length}")
+AS_PUBLISHED = {
+    "dppo_tv": (0.15, 0.15, False, *SUM),
+    "dppo_kl": (0.05, 0.05, False, *SUM),
+    "simpletir": (0.2, 0.28, True, "seq-mean-token-mean", None),
+}
+
+
+@pytest.mark.parametrize("preset", AS_PUBLISHED)
+def test_bounds_advantages_and_mean_are_as_published(preset):
+    names = ("clip_ratio_low", "clip_ratio_high", "loss_agg_mode", "loss_scale_factor")
+    low, high, *mean = (keys_of(preset)[f"{ACTOR}.{name}"] for name in names)
+    by_std = keys_of(preset)["algorithm.norm_adv_by_std_in_grpo"]
+    assert (low, high, by_std, *mean) == AS_PUBLISHED[preset]
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_doctor_has_nothing_against_the_values_of_a_preset(preset):
     from verl_ext.doctor.values import BOUNDS

@@ -44,7 +44,7 @@ class Batch(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a mini-batch has beside its log-probs; rows of `Given`."""
+    """What a mini-batch has beside its log-probs, a row per response."""
 
     old_log_prob: Tensor
     advantages: Tensor

@@ -99,8 +99,8 @@ def summaries(
     return result
 
 
-def table(objectives: Sequence[str], conditions: Sequence[Condition], found: dict[Cell, dict]) -> str:
-    """A line for each objective and condition that has a run, and how many runs are missing."""
+def table(objectives: Sequence[str], conditions: Sequence[Condition], found: dict[Cell, dict], wanted: int) -> str:
+    """A line for each objective and condition that has a run, and how many of `wanted` runs are there."""
     lines = [
         f"{'objective':<16}{'condition':<20}{'seeds':>6}{'accuracy':>15}{'collapsed':>11}{'masked':>9}{'cosine':>8}"
     ]
@@ -110,8 +110,8 @@ def table(objectives: Sequence[str], conditions: Sequence[Condition], found: dic
             f"{name:<16}{_condition(condition):<20}{each.seeds:>6}{_accuracy(each):>15}{each.collapsed:>11.2f}"
             f"{each.masked:>9.4f}{cosine:>8}"
         )
-    wanted = 3 * len(objectives) * len(conditions)
-    lines.append(f"{len(found)} of {wanted} runs are there.")
+    there = sum(each.seeds for each in summaries(objectives, conditions, found).values())
+    lines.append(f"{there} of {wanted} runs are there.")
     return "\n".join(lines)
 
 

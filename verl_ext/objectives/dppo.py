@@ -4,7 +4,9 @@
 
 A token is left out if A > 0 and pi > pi_old, or A < 0 and pi < pi_old, and the divergence of the two Bernoulli
 distributions "this token, or another" is above its threshold: total variation |pi - pi_old| (dppo_tv) or KL(pi_old, pi)
-(dppo_kl). Ratios are truncated at C = 20 (section 5.4). pi_old are the rollout engine's log-probs.
+(dppo_kl). Ratios are truncated at C = 20 (section 5.4). pi_old are the rollout engine's log-probs. The presets have the
+bounds (.15 and .05), the advantages (no std) and the mean (sum over a response, by a fixed length) of verl's example,
+examples/dppo_trainer/run_qwen30b_dppo.sh at 8f11888, which truncates at 10000.
 The same as verl's `dppo_tv` and `dppo_kl` (core_algos.py:1379, 1460, 0.9.1), where C is clip_ratio_c, 3 by default, so
 that r = 12 would weigh 3. Departures: log r is held within +-20; the KL has 1e-8 in numerator and denominator, as verl.
 A token of advantage 0 is never counted as left out; verl's pg_clipfrac counts it where its probability fell.

@@ -38,7 +38,7 @@ def test_what_is_not_there_is_missing(tmp_path):
     write(tmp_path)
     write(tmp_path, objective="gspo", staleness=4, bf16=True)
     found = read_runs(tmp_path / "runs.jsonl")
-    printed = table(("dapo", "gspo"), CONDITIONS, found)
+    printed = table(("dapo", "gspo"), CONDITIONS, found, 12)
     assert "2 of 12 runs are there." in printed and len(printed.splitlines()) == 4
     paths = write_maps(("dapo", "gspo"), CONDITIONS, found, tmp_path)
     assert [path.name for path in paths] == [
@@ -51,7 +51,7 @@ def test_what_is_not_there_is_missing(tmp_path):
 
 
 def test_no_run_at_all(tmp_path):
-    assert "0 of 12 runs" in table(("dapo", "gspo"), CONDITIONS, read_runs(tmp_path / "none"))
+    assert "0 of 12 runs" in table(("dapo", "gspo"), CONDITIONS, read_runs(tmp_path / "none"), 12)
     assert write_maps(("dapo",), CONDITIONS, {}, tmp_path)[0].read_text().count(">missing<") == 2
 
 
