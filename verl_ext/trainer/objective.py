@@ -191,16 +191,21 @@ def noted_decisions() -> Iterator[list[tuple[str, Tensor]]]:
 
 
 def sum_counts(losses: ModuleType) -> None:
-    """verl/workers/utils/losses.py (0.9.1): our counts of tokens are added up.
+    """verl/workers/utils/losses.py (0.9.1): our counts of tokens are added up, and no token is a loss of 0.
 
     - :103 takes the mean of a loss's metrics over micro-batches and ranks, whatever number of tokens they have. The
       mean over ranks comes first (utils/metric/utils.py:152): counts are multiplied by their number.
+    - :124 divides the sum of the entropies by the tokens of the mini-batch, and 0 / 0 x entropy_coeff is NaN.
     """
     require_versions(VERL, "verl_ext/trainer/objective.py")
+    from verl.utils.tensordict_utils import assign_non_tensor
+
     verls = losses.ppo_loss
 
     @functools.wraps(verls)
     def ppo_loss(config: ActorConfig, model_output: Any, data: Any, dp_group: Any = None) -> tuple[Tensor, dict]:
+        if data["batch_num_tokens"] == 0:
+            data = assign_non_tensor(data.copy(), batch_num_tokens=1)
         loss, metrics = verls(config, model_output, data, dp_group)
         for name in [name for name in metrics if name.startswith(COUNT)]:
             total = losses.Metric(losses.AggregationType.SUM)

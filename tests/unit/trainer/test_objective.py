@@ -139,6 +139,32 @@ def test_a_micro_batch_without_a_token_has_loss_0(call, name):
     assert loss == 0.0 and gradient.abs().sum() == 0
 
 
+@pytest.mark.parametrize("name,mode", [("retool_ppo", TOKENS), ("vanilla", TOKENS), ("retool_gspo", RESPONSES)])
+def test_a_mini_batch_without_a_token_has_loss_0_also_beside_its_entropy(cpu_platform, name, mode):
+    """verl: 0 tokens, a mean of 0 / 0, and 0 x NaN = NaN."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.utils import losses
+
+    from verl_ext.trainer.objective import ObjectiveConfig
+
+    def rows(dtype=torch.float32):
+        return torch.nested.as_nested_tensor([torch.zeros(n, dtype=dtype) for n in (2, 3)], layout=torch.jagged)
+
+    fields = {name: rows(torch.long) for name in ("prompts", "responses", "response_mask")}
+    numbers = {"dp_size": 1, "batch_num_tokens": 0, "global_batch_size": 2}
+    data = tu.get_tensordict(fields | {"old_log_probs": rows(), "advantages": rows()}, numbers)
+    config = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=8, use_dynamic_bsz=True, calculate_entropy=True, entropy_coeff=0.1,
+        loss_agg_mode=mode, policy_loss=ObjectiveConfig(loss_mode=name),
+    )  # fmt: skip
+    log_prob, entropy = torch.full((10,), -1.0, requires_grad=True), torch.ones(10, requires_grad=True)
+    loss, metrics = losses.ppo_loss(config, {"log_probs": log_prob, "entropy": entropy}, data)
+    gradients = torch.autograd.grad(loss, [log_prob, entropy])
+    assert loss.item() == 0.0 and metrics["actor/entropy_loss"].values == [0.0]
+    assert all(each.abs().sum() == 0 for each in gradients) and data["batch_num_tokens"] == 0
+
+
 def test_weights_that_are_missing_or_not_taken_are_refused(call):
     with pytest.raises(ValueError, match="icepop got no weights.*rollout_is=token"):
         call("retool_icepop", random_batch())
@@ -163,7 +189,8 @@ def test_counts_are_added_up_over_micro_batches_and_ranks_before_they_become_sha
     sum_counts(module)
     ranks = []
     for _ in range(2):
-        parts = [module.ppo_loss(None, None, {"dp_size": 2, "tokens": n, "low": low})[1] for n, low in ((1, 1), (3, 0))]
+        own = {"dp_size": 2, "batch_num_tokens": 8}
+        parts = [module.ppo_loss(None, None, own | {"tokens": n, "low": low})[1] for n, low in ((1, 1), (3, 0))]
         total = parts[0]
         for name in total:
             total[name].extend(parts[1][name])
