@@ -23,6 +23,7 @@ import pytest
 
 from tests.e2e.conftest import REPO, launch, pipeline, read_metrics, run_to_end
 from tests.e2e.records import check_records
+from tests.e2e.test_options import EVERY_MODES, check_every_modes
 from tests.processes import kill_tree
 from verl_ext.ledger.prompts import read_tally
 from verl_ext.outcome import PromptEnd
@@ -270,9 +271,8 @@ def test_the_asynchronous_trainer_takes_the_same_sampler_and_options(small: Path
         "trainer.v1.trainer_mode=colocate_async",
         "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager",
         "++reward.reward_kwargs.random_reward_p=0.2",  # of groups of 6, 26% are all wrong
-        *("retool.adaptive_n.enable=true", "retool.adaptive_n.phases=[[0,6],[2,8]]", "trainer.test_freq=1"),
-        *("retool.light_validation.enable=true", "retool.light_validation.problems=4"),
-        *("retool.light_validation.n=2", "retool.light_validation.full_every=3"),
+        *EVERY_MODES,
+        *("retool.adaptive_n.phases=[[0,6],[2,8]]", "retool.light_validation.full_every=3"),
     )
     with running_server() as url, faulty(url, random.Random(1)) as (faulty_url, _):
         run = Run(tmp_path / "rl", small, faulty_url, *overrides, steps=3).finish()
@@ -280,29 +280,32 @@ def test_the_asynchronous_trainer_takes_the_same_sampler_and_options(small: Path
     check_advantages(run, sizes={6, 8})
     ends = Counter(read_tally(run.out).ends.values())
     assert ends[PromptEnd.TRAINED] and ends[PromptEnd.EQUAL] and read_tally(run.out).faults() == []
-    rates = [json.loads(line) for line in (run.out / "pass_rates.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in rates] == [1, 2, 3] and any(record["rates"] for record in rates)
-    for step, data in run.metrics():
+    check_every_modes(run.out, steps=3)
+    for _, data in run.metrics():
         assert 0 <= data.get("tool/code_ratio", 0) <= 1 and data["failure/aborted"] == 0
         assert data["actor/clipped_low"] == data["actor/dropped"] == 0 <= data["actor/clipped_high"] < 0.5  # CISPO's
-        kinds = {name.split("/")[0] for name in data} & {"val-light", "val-core"}
-        assert kinds == {"val-core" if step == 3 else "val-light"}
     check_shares_of_ends(run)
     assert run.trajectories()
 
 
 def test_rollouts_on_a_server_of_their_own_while_the_actor_learns(small: Path, tmp_path: Path) -> None:
-    """verl's mode `separate_async`, two mini-batches a step; the weights go through shared memory."""
+    """verl's mode `separate_async`, two mini-batches a step; weights go through shared memory. Groups of 6, not of 8; a
+    light validation while prompts of the next step are being answered, and a full one at the end.
+    """
     with running_server() as url, faulty(url, random.Random(2)) as (faulty_url, _):
         overrides = (
             "hardware=cpu_separate",
             "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
             "objective=icepop",  # the trainer's old log-probs, compared with vLLM's below
+            *EVERY_MODES,
+            *("retool.adaptive_n.phases=[[0,6]]", "retool.light_validation.full_every=2"),
         )
         run = Run(tmp_path / "rl", small, faulty_url, *overrides).finish()
     metrics = dict(run.metrics())
     assert sorted(metrics) == [1, 2] and len(run.batches()) == 4
-    check_advantages(run)
+    check_advantages(run, sizes={6})
+    assert [data["rollout_n/min"] for data in metrics.values()] == [6, 6]
+    check_every_modes(run.out, steps=2)
     # Both mini-batches of step 1 come from the first weights, and so do their old log-probs, although the first has
     # changed the weights when the second is taken.
     assert metrics[1]["training/rollout_probs_diff_max"] < 1e-3 < metrics[2]["training/rollout_probs_diff_max"]

@@ -40,6 +40,11 @@ OVERRIDES = [
     *("actor_rollout_ref.actor.optim.lr_warmup_steps=2", "actor_rollout_ref.actor.optim.min_lr_ratio=0.1"),
     *("actor_rollout_ref.actor.optim.lr_decay_steps_ratio=0.75", "actor_rollout_ref.actor.optim.lr_decay_type=linear"),
 ]
+# What the runs of the asynchronous modes (test_failures.py) have of them.
+EVERY_MODES = (
+    *("retool.adaptive_n.enable=true", "trainer.test_freq=1", "retool.light_validation.enable=true"),
+    *("retool.light_validation.problems=4", "retool.light_validation.n=2"),
+)
 FULL, LIGHT = {0, 3, 6}, {1, 2, 4}  # steps: every step, then even ones, and multiples of 3 in any case
 
 
@@ -56,6 +61,15 @@ def counted_connections() -> Iterator[tuple[str, list[str]]]:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}", callers
         server.shutdown()
+
+
+def check_every_modes(out: Path, steps: int) -> None:
+    """Pass rates of each step, and validations that are light but for the last one."""
+    rates = [json.loads(line) for line in (out / "pass_rates.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in rates] == [*range(1, steps + 1)] and any(record["rates"] for record in rates)
+    for step, data in read_metrics(out):
+        kinds = {name.split("/")[0] for name in data} & {"val-light", "val-core"}
+        assert kinds == {"val-core" if step == steps else "val-light"}
 
 
 @pytest.fixture(scope="module")
