@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from verl.utils.torch_functional import get_constant_schedule_with_warmup
 
-from verl_ext.analysis.preset import Batch, Preset, Update, read_preset
+from verl_ext.analysis.preset import Batch, Preset, Update, cosine, read_preset
 from verl_ext.analysis.tiny_model import Rollout, TinyModel, Weights
 from verl_ext.objectives.shaping import overlong_penalty
 from verl_ext.protocols.base import MalformedCall, SegmentEncoder, cut_output
@@ -190,12 +190,6 @@ def gradient(preset: Preset, model: TinyModel, weights: Weights, sampled: Sample
     log_prob = model.log_probs(weights, sampled.ids, sampled.places, sampled.targets)
     loss, _ = preset.loss(update, torch.arange(len(sampled.ids)), log_prob)
     return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(weights.values()))])
-
-
-def cosine(first: Tensor, second: Tensor) -> float | None:
-    """Between two gradients; None where one is 0 or not a number."""
-    norms = float(first.norm() * second.norm())
-    return float(first @ second) / norms if norms > 0 and norms < float("inf") else None
 
 
 def held_out_accuracy(model: TinyModel, weights: Weights, task: Task) -> float:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_ext.analysis.preset import RUN, Batch, Preset
+from verl_ext.analysis.preset import RUN, Batch, Preset, cosine
 from verl_ext.objectives.group_mean import rows_of_groups
 from verl_ext.objectives.grpo_roc import keep, penalty
 from verl_ext.objectives.tir_otb import at_last_own, tir_otb
@@ -120,12 +120,6 @@ def effective_share(weights: Tensor) -> float | None:
     """Effective sample size over the number of weights, (sum w)^2 / (n sum w^2): 1 of equal ones; None of none."""
     squares = float((weights**2).sum())
     return float(weights.sum()) ** 2 / (len(weights) * squares) if squares else None
-
-
-def cosine(one: Tensor, other: Tensor) -> float | None:
-    """Of two gradients; None where one of them is 0."""
-    norms = float(one.norm() * other.norm())
-    return float((one * other).sum()) / norms if norms else None
 
 
 def figures(applied: Applied) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Batch(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What a mini-batch has beside its log-probs, a row per response."""
+    """What a mini-batch has beside its log-probs; rows of `Batch`."""
 
     old_log_prob: Tensor
     advantages: Tensor
@@ -165,3 +165,9 @@ def read_preset(name: str, run: str = RUN) -> Preset:
         why = f"needs {NEEDS_MORE[name]}, which a batch does not have" if name in NEEDS_MORE else "is no preset"
         raise ValueError(f"objective={name} {why}; expected one of {', '.join(known)}.")
     return Preset(name, compose_run(run, [f"objective={name}"]))
+
+
+def cosine(first: Tensor, second: Tensor) -> float | None:
+    """Between two gradients of one shape; None where one is 0 or not finite."""
+    norms = float(first.norm() * second.norm())
+    return float((first * second).sum()) / norms if 0 < norms < float("inf") else None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from verl_ext.analysis import cell as cells
-from verl_ext.analysis.cell import Cell, cosine, run_cell
+from verl_ext.analysis.cell import Cell, run_cell
 from verl_ext.analysis.tiny_model import Rollout
 
 
@@ -95,10 +95,3 @@ def test_accuracy_is_of_the_policys_own_tokens(tiny, task):
 def test_rewards_are_the_runs(task):
     """128 tokens, the last 32 of which cost up to 1: right with 96: 1; right with 128: 0; wrong with 112: -1.5."""
     assert task.rewards([1.0, 1.0, 0.0], torch.tensor([96, 128, 112])).tolist() == [1.0, 0.0, -1.5]
-
-
-def test_cosines_by_hand():
-    """(1, 0) and (1, 1): 1 / sqrt 2."""
-    assert cosine(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])) == pytest.approx(0.5**0.5)
-    assert cosine(torch.zeros(2), torch.ones(2)) is None
-    assert cosine(torch.tensor([float("nan"), 1.0]), torch.ones(2)) is None

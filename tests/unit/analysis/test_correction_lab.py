@@ -82,13 +82,6 @@ def test_effective_sample_size_by_hand():
     assert effective_share(torch.zeros(3)) is None
 
 
-def test_a_cosine_has_a_sign_and_none_where_a_gradient_is_0():
-    from verl_ext.analysis.correction_lab import cosine
-
-    one, other = torch.tensor([[3.0, 4.0]]), torch.tensor([[-4.0, 3.0]])
-    assert (cosine(one, -one), cosine(one, other), cosine(one, 0 * one)) == (-1.0, 0.0, None)
-
-
 def test_a_line_of_the_table_by_hand(presets, recorded):
     """dapo at the end: weights 0 0 1 1.1 sorted, so .9 is at place 2.7: 1 + .7 x .1."""
     from verl_ext.analysis.correction_lab import look, table

@@ -92,3 +92,13 @@ def test_updates_and_passes_are_the_runs(name, updates, passes):
 
     preset = read_preset(name)
     assert (preset.updates, preset.needs_old_log_probs) == (updates, passes)
+
+
+def test_cosines_by_hand():
+    """(1, 0) and (1, 1): 1 / sqrt 2. (3, 4) and (-4, 3): 0. None where a gradient is 0 or not a number."""
+    from verl_ext.analysis.preset import cosine
+
+    assert cosine(torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])) == pytest.approx(0.5**0.5)
+    one, other = torch.tensor([[3.0, 4.0]]), torch.tensor([[-4.0, 3.0]])
+    assert (cosine(one, -one), cosine(one, other), cosine(one, 0 * one)) == (-1.0, 0.0, None)
+    assert cosine(torch.tensor([float("nan"), 1.0]), torch.ones(2)) is None
