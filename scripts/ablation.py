@@ -38,8 +38,8 @@ from typing import Any, NamedTuple
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "scripts"))
 
-from compare_modes import SLOW, launch, machine, markdown, spread, steps_of  # noqa: E402
-from compare_objectives import MODES  # noqa: E402
+from compare_modes import SLOW, launch, machine, spread, steps_of  # noqa: E402
+from compare_objectives import MODES, markdown  # noqa: E402
 from published import Published  # noqa: E402
 
 from verl_ext.memory.shape import read_shape  # noqa: E402
