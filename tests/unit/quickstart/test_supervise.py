@@ -306,15 +306,19 @@ out = Path(sys.argv[1])
 with lock_folder(out) as lock, supervise.Supervisor(lock) as supervisor:
     supervisor.run([sys.executable, "-c", sys.argv[2]], log=out / "log.txt")
 """
-    process = start(code, tmp_path, "import os, time\nprint('up', os.getpid(), '}', flush=True)\ntime.sleep(60)")
+    process = start(
+        code, tmp_path, "import os, time\nprint(os.getpid(), os.environ['TMPDIR'], '}', flush=True)\ntime.sleep(60)"
+    )
     wait_for(tmp_path / "log.txt", "}")
     process.kill()
     process.communicate()
-    command = psutil.Process(int((tmp_path / "log.txt").read_text().split()[1]))
+    pid, left, _ = (tmp_path / "log.txt").read_text().split()
+    command = psutil.Process(int(pid))
     try:
         with pytest.raises(SystemExit, match="Another run writes into"):
             lock_folder(tmp_path)
     finally:
         command.kill()
+        Path(left).rmdir()  # of the supervisor that was killed
     psutil.wait_procs([command], timeout=10)
     lock_folder(tmp_path).close()
