@@ -37,6 +37,8 @@ from slow_sandbox import proxied  # noqa: E402
 from verl_ext.cpu.warm_python import ENVIRONMENT  # noqa: E402
 from verl_ext.datasets.peek import count_rows  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor  # noqa: E402
+from verl_ext.runs import durable  # noqa: E402
+from verl_ext.runs.lock import LOCK, lock_folder  # noqa: E402
 from verl_ext.runs.machine import environment  # noqa: E402
 from verl_ext.settings import compose_run  # noqa: E402
 
@@ -132,11 +134,14 @@ def measure(
     Raises:
         CommandFailed: the run failed before the fault came.
         Missed: the fault did not come, or hit nothing.
+        SystemExit: another process writes there, perhaps a run whose script was killed.
     """
     run, log = folder / "run", folder / "log.txt"
-    shutil.rmtree(folder, ignore_errors=True)
-    run.mkdir(parents=True)
-    with ExitStack() as stack:
+    durable.make_folder(folder)
+    with lock_folder(folder) as lock, ExitStack() as stack:
+        for path in set(folder.iterdir()) - {folder / LOCK}:
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        run.mkdir()
         if fault.small_disk:
             stack.enter_context(small_disk(run))
         sandbox, judge = Sandbox(), Judge()
@@ -146,7 +151,7 @@ def measure(
         proxy = stack.enter_context(proxied(sandbox.url, lambda program: scene.before(program)))
         injection = Injection(fault, scene)
         stack.callback(injection.cancel)
-        supervisor = stack.enter_context(Supervisor())
+        supervisor = stack.enter_context(Supervisor(lock))
         command, env = side.start(fault, scene, source)
         env |= {"PYTHON": sys.executable, "SANDBOX_URL": proxy if fault.by_proxy else sandbox.url}
 

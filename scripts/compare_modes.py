@@ -30,7 +30,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "scripts"))
 
 import compare_objectives  # noqa: E402
-from published import Published  # noqa: E402
+from published import Published, begin, has_begun  # noqa: E402
 from slow_sandbox import slow_sandbox  # noqa: E402
 
 from verl_ext.analysis.stability import half_width  # noqa: E402
@@ -38,6 +38,8 @@ from verl_ext.checkpoints import folder as checkpoints  # noqa: E402
 from verl_ext.checkpoints.manifest import NotWhole  # noqa: E402
 from verl_ext.ledger.prompts import FILE  # noqa: E402
 from verl_ext.outcome import PromptEnd  # noqa: E402
+from verl_ext.quickstart.rungs import RUNGS  # noqa: E402
+from verl_ext.quickstart.source import find_source  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor  # noqa: E402
 from verl_ext.records import store  # noqa: E402
 from verl_ext.runs import durable, jsonl  # noqa: E402
@@ -158,6 +160,12 @@ def machine() -> dict[str, Any]:
     """What the speeds of a table have in common."""
     platform = environment()["platform"]
     return {name: platform[name] for name in ("cpu", "cores")}
+
+
+def settings_of(digests: Mapping[str, str], steps: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """What a run was made with: the SFT that --from names, the values of the task, and the machine."""
+    made = {"from": dict(digests), "task": RUNGS["tiny"].task_digest(), "steps": steps, "overrides": list(overrides)}
+    return made | machine()
 
 
 def steps_of(run: Path) -> Mapping[int, Mapping[str, float]]:
@@ -307,17 +315,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     source, out = args.source.resolve(), args.out.resolve()
     cells = list(cells_of(args.means, args.mode, args.repeats))
-    settings, failed = {"steps": args.steps, "overrides": args.overrides} | machine(), {}
+    failed: dict[Cell, str] = {}
     try:
+        settings = settings_of(find_source(source).digests, args.steps, args.overrides)
         results = Published(args.results or out / "results.jsonl")
         missing = [cell for cell in cells if not results.has(str(cell), settings)]
-    except ValueError as error:
+        for cell in missing:
+            has_begun(out / str(cell), settings, "metrics*.jsonl")
+    except (OSError, ValueError) as error:
         sys.exit(f"compare_modes.py: {error}")
     for cell in missing[: args.max_runs]:
         print(f"== {cell}", flush=True)
         run = out / str(cell)
         try:
             if not is_done(run, args.steps):
+                begin(run, settings)
                 run_cell(cell, source, run, args.steps, args.overrides, args.timeout_s)
             if not is_done(run, args.steps):
                 raise ValueError(f"{run} ended without {ACCURACY} of step {args.steps}; its log.txt may say why.")

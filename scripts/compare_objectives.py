@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "scripts"))
 
-from published import Published  # noqa: E402
+from published import Published, begin, has_begun  # noqa: E402
 from seeds import COLUMNS, accuracy, estimate, figures_of, obey_signals, quickstart  # noqa: E402
 
 from verl_ext.analysis.stability import half_width  # noqa: E402
 from verl_ext.plots.charts import Chart, Series  # noqa: E402
 from verl_ext.plots.drawing import write_picture  # noqa: E402
 from verl_ext.quickstart.options import JOURNAL  # noqa: E402
-from verl_ext.quickstart.rungs import digest  # noqa: E402
+from verl_ext.quickstart.rungs import RUNGS, digest  # noqa: E402
 from verl_ext.quickstart.source import NoSource, find_source  # noqa: E402
 from verl_ext.runs import durable  # noqa: E402
 from verl_ext.runs.lock import lock_folder  # noqa: E402
@@ -47,7 +47,6 @@ MODES = {  # mode -> overrides of configs/tiny_dapo.yaml
 SHORT = ("trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
 ENOUGH = 0.30  # accuracy above SFT's that an objective is expected to reach
 LOG_LINES = 12
-SETTINGS = "comparison.json"  # of a run's folder: what this script began it with
 SOURCE = COLUMNS["tiny"][0][2]  # the data source that the model was trained for
 
 Start = Callable[..., None]  # as `quickstart`
@@ -69,9 +68,9 @@ def overrides_of(cell: Cell, *, short: bool) -> list[str]:
 
 
 def settings_of(cell: Cell, digests: Mapping[str, str], *, short: bool) -> dict[str, Any]:
-    """What a result was made with: the SFT that --from names, the overrides, and the values of the preset."""
-    preset = digest(f"configs/objective/{cell.objective}.yaml")
-    return {"from": dict(digests), "rl": overrides_of(cell, short=short), "preset": preset}
+    """What a result was made with: the SFT that --from names, the overrides, and the values of preset and task."""
+    own = {"preset": digest(f"configs/objective/{cell.objective}.yaml"), "task": RUNGS["tiny"].task_digest()}
+    return {"from": dict(digests), "rl": overrides_of(cell, short=short), **own}
 
 
 def arguments(cell: Cell, source: Path, *, short: bool) -> list[str]:
@@ -88,16 +87,8 @@ def is_done(out: Path, *, settings: Mapping[str, Any], short: bool) -> bool:
     Raises:
         ValueError: it began with other settings, or not by `run_missing`.
     """
-    noted = out / SETTINGS
-    if noted.is_file() and (there := json.loads(noted.read_text())) != settings:
-        raise ValueError(
-            f"{out} began with other settings. Delete it, or write elsewhere with --out.\n  there: {there}\n"
-            f"  now:   {dict(settings)}"
-        )
-    if not (out / JOURNAL).is_file():
+    if not has_begun(out, settings, JOURNAL) or not (out / JOURNAL).is_file():
         return False
-    if not noted.is_file():
-        raise ValueError(f"{out} was not begun by this script. Delete it, or write elsewhere with --out.")
     entries = {entry["stage"]: entry for entry in json.loads((out / JOURNAL).read_text())}
     last = entries.get("rl" if short else "eval_after", {})
     return last.get("status") == "done" and (short or (out / "summary.json").is_file())
@@ -134,7 +125,7 @@ def run_missing(
                 break
             durable.make_folder(folder)
             lock_folder(folder).close()
-            durable.write_text(folder / SETTINGS, json.dumps(settings[cell]))
+            begin(folder, settings[cell])
             try:
                 start(folder, *arguments(cell, source, short=short))
             except subprocess.CalledProcessError as error:

@@ -35,6 +35,7 @@ from verl_ext.evaluation.past_samples import check_match, read_past_samples
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor
 from verl_ext.runs import parquet
 from verl_ext.runs.folder import NoRun
+from verl_ext.runs.lock import lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN
 
@@ -48,7 +49,7 @@ def generate(data: Path, frame: pd.DataFrame, work: Path, args: argparse.Namespa
     A chunk that has its dump is not run again.
 
     Raises:
-        SystemExit: `work` holds the samples of other data or settings.
+        SystemExit: `work` holds the samples of other data or settings, or another process writes there.
         CommandFailed: a run failed.
     """
     work.mkdir(parents=True, exist_ok=True)
@@ -69,7 +70,8 @@ def generate(data: Path, frame: pd.DataFrame, work: Path, args: argparse.Namespa
     url = os.environ.get("SANDBOX_URL")
     starts = range(0, len(frame), args.chunk)
     dumps = [work / f"chunk_{number:04}.jsonl" for number in range(len(starts))]
-    with nullcontext(url) if url else running_server() as url, Supervisor() as supervisor:
+    sandbox = nullcontext(url) if url else running_server()
+    with lock_folder(work) as lock, sandbox as url, Supervisor(lock) as supervisor:
         for number, (start, dump) in enumerate(zip(starts, dumps, strict=True)):
             print(f"[{number + 1}/{len(dumps)}] {dump}{': done already' if dump.exists() else ''}", flush=True)
             if dump.exists():

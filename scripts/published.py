@@ -1,14 +1,42 @@
 """Results of long runs, kept one by one: a line each in a JSON-lines file.
 
 A script runs what is not there. So a comparison that takes many hours can be made in parts, and on several machines,
-which need to have nothing in common but this file. Each result says with which settings it was made.
+which need to have nothing in common but this file. Each result says with which settings it was made, and so does the
+folder of a run that has no result yet.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_ext.runs import durable, jsonl
+
+BEGUN = "comparison.json"  # of a run's folder: the settings that it began with
+
+
+def begin(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Note what a run is begun with. What `settings` holds is plain JSON."""
+    durable.make_folder(folder)
+    durable.write_text(folder / BEGUN, json.dumps(settings))
+
+
+def has_begun(folder: Path, settings: Mapping[str, Any], writes: str) -> bool:
+    """Whether a run was begun in a folder.
+
+    Args:
+        writes: a glob of what every run writes there.
+    Raises:
+        ValueError: it began with other settings, or without `begin`.
+    """
+    advice = f"Delete it, or write elsewhere with --out.\n  now:   {dict(settings)}"
+    if not (folder / BEGUN).is_file():
+        if any(folder.glob(writes)):
+            raise ValueError(f"{folder} was not begun by this script. {advice}")
+        return False
+    if (there := json.loads((folder / BEGUN).read_text())) != settings:
+        raise ValueError(f"{folder} began with other settings. {advice}\n  there: {there}")
+    return True
 
 
 class Published:

@@ -37,6 +37,7 @@ from verl_ext.analysis.stability import in_short, read_runs, table, write_maps  
 from verl_ext.analysis.tiny_model import load_model  # noqa: E402
 from verl_ext.quickstart.rungs import SHARED, digest  # noqa: E402
 from verl_ext.quickstart.source import find_source  # noqa: E402
+from verl_ext.quickstart.supervise import end_with_parent  # noqa: E402
 from verl_ext.runs import durable, jsonl, parquet  # noqa: E402
 from verl_ext.settings import compose_run  # noqa: E402
 
@@ -134,13 +135,13 @@ def run_missing(
     jsonl.cut_half_line(file)
     left, failed, is_alone = list(missing), {}, False
     while left:
-        before = len(left)
-        with ProcessPoolExecutor(1 if is_alone else processes, mp_context=get_context("spawn")) as pool:
+        before, most = len(left), 1 if is_alone else processes
+        with ProcessPoolExecutor(most, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
             cells = {pool.submit(run, cell, quickstart, steps): cell for cell in left[: 1 if is_alone else None]}
             for future in as_completed(cells):
                 cell, error = cells[future], future.exception()
                 if isinstance(error, BrokenProcessPool) and not is_alone:
-                    continue  # one of those that have not ended had its process killed, for want of memory say
+                    continue  # one of those that were under way had its process killed
                 left.remove(cell)
                 place = f"{len(missing) - len(left)}/{len(missing)} {cell.name}"
                 if error:
@@ -154,6 +155,9 @@ def run_missing(
                     f"{result['cpu_s_per_step']:.2f} CPU-s a step",
                     flush=True,
                 )
+        if left and not is_alone:
+            under_way = ", ".join(cell.name for cell in left[:most])  # the pool takes them in order
+            print(f"A process was killed, for want of memory perhaps; tried again: {under_way}", flush=True)
         is_alone = len(left) == before  # which one it was shows when the next is alone
     return failed
 

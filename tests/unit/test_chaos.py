@@ -353,6 +353,26 @@ def test_a_run_that_does_not_end_is_ended(script, faults, tmp_path):
     assert result["ends"] == "no: not within -1 s"
 
 
+def test_a_folder_that_another_process_writes_is_not_emptied(script, faults, tmp_path, monkeypatch):
+    """Its run lives on where the script was killed. The next one holds the lock, too, and what it starts."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics-1.jsonl").write_text("{}")
+    measured = (script.SIDES["ours"], faults.FAULTS["sandbox dead"], tmp_path, tmp_path, 0)
+    with script.lock_folder(tmp_path), pytest.raises(SystemExit, match="Another run writes into"):
+        script.measure(*measured)
+    assert (tmp_path / "run" / "metrics-1.jsonl").is_file()
+    locks = []
+
+    def supervisor(lock):
+        locks.append(lock.closed)
+        raise CommandFailed("no run")
+
+    monkeypatch.setattr(script, "Supervisor", supervisor)
+    with pytest.raises(CommandFailed):
+        script.measure(*measured)
+    assert locks == [False] and not list((tmp_path / "run").iterdir())
+
+
 def test_the_table_says_what_was_found_and_what_was_not_run(script):
     row = {"ends": "yes", "trained": 640, "wrong": 0, "lost": 0, "doubled": 1, "excluded": {"sandbox_failure": 12}}
     row |= {"stall_s": 1.5, "step_s": 2.0, "fault_s": 15.2, "told": ["a tool `failed` | again"]}

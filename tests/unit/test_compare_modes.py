@@ -9,6 +9,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -23,6 +24,12 @@ REPO = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def script(load_script):
     return load_script("compare_modes")
+
+
+@pytest.fixture(autouse=True)
+def quickstart(script, monkeypatch):
+    """Each folder has an SFT of its own."""
+    monkeypatch.setattr(script, "find_source", lambda folder: SimpleNamespace(digests={"sft": folder.name}))
 
 
 @pytest.fixture
@@ -207,13 +214,23 @@ def test_in_flight_updates_are_all_that_a_mode_differs_in_from_its_partner(scrip
     assert keep == abort
 
 
-def test_a_finished_run_is_published_and_not_run_again(script, run, tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def settings(script):
+    return script.settings_of({"sft": "quickstart"}, 4, [])
+
+
+def test_a_finished_run_is_published_and_not_run_again(script, run, settings, tmp_path, monkeypatch, capsys):
     (tmp_path / "sync_2s_0").symlink_to(run)
+    script.begin(run, settings)
     began = []
     monkeypatch.setattr(script, "run_cell", lambda cell, *_: began.append(str(cell)))
     options = ["--means", "2", "--steps", "4", "--repeats", "1", "--mode", "sync", "--out", str(tmp_path)]
     script.main(options)
-    settings = {"steps": 4, "overrides": [], **script.machine()}
+    assert settings == {"from": {"sft": "quickstart"}, "task": script.RUNGS["tiny"].task_digest()} | {
+        "steps": 4,
+        "overrides": [],
+        **script.machine(),
+    }
     row = {"run": "sync_2s_0", "settings": settings, "tokens_per_s": 20.0, "accuracy": 0.75}
     assert [json.loads(line) for line in open(tmp_path / "results.jsonl")] == [row] and not began
     (tmp_path / "sync_2s_0").unlink()  # another machine
@@ -221,16 +238,33 @@ def test_a_finished_run_is_published_and_not_run_again(script, run, tmp_path, mo
     assert not began and "| 2 s | sync | 1 | 20 | 0.750 | - | - | - | - |" in capsys.readouterr().out
 
 
-def test_results_of_other_steps_overrides_or_machines_are_not_taken_for_ones_own(script, run, tmp_path, monkeypatch):
+def test_results_of_other_settings_are_not_taken_for_ones_own(script, run, settings, tmp_path, monkeypatch):
     (tmp_path / "sync_2s_0").symlink_to(run)
+    script.begin(run, settings)
     options = ["--means", "2", "--repeats", "1", "--mode", "sync", "--out", str(tmp_path), "--steps"]
     script.main([*options, "4"])
-    for others in (["5"], ["4", "data.seed=7"]):
+    for others in (["5"], ["4", "data.seed=7"], ["4", "--from", "another"]):
         with pytest.raises(SystemExit, match=r"sync_2s_0 was made with other settings.\n  there: .*'steps': 4,"):
             script.main([*options, *others])
     monkeypatch.setattr(script, "machine", lambda: {"cpu": "another", "cores": 2})
     with pytest.raises(SystemExit, match=r"(?s)there: .*now: .*'cpu': 'another'"):
         script.main([*options, "4"])
+
+
+def test_a_run_that_began_with_other_settings_is_refused_before_the_first_run(
+    script, run, settings, tmp_path, monkeypatch
+):
+    """It was broken off, or its result is not published."""
+    (tmp_path / "sync_2s_1").symlink_to(run)
+    began = []
+    monkeypatch.setattr(script, "run_cell", lambda cell, *_: began.append(str(cell)))
+    options = ["--means", "2", "--repeats", "2", "--mode", "sync", "--out", str(tmp_path), "--steps", "4"]
+    with pytest.raises(SystemExit, match="sync_2s_1 was not begun by this script"):
+        script.main(options)
+    script.begin(run, settings | {"overrides": ["data.seed=7"]})
+    with pytest.raises(SystemExit, match=r"(?s)sync_2s_1 began with other settings.*there: .*data.seed=7"):
+        script.main(options)
+    assert not began
 
 
 @pytest.fixture
@@ -276,8 +310,9 @@ def test_a_run_that_was_killed_in_its_validation_goes_on_with_it(script, launche
     assert [word in launched[0] for word in script.VALIDATE] == [validates] * 2
 
 
-def test_a_run_that_fails_is_told_and_costs_no_other(script, run, tmp_path, monkeypatch, capsys):
+def test_a_run_that_fails_is_told_and_costs_no_other(script, run, settings, tmp_path, monkeypatch, capsys):
     (tmp_path / "sync_2s_1").symlink_to(run)
+    script.begin(run, settings)
 
     def run_cell(cell, *_):
         if cell.repeat == 0:

@@ -98,7 +98,7 @@ def test_a_line_that_is_no_result_is_named(results, tmp_path):
         results()
 
 
-@pytest.mark.parametrize("other", ["from", "rl", "preset"])
+@pytest.mark.parametrize("other", ["from", "rl", "preset", "task"])
 def test_runs_of_other_settings_are_not_taken_for_ones_own(script, results, tmp_path, monkeypatch, other):
     """They are refused before the first run; a run that failed has no result yet."""
     cells, first = list(script.cells_of(["dapo", "sapo"], ["sync"], [0])), Quickstart({"sapo_sync_0": 2})
@@ -110,6 +110,12 @@ def test_runs_of_other_settings_are_not_taken_for_ones_own(script, results, tmp_
     with pytest.raises(ValueError, match=rf"(?s)sapo_sync_0 began with other settings.*'{other}': 'another'"):
         script.run_missing(cells, tmp_path, results=results(), start=again, **run)
     assert not again.started
+
+
+def test_the_task_is_among_the_settings(script):
+    """Its config has the learning rate and the number of steps."""
+    cell = script.Cell("dapo", "sync", 0)
+    assert script.settings_of(cell, DIGESTS, short=False)["task"] == script.RUNGS["tiny"].task_digest()
 
 
 def test_a_folder_that_the_script_did_not_begin_is_not_taken_for_a_run(script, tmp_path):

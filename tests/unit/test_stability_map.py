@@ -59,7 +59,7 @@ def played(script, monkeypatch, tmp_path):
         own = {"objective": cell.objective, "staleness": cell.staleness, "bf16": cell.bf16, "seed": cell.seed}
         return {"cell": own, "steps": steps, "before": 0.4, "after": 0.5, "rows": [row]}
 
-    monkeypatch.setattr(script, "ProcessPoolExecutor", lambda processes, mp_context: ThreadPoolExecutor(processes))
+    monkeypatch.setattr(script, "ProcessPoolExecutor", lambda most, mp_context, initializer: ThreadPoolExecutor(most))
     monkeypatch.setattr(script, "find_source", lambda folder: SimpleNamespace(digests={"sft": folder.name}))
     monkeypatch.setattr(script, "run_cell", run_cell)
     monkeypatch.setattr(script, "load_model", lambda folder: ({}, {}))
@@ -118,7 +118,7 @@ def test_runs_of_other_settings_are_refused_before_the_first_run(script, played,
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_costs_the_run_of_no_other(script, monkeypatch, tmp_path):
+def test_a_process_that_is_killed_costs_the_run_of_no_other(script, monkeypatch, tmp_path, capsys):
     """Real processes: one of two runs kills its own whenever it is played."""
     monkeypatch.setattr(script, "run", _run_or_die)
     cells = {cell: {} for cell in script.cells()[:2]}
@@ -126,6 +126,8 @@ def test_a_process_that_is_killed_costs_the_run_of_no_other(script, monkeypatch,
     assert [cell.objective for cell in failed] == ["grpo"] and "terminated abruptly" in "".join(failed.values())
     made = [json.loads(line)["cell"] for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert made == ["dapo"]
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("A process was killed")]
+    assert told and all("grpo_s0_fp32_0" in line for line in told)
 
 
 def _run_or_die(cell, quickstart, steps):

@@ -9,6 +9,7 @@ import pytest
 
 from verl_ext.evaluation.pass_rates import Tally, is_kept, match_prompts, tally
 from verl_ext.records.samples import NUMBERS, TEXTS, read_dump
+from verl_ext.runs.lock import lock_folder
 
 REPO = Path(__file__).parents[3]
 
@@ -222,6 +223,8 @@ def test_samples_are_generated_in_chunks_and_a_broken_run_goes_on(data, tmp_path
     assert "0.250         2        2" in done.stdout and "1.000         2        0" in done.stdout
     assert len(log.read_text().split()) == 3 and "chunk_0000.jsonl: done already" in done.stdout
     assert "holds samples of other settings" in run("trainer.nnodes=2").stderr
+    with lock_folder(out.with_suffix(".samples")):  # a run whose script was killed
+        assert "Another run writes into" in run().stderr
 
 
 def test_the_command_takes_a_runs_folder_and_leaves_failed_samples_out(command, tmp_path):
