@@ -33,9 +33,9 @@ import compare_objectives  # noqa: E402
 from published import Published, begin, has_begun  # noqa: E402
 from slow_sandbox import slow_sandbox  # noqa: E402
 
-from verl_ext.analysis.stability import half_width  # noqa: E402
 from verl_ext.checkpoints import folder as checkpoints  # noqa: E402
 from verl_ext.checkpoints.manifest import NotWhole  # noqa: E402
+from verl_ext.evaluation.estimators import half_width  # noqa: E402
 from verl_ext.ledger.prompts import FILE  # noqa: E402
 from verl_ext.outcome import PromptEnd  # noqa: E402
 from verl_ext.quickstart.rungs import RUNGS  # noqa: E402

@@ -25,7 +25,7 @@ sys.path.insert(0, str(REPO / "scripts"))
 from published import Published, begin, has_begun  # noqa: E402
 from seeds import COLUMNS, accuracy, estimate, figures_of, obey_signals, quickstart  # noqa: E402
 
-from verl_ext.analysis.stability import half_width  # noqa: E402
+from verl_ext.evaluation.estimators import half_width  # noqa: E402
 from verl_ext.plots.charts import Chart, Series  # noqa: E402
 from verl_ext.plots.drawing import write_picture  # noqa: E402
 from verl_ext.quickstart.options import JOURNAL  # noqa: E402

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import NamedTuple
 
-from scipy.special import stdtrit
-
 from verl_ext.analysis.cell import Cell
+from verl_ext.evaluation.estimators import half_width
 from verl_ext.plots.drawing import write_heat_map
 from verl_ext.runs import jsonl
 
@@ -58,13 +57,6 @@ def in_short(result: dict, steps: int = 10) -> dict:
         values = {name: [row[name] for row in group if row.get(name) is not None] for row in group for name in row}
         rows.append({name: float(f"{fmean(own):.3g}") for name, own in values.items() if own})
     return result | {"rows": rows}
-
-
-def half_width(values: Sequence[float]) -> float | None:
-    """Of the 95% interval of their mean, by Student's t; None of fewer than two values."""
-    if len(values) < 2:
-        return None
-    return float(stdtrit(len(values) - 1, 0.975)) * stdev(values) / len(values) ** 0.5
 
 
 def summarize(results: Sequence[dict]) -> Summary:

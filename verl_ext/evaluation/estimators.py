@@ -1,4 +1,5 @@
-"""Estimators for repeated samples of problems: pass@k, majority vote, intervals over problems, tests of a difference.
+"""Estimators for repeated samples of problems: pass@k, majority vote, intervals over problems, tests of a difference;
+and intervals over seeds.
 
 Pure functions. They know nothing of files or of verl; `evaluation/figures.py` feeds them.
 """
@@ -7,8 +8,10 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import stdev
 
 import numpy as np
+from scipy.special import stdtrit
 from scipy.stats import beta, binomtest
 
 MAX_CELLS = 2_000_000  # resamples x problems held in memory at a time: 16 MB
@@ -191,6 +194,16 @@ def interval_95(value: float, resampled: np.ndarray) -> Estimate | None:
         return Estimate(float(value), None, None)
     low, high = np.percentile(resampled, [2.5, 97.5])
     return Estimate(float(value), float(low), float(high))
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Of the 95% interval of the mean of runs with other seeds, by Student's t; None of fewer than two.
+
+    .5, .7, .9: sample standard deviation .2, t of two degrees of freedom 4.303: 4.303 x .2 / sqrt 3 = .497.
+    """
+    if len(values) < 2:
+        return None
+    return float(stdtrit(len(values) - 1, 0.975)) * stdev(values) / len(values) ** 0.5
 
 
 def paired_test(differences: np.ndarray, *, draws: int, seed: int) -> PairedTest:

@@ -9,6 +9,7 @@ from verl_ext.evaluation.estimators import (
     bootstrap_ratios,
     difference_95,
     exact_share,
+    half_width,
     interval_95,
     majority_acc,
     paired_test,
@@ -231,6 +232,12 @@ def test_a_figure_without_upper_bound_has_no_interval_where_all_problems_agree()
     estimate = interval_95(2.0, np.full(100, 2.0))
     assert (estimate.value, estimate.low, estimate.high) == (2.0, None, None)
     assert interval_95(0.1, np.array([0.1, 0.1 + TOLERANCE / 2])).low is None  # they differ by rounding
+
+
+def test_interval_over_seeds_by_hand():
+    """Sample standard deviation .2, t of two degrees of freedom 4.303: 4.303 x .2 / sqrt 3 = .4969."""
+    assert half_width([0.5, 0.7, 0.9]) == pytest.approx(0.4969, abs=1e-4)
+    assert half_width([0.5]) is half_width([]) is None
 
 
 def test_paired_test_by_hand():
