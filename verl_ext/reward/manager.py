@@ -188,7 +188,7 @@ class RetoolRewardManager(RewardManagerBase):
         self._count(score, response, sample)
         num_model_tokens = sum(end - start for start, end in spans)
 
-        acc = train_acc = float(score.acc or 0.0)  # an own verifier may say it as a bool of numpy
+        acc = train_acc = float(score.acc or 0.0)  # a verifier of one's own may give numpy's bool
         if options.random_reward_p is not None:
             train_acc = float(self._draw(sample, token_ids) < options.random_reward_p)
         if infrastructure_failed:
@@ -242,7 +242,10 @@ class RetoolRewardManager(RewardManagerBase):
             )
         verifier = self.verifiers.find(data_source, str(sample.get("ability", "")))
         try:
-            return await verify_response(verifier, response, ground_truth, sample)
+            score = await verify_response(verifier, response, ground_truth, sample)
+            if score.acc is None and not score.is_unverified:
+                raise TypeError(f"it gave no `acc` with the verdict {score.verdict!r}, expected one, or 'unknown'")
+            return score
         except ValueError as error:
             raise ValueError(f"{row} cannot be scored: {error}") from error
         except Exception as error:  # an error of ours: named, so that it is found in a log of many workers

@@ -191,6 +191,25 @@ def test_worker_that_cannot_be_had_still_raises(make_manager):
         score(manager, "raise worker")
 
 
+class FreeVerifier:
+    """Gives what the response says, as a verifier of one's own may."""
+
+    def __init__(self, config):
+        pass
+
+    async def verify(self, response_text, ground_truth, sample):
+        return Score({"bool": np.isclose(1, 1), "nothing": None}[response_text], "", "correct", "free")
+
+
+def test_a_bool_of_numpy_is_a_number_and_no_accuracy_at_all_raises(make_manager):
+    """Not a quiet -1: the verifier is wrong, and not the response."""
+    manager = make_manager(verifiers={"tin*": f"{__name__}.FreeVerifier"})
+    reward, info = score(manager, "bool")
+    assert reward == 1.0 and [type(info[name]) for name in ("acc", "train_acc")] == [float, float]
+    with pytest.raises(RuntimeError, match="FreeVerifier failed on row 7 .*gave no `acc` with the verdict 'correct'"):
+        score(manager, "nothing")
+
+
 def test_verifier_is_chosen_by_data_source_before_ability(make_manager):
     manager = make_manager(verifiers={"Trivia/*": "verl_ext.reward.verifiers.exact.ExactVerifier"})
     half = {"ground_truth": "1/2"}
