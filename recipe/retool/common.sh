@@ -105,8 +105,8 @@ all_cores() {
   if grep -qwE 'amx_bf16|avx512_bf16' /proc/cpuinfo; then
     export ONEDNN_DEFAULT_FPMATH_MODE=${ONEDNN_DEFAULT_FPMATH_MODE:-BF16}
   fi
-  # Freed tensors go back to the system from 2 MB on; glibc alone keeps those below 32 MB, in pieces that fit nothing later. Huge
-  # pages, as each is zeroed anew.
+  # A freed block of 2 MB or more goes back to the system. By itself glibc keeps blocks below 32 MB, and a run grows with every
+  # step. Huge pages make a new block cheaper.
   export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-2097152} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-67108864}
   export THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}
 }

@@ -64,7 +64,9 @@ def _check(path: Path, schema: pa.Schema) -> None:
     known = SCHEMAS.get(path.parent.name)  # where the file was moved elsewhere, nobody knows
     types = {field.name: field.type for field in schema}
     if lacks := [field.name for field in known or () if types.get(field.name) != field.type]:
-        raise parquet.Unreadable(f"{path} lacks columns of version {VERSION}, or their types: {', '.join(lacks)}.")
+        raise parquet.Unreadable(
+            f"{path} lacks columns of version {VERSION}, or has them with another type: {', '.join(lacks)}."
+        )
 
 
 def read(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
@@ -145,7 +147,6 @@ def main() -> None:
     parser.add_argument("--kind", choices=SCHEMAS, default="trajectories")
     parser.add_argument("--step", type=int, help="all by default")
     args = parser.parse_args()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     try:
         run = training_folder(args.run, "rl")
     except NoRun as error:
@@ -160,4 +161,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     main()

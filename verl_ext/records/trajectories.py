@@ -134,7 +134,7 @@ def cut(text: str | None) -> str | None:
 
 
 def _number(value: Any) -> float | None:
-    """Of whatever a reward manager says: what is no number raises here, where it costs a group and not a file."""
+    """What a reward manager gives, as a number. Another value raises here: it then costs a group, and not a file."""
     return None if value is None else float(value)
 
 

@@ -276,13 +276,19 @@ def test_what_waits_at_the_newest_checkpoint_outlives_the_files_of_its_step(tmp_
     assert resumed.lost == 0 and {key for key in outcomes(tmp_path, 2)} == {"open_0", "open_1"}
 
 
-def test_a_run_that_came_to_its_end_and_goes_on_has_no_row_twice(tmp_path):
-    ended = Recorder(tmp_path, SETTINGS)
+@pytest.fixture
+def ended(tmp_path):
+    """The folder of a run that came to its end with step 1, and one group open."""
+    writer = Recorder(tmp_path, SETTINGS)
     for uid in ("done", "open"):
-        ended.group(group(uid))
-    ended.end_step(Fates(1, {"done": TRAINED}, {}), 7.0)
-    ended.save(1)
-    ended.close()
+        writer.group(group(uid))
+    writer.end_step(Fates(1, {"done": TRAINED}, {}), 7.0)
+    writer.save(1)
+    writer.close()
+    return tmp_path
+
+
+def test_a_run_that_came_to_its_end_and_goes_on_has_no_row_twice(ended, tmp_path):
     assert outcomes(tmp_path, 1)["open_0"][0] == "open" and store.cpu_seconds(tmp_path)[1] > 7
 
     again = Recorder(tmp_path, SETTINGS)  # with no step left to take
@@ -297,14 +303,8 @@ def test_a_run_that_came_to_its_end_and_goes_on_has_no_row_twice(tmp_path):
     assert {key: end for key, (end, *_) in outcomes(tmp_path, 2).items()} == {"open_0": "stale", "open_1": "stale"}
 
 
-def test_a_file_of_waiting_groups_that_was_cut_is_named_and_the_rest_is_restored(tmp_path, caplog):
-    ended = Recorder(tmp_path, SETTINGS)
-    for uid in ("done", "open"):
-        ended.group(group(uid))
-    ended.end_step(Fates(1, {"done": TRAINED}, {}), 0.0)
-    ended.save(1)
-    ended.close()
-    waiting = store.path_of(tmp_path, "waiting", 1)
+def test_a_file_of_waiting_groups_that_was_cut_is_named_and_the_rest_is_restored(ended, tmp_path, caplog):
+    waiting = store.path_of(ended, "waiting", 1)
     waiting.write_bytes(waiting.read_bytes()[:-9])
     resumed = Recorder(tmp_path, SETTINGS)
     resumed.resume(1)

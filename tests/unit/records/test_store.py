@@ -220,5 +220,5 @@ def test_a_file_that_lacks_a_column_or_has_another_type_there_is_named(tmp_path,
     other = table.drop_columns(["calls"])
     other = other if instead is None else other.append_column("calls", pa.array([instead]))
     pq.write_table(other.replace_schema_metadata(table.schema.metadata), path)
-    with pytest.raises(parquet.Unreadable, match="lacks columns of version 2, or their types: calls"):
+    with pytest.raises(parquet.Unreadable, match="lacks columns of version 2, or has them with another type: calls"):
         store.read(path)
