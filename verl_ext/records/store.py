@@ -9,9 +9,9 @@ import argparse
 import itertools
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +155,11 @@ def main() -> None:
     if not steps or args.step not in (None, *steps):
         has = f"of step {args.step}. It has those of {steps[0]} to {steps[-1]}" if steps else "(retool.recorder)"
         sys.exit(f"{run} has no records of the kind {args.kind} {has}.")
-    for file, table in tables(run, args.kind):
-        if args.step in (None, file.step) and table.num_rows:
-            print(*map(jsonl.dumps, table.to_pylist()), sep="\n")
+    with suppress(BrokenPipeError):  # `| head` is no error
+        for file, table in tables(run, args.kind):
+            if args.step in (None, file.step) and table.num_rows:
+                print(*map(jsonl.dumps, table.to_pylist()), sep="\n", flush=True)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     main()

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 
 import pyarrow as pa
@@ -135,6 +137,17 @@ def test_the_command_prints_a_line_a_row(tmp_path, monkeypatch, capsys):
     store.main()
     (line,) = capsys.readouterr().out.splitlines()
     assert json.loads(line)["step"] == 2 and json.loads(line)["turns"] == ROW["turns"]
+
+
+def test_the_command_ends_without_an_error_where_its_reader_has_enough(tmp_path):
+    many = [ROW | {"prompt": "a" * 2000, "session": session} for session in range(200)]  # more than a pipe holds
+    store.write(store.path_of(tmp_path, "trajectories", 1), "trajectories", many)
+    command = [sys.executable, "-m", "verl_ext.records.store", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert json.loads(process.stdout.readline())["session"] == 0
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
 
 
 def test_the_command_takes_the_quickstarts_folder_and_says_what_is_not_there(tmp_path, monkeypatch, capsys):
