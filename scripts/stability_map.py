@@ -37,8 +37,8 @@ from verl_ext.analysis.stability import in_short, read_runs, table, write_maps  
 from verl_ext.analysis.tiny_model import load_model  # noqa: E402
 from verl_ext.quickstart.rungs import SHARED, digest  # noqa: E402
 from verl_ext.quickstart.source import find_source  # noqa: E402
-from verl_ext.quickstart.supervise import end_with_parent  # noqa: E402
 from verl_ext.runs import durable, jsonl, parquet  # noqa: E402
+from verl_ext.runs.processes import end_with_parent  # noqa: E402
 from verl_ext.settings import compose_run  # noqa: E402
 
 OBJECTIVES = (

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import functools
 import json
-import multiprocessing
 import os
 import re
 import shutil
@@ -194,12 +193,6 @@ class Supervisor:
     def _note_left_behind(self, processes: list[psutil.Process]) -> None:
         for process in processes:
             self._left_behind |= _told(functools.partial(_left_behind, process), set()) - self._others_memory
-
-
-def end_with_parent() -> None:
-    """Initializer of a pool: its processes outlive the one that has the pool, if that is killed, and wait for ever."""
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def _raise_interrupt(signal_number: int, frame: FrameType | None) -> None:

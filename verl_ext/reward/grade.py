@@ -34,6 +34,7 @@ from verl_ext.reward.maths.normalisation import normalise
 from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers import Verifiers, verify_response
 from verl_ext.runs import folder, jsonl
+from verl_ext.runs.processes import end_with_parent
 
 ADDED = ("acc", "pred", "verdict", "method", "error")
 CHUNK = 32  # rows handed to a process at a time
@@ -247,6 +248,7 @@ def read_row(row: dict[str, Any], place: str) -> tuple[str, Any]:
 
 def _start_worker(config: dict[str, Any], compare: bool) -> None:
     global _VERIFIERS, _RUNNER, _COMPARE
+    end_with_parent()
     entries = ((config.get("reward") or {}).get("reward_kwargs") or {}).get("verifiers")
     _VERIFIERS = Verifiers(config, entries)
     _RUNNER = asyncio.Runner()  # one event loop for all chunks: clients keep their connections

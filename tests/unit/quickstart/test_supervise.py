@@ -11,7 +11,6 @@ from uuid import uuid4
 import psutil
 import pytest
 
-from tests.processes import kill_tree
 from verl_ext.runs.lock import lock_folder
 
 REPO = Path(__file__).resolve().parents[3]
@@ -323,23 +322,3 @@ with lock_folder(out) as lock, supervise.Supervisor(lock) as supervisor:
         Path(left).rmdir()  # of the supervisor that was killed
     psutil.wait_procs([command], timeout=10)
     lock_folder(tmp_path).close()
-
-
-def test_a_pools_process_ends_when_the_one_that_has_the_pool_is_killed(tmp_path):
-    code = """
-import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=supervise.end_with_parent) as pool:
-    print(pool.submit(os.getpid).result(), "}", file=open(sys.argv[1], "w"), flush=True)
-    pool.submit(time.sleep, 60).result()
-"""
-    process = start(code, tmp_path / "pid")
-    wait_for(tmp_path / "pid", "}")
-    worker = psutil.Process(int((tmp_path / "pid").read_text().split()[0]))
-    try:
-        process.kill()
-        process.wait()
-        assert psutil.wait_procs([worker], timeout=10)[0]
-    finally:
-        kill_tree(worker.pid)

@@ -1,9 +1,12 @@
 import json
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 
+from tests.processes import kill_tree
 from verl_ext.records import store
 from verl_ext.records.trajectories import problem_columns, rollout_columns
 from verl_ext.reward import Score
@@ -45,6 +48,25 @@ def test_command_grades_rows_of_every_form(tmp_path):
     assert "5 rows, mean acc 0.4000: 2 correct, 2 wrong, 1 no_answer" in result.stdout
     assert "recorded wrong, now correct: 1" in result.stdout
     assert "5 rows graded" in result.stderr and "Warning" not in result.stderr
+
+
+def test_a_command_that_is_killed_leaves_no_process(tmp_path):
+    source, output = write(tmp_path / "rows.jsonl", ROWS * 4000), tmp_path / "graded.jsonl"
+    command = [sys.executable, "-m", "verl_ext.reward.score", "--workers", "2"]
+    command += ["--input", str(source), "--output", str(output)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    while not (output.is_file() and output.stat().st_size):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    workers = psutil.Process(process.pid).children(recursive=True)
+    assert len(workers) >= 2
+    process.kill()
+    process.wait()
+    try:
+        assert not psutil.wait_procs(workers, timeout=10)[1]
+    finally:
+        for worker in workers:
+            kill_tree(worker.pid)
 
 
 def test_output_that_was_broken_off_is_continued(tmp_path, capsys):
