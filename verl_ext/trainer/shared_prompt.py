@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from verl_ext.trainer.linear_log_probs import linear_log_probs
 from verl_ext.versions import VERL, require_versions
 
 BACKEND = "shared_prompt"
@@ -92,7 +93,6 @@ def forward(
         `log_probs` and `entropy`, [1, T], 0 outside `rows`.
     """
     from verl.models.transformers.dense_common import CausalLMOutputForPPO
-    from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
     shared = {}
     if prompt_lengths is not None:
@@ -109,7 +109,7 @@ def forward(
         }
     hidden = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **shared)[0][0]
     hidden = hidden.index_select(0, rows if prompt_lengths is None else packing.source[rows])
-    found = FusedLinearForPPO()(hidden, self.lm_head.weight, shift_labels[0, rows], temperature)
+    found = linear_log_probs(hidden, self.lm_head.weight, shift_labels[0, rows], temperature)
     whole = shift_labels.shape[1]
     log_probs, entropy = (values.new_zeros(whole).index_copy(0, rows, values)[None] for values in found)
     return CausalLMOutputForPPO(log_probs=log_probs, entropy=entropy)

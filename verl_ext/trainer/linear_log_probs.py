@@ -1,0 +1,98 @@
+"""Log-probs and entropies of labels from hidden states, without the whole matrix of logits.
+
+As verl/utils/experimental/torch_functional.py:FusedLinearForPPO (0.9.1): logits exist for a block of rows at a time,
+and are computed anew in the backward pass. There, each step of the arithmetic makes a new matrix of rows x vocabulary,
+which on a CPU takes most of the time. Here, two matrices are written over, and the entropy has a backward pass only
+where the loss contains it.
+"""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+ROWS = 512  # of logits at a time: 100 MB in fp32 for a vocabulary of 49,152
+
+
+def linear_log_probs(hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """log softmax(hidden @ weight.T / temperature) at the labels, and the entropies of those distributions, in nats.
+
+    Args:
+        hidden: [rows, hidden size].
+        weight: [vocabulary, hidden size].
+        labels: int64[rows].
+    Returns:
+        log-probs and entropies, [rows] each, in fp32 at least.
+    """
+    return _LinearLogProbs.apply(hidden, weight, labels, temperature)
+
+
+def _new_matrices(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    return tuple(torch.empty(rows, vocabulary, dtype=dtype, device=device) for _ in range(2))
+
+
+_kept_matrices = functools.cache(_new_matrices)
+
+
+def _matrices(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Two matrices [ROWS, vocabulary] to write over, which a CPU's process keeps.
+
+    Its system hands out memory page by page and cleared, which takes longer than the arithmetic here. PyTorch itself
+    keeps what is freed on a GPU.
+    """
+    get = _kept_matrices if weight.device.type == "cpu" else _new_matrices
+    return get(ROWS, weight.shape[0], torch.promote_types(weight.dtype, torch.float32), weight.device)
+
+
+def _log_softmax(
+    hidden: Tensor, weight: Tensor, temperature: float, matrices: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The log-probs of all tokens, in the second matrix; and the first, of the same shape, to write over."""
+    logits, log_probs = (matrix[: len(hidden)] for matrix in matrices)
+    if hidden.dtype == logits.dtype:
+        torch.mm(hidden, weight.t(), out=logits)
+    else:
+        logits.copy_(hidden @ weight.t())
+    return torch.log_softmax(logits.div_(temperature), -1, out=log_probs), logits
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        found, matrices = [], _matrices(weight)
+        for states, own in zip(hidden.split(ROWS), labels.split(ROWS), strict=True):
+            log_probs, free = _log_softmax(states, weight, temperature, matrices)
+            entropy = -torch.exp(log_probs, out=free).mul_(log_probs).sum(-1)
+            found.append((log_probs.gather(1, own[:, None])[:, 0], entropy))
+        chosen, entropy = (torch.cat(parts) for parts in zip(*found, strict=True))
+        ctx.save_for_backward(hidden, weight, labels, entropy)
+        ctx.temperature = temperature
+        return chosen, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_chosen: Tensor, of_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        """With p = softmax(z): d log p[label] / dz = onehot(label) - p; d entropy / dz = -p (log p + entropy)."""
+        hidden, weight, labels, entropy = ctx.saved_tensors
+        matrices = _matrices(weight)
+        with_entropy = bool(of_entropy.any())  # no: `entropy_coeff: 0`, where the entropy is a metric only
+        to_hidden = torch.empty_like(hidden)
+        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None  # None: LoRA
+        blocks = (each.split(ROWS) for each in (hidden, labels, entropy, of_chosen, of_entropy, to_hidden))
+        for states, own, entropies, by_chosen, by_entropy, out in zip(*blocks, strict=True):
+            by_chosen = by_chosen[:, None]
+            log_probs, free = _log_softmax(states, weight, ctx.temperature, matrices)
+            to_logits = torch.exp(log_probs, out=free)
+            if with_entropy:
+                factors = log_probs.add_(entropies[:, None]).mul_(by_entropy[:, None]).add_(by_chosen)
+                to_logits.mul_(factors.neg_())
+            else:
+                to_logits.mul_(-by_chosen)
+            to_logits.scatter_add_(1, own[:, None], by_chosen).div_(ctx.temperature)
+            to_logits = to_logits.to(hidden.dtype)
+            torch.mm(to_logits, weight, out=out)
+            if to_weight is not None:
+                to_weight.addmm_(to_logits.t(), states)
+        return to_hidden, to_weight, None, None
