@@ -39,8 +39,8 @@ _kept_matrices = functools.cache(_new_matrices)
 def _matrices(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Two matrices [ROWS, vocabulary] to write over, which a CPU's process keeps.
 
-    Its system hands out memory page by page and cleared, which takes longer than the arithmetic here. PyTorch itself
-    keeps what is freed on a GPU.
+    The operating system clears each page of new memory. On a CPU that takes longer than the arithmetic here. On a GPU,
+    PyTorch keeps freed memory itself.
     """
     get = _kept_matrices if weight.device.type == "cpu" else _new_matrices
     return get(ROWS, weight.shape[0], torch.promote_types(weight.dtype, torch.float32), weight.device)

@@ -48,7 +48,7 @@ def test_a_loss_of_the_entropy_alone_has_its_gradient():
     assert torch.autograd.gradcheck(lambda h, w: linear_log_probs(h, w, LABELS, 0.8)[1], (hidden, weight))
 
 
-def test_a_head_that_does_not_learn_costs_no_gradient():
+def test_hidden_states_have_their_gradient_under_a_head_that_does_not_learn():
     hidden, weight = inputs()
     linear_log_probs(hidden, weight.detach(), LABELS, 1.0)[0].sum().backward()
     expected = torch.autograd.grad(of_whole_matrix(hidden, weight, 1.0)[0].sum(), hidden)[0]
