@@ -4,7 +4,9 @@ Functions that verl 0.9.1's v1 trainers call are replaced in trainer/ppo/v1/trai
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +24,9 @@ from verl_ext.versions import VERL, require_versions
 
 ESTIMATORS = ["maxrl", "tir_otb"]  # names of algorithm.adv_estimator, beside verl's; the doctor reads them here
 OF_GROUPS = ("grpo", *ESTIMATORS)  # those whose groups may differ in size
+
+Noted = list[tuple[Sequence[str], Tensor, Tensor]]  # of batches: keys, advantages (float[B, T]), response mask
+_noted: ContextVar[Noted | None] = ContextVar("noted", default=None)
 
 
 def register(algorithms: ModuleType) -> None:
@@ -58,8 +63,26 @@ def replace_in(trainer_base: ModuleType) -> None:
     trainer_base.compute_advantage_for_multi_trajectories = functools.partial(group_advantages, verls)
 
 
+@contextmanager
+def noted() -> Iterator[Noted]:
+    """Holds the advantages that are computed in the block: the records need not fetch them from verl's queue."""
+    token = _noted.set(notes := [])
+    try:
+        yield notes
+    finally:
+        _noted.reset(token)
+
+
 def group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estimator: str, **settings: Any) -> Any:
-    """Advantages of a batch, in which only the last output of a session enters a baseline, for every estimator.
+    """Advantages of a batch, which `noted` holds."""
+    data = _group_advantages(verls, data, batch_keys, adv_estimator, settings)
+    if (notes := _noted.get()) is not None:
+        notes.append((batch_keys, data.batch["advantages"], data.batch["response_mask"]))
+    return data
+
+
+def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estimator: str, settings: dict) -> Any:
+    """Only the last output of a session enters a baseline, for every estimator.
 
     verl does so for `grpo` alone (trainer/ppo/v1/utils.py:167): a copy that fills a group (`DapoReplayBuffer`) is a
     further output of its session. Its advantages are those of that session. A group of one gets 0, where verl's
@@ -144,15 +167,19 @@ def _sum_pi_squared(keys: Sequence[str], width: int) -> Tensor:
     return torch.nested.to_padded_tensor(data["sum_pi_squared"], 0.0, (len(keys), width))
 
 
-def scale(batch: KVBatchMeta, *, unit: str, updates: int, without: Sequence[bool]) -> None:
-    """Multiply the advantages of a batch in verl's queue by the factors of `unit`, and by 0 where `without` is true."""
+def scale(batch: KVBatchMeta, *, unit: str, updates: int, without: Sequence[bool]) -> dict[str, float]:
+    """Multiply the advantages of a batch in verl's queue by the factors of `unit`, and by 0 where `without` is true.
+
+    Returns:
+        The factor of each response whose advantages were multiplied, by its key.
+    """
     if unit == "mini_batch":
         keys = [key for key, is_out in zip(batch.keys, without, strict=True) if is_out]
         factors = torch.zeros(len(keys))
     else:
         keys = list(batch.keys)
     if not keys:
-        return
+        return {}
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["advantages", "response_mask"])
     advantages = data["advantages"]
     if unit != "mini_batch":
@@ -162,6 +189,7 @@ def scale(batch: KVBatchMeta, *, unit: str, updates: int, without: Sequence[bool
         factors = torch.where(torch.tensor(list(without)), 0, factors)
     scaled = [row * factor for row, factor in zip(advantages.unbind(), factors.to(advantages.dtype), strict=True)]
     _put(keys, batch.partition_id, advantages=torch.nested.as_nested_tensor(scaled, layout=torch.jagged))
+    return dict(zip(keys, factors.tolist(), strict=True))
 
 
 def _put(keys: list[str], partition_id: str, **columns: Tensor) -> None:

@@ -5,7 +5,6 @@ in it. What the loss does with the tokens, the actor's processes tell themselves
 response by the number in its column `record`.
 """
 
-import functools
 import hashlib
 import math
 import time
@@ -56,6 +55,7 @@ class RunRecords:
         self._known: set[int] = set()  # token ids whose text the recorder has
         self._ends: dict[str, PromptEnd] = {}  # of groups that are in the queue still
         self._intervals: list[dict[str, Any]] = []
+        self._advantages: dict[str, float | None] = {}  # of the batch that is taken next
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -88,6 +88,26 @@ class RunRecords:
             self._intervals.append({"what": what, "start_s": start, "end_s": time.time()})
 
     @costs_nothing("made of a batch")
+    def note_advantages(
+        self, keys: Sequence[str], advantages: Tensor, mask: Tensor, factors: Mapping[str, float]
+    ) -> None:
+        """The advantage of each response of the batch that is taken next, where all its tokens that train have one.
+
+        Args:
+            advantages: float[B, T].
+            mask: [B, T], 1: a token trains.
+            factors: with what those of a response were multiplied since, by its key.
+        """
+        began, is_out = time.process_time(), ~mask.bool()
+        least = advantages.masked_fill(is_out, torch.inf).amin(-1).tolist()
+        most = advantages.masked_fill(is_out, -torch.inf).amax(-1).tolist()
+        self._advantages = {
+            key: low * factor if low * (factor := factors.get(key, 1.0)) == high * factor else None
+            for key, low, high in zip(keys, least, most, strict=True)
+        }
+        self._cpu_s += time.process_time() - began
+
+    @costs_nothing("made of a batch")
     def take(self, step: int, batch: KVBatchMeta, fillers: Collection[str], tokenizer: Any) -> None:
         """Before the update: note what is taken with which advantage, tell the tokens of a share of the groups, and
         mark these responses for the actor's processes. Its CPU seconds are those of all threads of this process, as
@@ -98,10 +118,8 @@ class RunRecords:
             tokenizer: gives the text of a token.
         """
         began, keys = time.process_time(), _real(batch)
-        get = functools.partial(tq.kv_batch_get, partition_id=batch.partition_id)
-        data = get(keys=keys, select_fields=["advantages", "response_mask"])
         sessions = [key.rpartition("_")[0] for key in keys]
-        self._taken |= dict(zip(sessions, _single(data["advantages"], data["response_mask"]), strict=True))
+        self._taken |= {session: self._advantages[key] for session, key in zip(sessions, keys, strict=True)}
         self._fillers |= set(fillers)
         groups = sorted(set(map(_uid, keys)), key=lambda uid: hashlib.blake2b(uid.encode()).digest())
         groups = set(groups[: math.ceil(self._share * len(groups))])
@@ -116,7 +134,8 @@ class RunRecords:
             if batch.fields is not None:  # the columns that the actor fetches; None: all
                 batch.fields = [*batch.fields, RECORD]
             fields = ["responses", "response_mask", "loss_mask", "extra_fields", *_OF_TOKENS]
-            told = token_columns(records, get(keys=chosen, select_fields=fields))
+            data = tq.kv_batch_get(keys=chosen, partition_id=batch.partition_id, select_fields=fields)
+            told = token_columns(records, data)
             new = set(told["id"].tolist()) - self._known
             self._untold.append(("tokens", (step, told, {each: tokenizer.decode([each]) for each in new})))
             self._known |= new
@@ -196,14 +215,6 @@ def _turns(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
         turns[start:end], at = turn, end
     turns[at:] = turn + 1
     return turns
-
-
-def _single(advantages: Tensor, masks: Tensor) -> list[float | None]:
-    """The advantage of each response; None where its tokens have several, or none trains. Of jagged tensors."""
-    lengths, values, is_out = masks.offsets().diff(), advantages.values().float(), ~masks.values().bool()
-    low = torch.segment_reduce(values.masked_fill(is_out, torch.inf), "min", lengths=lengths).tolist()
-    high = torch.segment_reduce(values.masked_fill(is_out, -torch.inf), "max", lengths=lengths).tolist()
-    return [least if least == most else None for least, most in zip(low, high, strict=True)]
 
 
 def _real(batch: KVBatchMeta) -> list[str]:

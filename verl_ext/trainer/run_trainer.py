@@ -41,7 +41,7 @@ from verl_ext.settings import (
 )
 from verl_ext.settings.checks import check, read_settings
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveSampling, problem_id
-from verl_ext.trainer.advantages import OF_GROUPS, keep_sum_pi_squared, scale
+from verl_ext.trainer.advantages import OF_GROUPS, keep_sum_pi_squared, noted, scale
 from verl_ext.trainer.batch_recorder import BatchRecorder
 from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import ExclusionWatch
@@ -248,12 +248,15 @@ class RunTrainer(RunValidation):
         """With the unit of the mean. Fillers get advantage 0, whatever the estimator and their rewards, and so do
         rollouts that are in the baseline alone (`DapoReplayBuffer`).
         """
-        batch = super()._compute_advantage(batch, metrics)
+        with noted() as notes:
+            batch = super()._compute_advantage(batch, metrics)
         fillers = getattr(self.replay_buffer, "fillers", ())
         baseline_only = getattr(self.replay_buffer, "baseline_only", ())
         without = [key.split("_")[0] in fillers or key in baseline_only for key in batch.keys]
         unit = self.config.actor_rollout_ref.actor.policy_loss.get("unit", "mini_batch")
-        scale(batch, unit=unit, updates=self._updates_per_step(), without=without)
+        factors = scale(batch, unit=unit, updates=self._updates_per_step(), without=without)
+        if self._records:
+            self._records.note_advantages(*notes[0], factors)
         return batch
 
     # What is submitted -----------------------------------------------------------------------------------------------

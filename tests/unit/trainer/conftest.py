@@ -106,10 +106,12 @@ def submitted(monkeypatch):
 
 @pytest.fixture
 def advantages(make, monkeypatch):
-    """What verl's `_compute_advantage` and ours write for one batch, by key."""
+    """What verl's `_compute_advantage` and ours write for one batch, by key; the records note the same."""
     import torch
     import transfer_queue as tq
     from verl.utils import tensordict_utils as tu
+
+    from verl_ext.trainer.run_records import RunRecords
 
     def advantages(
         rewards,
@@ -156,7 +158,12 @@ def advantages(make, monkeypatch):
         monkeypatch.setattr(tq, "kv_batch_get", get)
         monkeypatch.setattr(tq, "kv_batch_put", put)
         batch = tq.KVBatchMeta(partition_id="train", keys=[*rewards], tags=[{} for _ in rewards])
+        trainer._records = records = RunRecords.__new__(RunRecords)
+        records._cpu_s = 0.0
         trainer._compute_advantage(batch, {})
+        for key, row in stored.items():
+            own = set(row["advantages"][row["response_mask"].bool()].tolist())
+            assert records._advantages[key] == pytest.approx(own.pop() if len(own) == 1 else None)
         return {key: row["advantages"].tolist() for key, row in stored.items()}
 
     return advantages

@@ -42,6 +42,14 @@ def nested(rows):
     return torch.nested.as_nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
 
 
+def note_advantages(records, stored, **factors):
+    """As the trainer, of the batch that is in the queue."""
+    advantages, masks = (
+        torch.tensor([row[name] for row in stored.values()]) for name in ("advantages", "response_mask")
+    )
+    records.note_advantages([*stored], advantages, masks, factors)
+
+
 @pytest.fixture
 def make(cpu_platform, monkeypatch, tmp_path):
     """RunRecords over a queue of eight responses of four groups, of which the last is verl's padding."""
@@ -83,6 +91,7 @@ def make(cpu_platform, monkeypatch, tmp_path):
         settings = RecorderSettings(token_share=share, keep_steps=1, max_gb=1)
         config = OmegaConf.create({"trainer": {"default_local_dir": str(tmp_path)}})
         handle.records = RunRecords(settings, config)
+        note_advantages(handle.records, stored)
         return handle.records, handle, batch, stored
 
     return make
@@ -113,6 +122,7 @@ def test_of_a_session_only_the_last_output_has_tokens(make):
     records, handle, batch, stored = make(1.0)
     stored["a_0_1"] = stored["a_0_0"] | {"responses": [10, 11, 99, 2]}
     batch.keys, batch.tags = ["a_0_1", *KEYS], [{}, *batch.tags]
+    note_advantages(records, stored)
     records.take(3, batch, (), TOKENIZER)
     columns = handle.of("tokens")[0][1]
     sessions = list(zip(columns["uid"], columns["session"], strict=True))
@@ -124,7 +134,7 @@ def test_the_seconds_of_a_batch_are_those_of_all_threads(make, monkeypatch):
     """TransferQueue works in a thread of its own."""
     import transfer_queue as tq
 
-    records, handle, batch, _ = make(0.0)
+    records, handle, batch, _ = make(0.01)
     get = tq.kv_batch_get
 
     def burn():
@@ -176,11 +186,14 @@ def test_a_bug_in_the_records_fails_no_step_and_is_told_once(make, caplog):
 
 
 def test_a_response_has_its_advantage_where_all_its_tokens_that_train_have_one(make):
-    records, handle, batch, _ = make(0.0)
+    records, handle, batch, stored = make(0.0)
+    stored["b_1_0"]["response_mask"] = [0, 0, 0, 0]
+    note_advantages(records, stored, c_0_0=0.0, c_1_0=0.5)
     records.take(3, batch, {"c"}, TOKENIZER)
     records.end_step(3, {"c": PromptEnd.EQUAL}, ())
     ((fates, cpu_s),) = handle.of("end_step")
-    assert fates.taken == {"a_0": None} | dict.fromkeys(("a_1", "b_0", "b_1", "c_0", "c_1", "d_0"), 0.5)
+    expected = {"a_0": None, "b_1": None, "c_0": 0.0, "c_1": 0.25} | dict.fromkeys(("a_1", "b_0", "d_0"), 0.5)
+    assert fates.taken == expected
     assert fates.fillers == {"c"} and cpu_s > 0
     ends = {uid: str(end) for uid, end in fates.ends.items()}
     assert ends == {"a": "trained", "b": "trained", "c": "equal", "d": "trained"}
