@@ -175,6 +175,7 @@ def forward_backward(
     ids = torch.zeros((1, plan.tokens), dtype=torch.long)
     positions = torch.arange(plan.tokens).unsqueeze(0)
     model.set_requires_gradient_sync(is_last or not plan.defers_gradients)
+    model.set_reshard_after_backward(is_last or not plan.defers_gradients or plan.reshards)
     logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits.squeeze(0)
     on_logits(logits)
     entropy = _Entropy.apply(logits).sum() if plan.entropy else 0  # first, as in verl
