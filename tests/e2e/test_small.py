@@ -108,5 +108,6 @@ def test_vllm_and_the_actor_agree_after_an_update(run: tuple[Path, str]):
     assert len(rows) == 2 * 4
     models = (load_version(rl, sft, version) for version in (1, 0))
     own, before = (differences(model, rows[:2]).mean().item() for model in models)  # each costs seconds
+    # Rounded products differ by some .02 a token, and responses are few. With the versions confused: below 1/3.
     print(f"log-probs differ from the updated weights' by {own:.1e}, from SFT's by {before:.1e} in the mean")
-    assert before > 10 * own, "the update changed next to nothing, or vLLM has SFT's weights"
+    assert before > 3 * own, "the update changed next to nothing, or vLLM has SFT's weights"
