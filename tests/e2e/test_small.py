@@ -27,6 +27,7 @@ STEPS = [
     *("--rl=trainer.total_training_steps=2", "--rl=trainer.save_freq=1", "--rl=data.train_batch_size=2"),
     *("--rl=actor_rollout_ref.actor.ppo_mini_batch_size=2", "--rl=actor_rollout_ref.rollout.n=4"),
     *("--rl=algorithm.filter_groups.max_num_gen_batches=6", "--rl=data.max_response_length=96"),
+    "--rl=reward.reward_kwargs.overlong_buffer_cfg.len=64",
     # After 2 steps of SFT every answer is wrong: equal rewards, no gradient. Random ones make the updates real. SFT's
     # merged weights are bf16: where products are rounded to bf16, most weights count the same after an update of 4e-5.
     *("--rl=+reward.reward_kwargs.random_reward_p=0.5", "--rl=actor_rollout_ref.actor.optim.lr=2e-4"),
