@@ -65,7 +65,7 @@ def replace_in(trainer_base: ModuleType) -> None:
 
 @contextmanager
 def noted() -> Iterator[Noted]:
-    """Holds the advantages that are computed in the block: the records need not fetch them from verl's queue."""
+    """Yields a list of what `group_advantages` computes in the block. To fetch it from verl's queue costs CPU time."""
     token = _noted.set(notes := [])
     try:
         yield notes
@@ -74,7 +74,7 @@ def noted() -> Iterator[Noted]:
 
 
 def group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estimator: str, **settings: Any) -> Any:
-    """Advantages of a batch, which `noted` holds."""
+    """Advantages of a batch. A block of `noted` around the call gets the same."""
     data = _group_advantages(verls, data, batch_keys, adv_estimator, settings)
     if (notes := _noted.get()) is not None:
         notes.append((batch_keys, data.batch["advantages"], data.batch["response_mask"]))
