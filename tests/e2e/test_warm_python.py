@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
+from verl_ext.cpu.warm_python import _STUB, EXECUTABLE_VARIABLE, warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -89,6 +90,27 @@ def test_signals_reach_the_fork(python: str) -> None:
     process.send_signal(signal.SIGINT)
     assert process.communicate(timeout=20)[0] == "stopped\n"
     assert process.returncode == 0
+
+
+def test_a_signal_before_the_pid_is_known_reaches_the_fork(tmp_path: Path) -> None:
+    """The server's part is played here, and the fork's by a process that runs already."""
+    executable, address = tmp_path / "python", str(tmp_path / "socket")
+    executable.write_text(_STUB.format(python=sys.executable, address=address))
+    executable.chmod(0o700)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        listener.settimeout(20)
+        command = subprocess.Popen([executable, "-c", "pass"])
+        fork = subprocess.Popen(["sleep", "60"])
+        client, _ = listener.accept()
+        with client, client.makefile() as request:
+            request.readline()
+            command.send_signal(signal.SIGINT)
+            client.sendall(b"%d\n" % fork.pid)
+            assert fork.wait(timeout=20) == -signal.SIGINT
+            client.sendall(b"7\n")
+            assert command.wait(timeout=20) == 7
 
 
 def test_fork_dies_with_its_executable(python: str) -> None:

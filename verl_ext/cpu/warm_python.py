@@ -85,12 +85,15 @@ for name in os.listdir("/proc/self/fd"):
     except OSError:
         pass
 niceness = os.getpriority(os.PRIO_PROCESS, 0)
+signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the fork may run before its pid is known here
 socket.send_fds(server, [b" "], numbers)
 server.sendall(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), niceness, numbers]).encode() + b"\\n")
 answers = server.makefile()
 pid = int(answers.readline())
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+for number in signals:
     signal.signal(number, lambda number, frame: os.kill(pid, number))
+signal.pthread_sigmask(signal.SIG_SETMASK, before)
 status = int(answers.readline() or 1)
 if status < 0:
     signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
