@@ -42,7 +42,13 @@ COLUMNS = {
     ],
 }
 CONTROL = "control: random rewards"
-CURVES = ("train/acc", "tool/error_rate", "actor/entropy_loss", "response_length/mean")
+CURVES = (
+    "train/acc",
+    "tool/error_rate",
+    "actor/entropy_loss",
+    "response_length/mean",
+    "filter_groups/filled_with_equal",
+)
 
 
 def quickstart(out: Path, *arguments: str) -> None:

@@ -3,9 +3,9 @@
     .venv/bin/python scripts/seeds.py --model small            # the runs, hours
     .venv/bin/python scripts/small_study.py [--runs outputs/seeds_small] [--problems 96] [--results FILE]
 
-Counts kinds of errors in what the runs wrote, and evaluates each seed's model before and after RL again, greedily and
-with eight samples a problem. What it finds of a run is a line of FILE, and the run is not studied again: another
-machine can go on with FILE.
+Prints the curves of RL as means, counts kinds of errors in what the runs wrote, and evaluates each seed's model before
+and after RL again, greedily and with eight samples a problem. What it finds of a run is a line of FILE, and the run is
+not studied again: another machine can go on with FILE.
 """
 
 import argparse
@@ -16,6 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[1]
@@ -37,7 +38,9 @@ CURVES = (  # metric, title, unit
     ("tool/error_rate", "Calls that failed", "share of calls"),
     ("actor/entropy_loss", "Entropy", "nats per token"),
     ("response_length/mean", "Response", "tokens"),
+    ("filter_groups/filled_with_equal", "Fillers", "groups"),
 )
+STEPS = 6  # that a mean of the table of curves is over
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _CODE = re.compile(r"<code>(.*?)</code>", re.DOTALL)
 _OUTPUT = re.compile(r"<interpreter>\n(.*?)\n</interpreter>", re.DOTALL)
@@ -172,6 +175,20 @@ def study_of(run: Path, problems: int) -> dict[str, Any]:
     return study
 
 
+def curve_table(results: Mapping[str, Mapping]) -> list[list[str]]:
+    """Means of STEPS steps of CURVES, of each run."""
+    last = max(step for each in results.values() for steps, _ in each["curves"].values() for step in steps)
+    spans = [range(first, min(first + STEPS, last + 1)) for first in range(1, last + 1, STEPS)]
+    table = [[f"means of {STEPS} steps", *(f"{span[0]}-{span[-1]}" for span in spans)]]
+    for run, each in results.items():
+        for key, title, unit in CURVES:
+            points = list(zip(*each["curves"][key], strict=True))
+            within = [[value for step, value in points if step in span] for span in spans]
+            means = (f"{fmean(values):.3g}" if values else "" for values in within)
+            table.append([f"{run}: {title}, {unit}", *means])
+    return table
+
+
 def curves(results: Mapping[str, Mapping]) -> list[Chart]:
     """Charts of CURVES, a line per run."""
     charts = []
@@ -205,7 +222,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (subprocess.CalledProcessError, ValueError) as error:
         sys.exit(f"small_study.py: {error}")
     write_picture(curves(results), args.picture or args.runs / "small.svg", columns=2)
-    print(align(error_table(studies.rows)), align(evaluation_table(studies.rows)), sep="\n\n")
+    tables = (curve_table(results), error_table(studies.rows), evaluation_table(studies.rows))
+    print(*map(align, tables), sep="\n\n")
     for run, study in studies.rows.items():
         print(f"\n{run}\n{study.get('examples', '')}")
 

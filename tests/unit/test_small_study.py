@@ -63,6 +63,15 @@ def test_greedy_accuracy_and_pass_at_k_of_each_run_and_model(study):
     assert rows[1][:2] == ["seed_0, after RL", "0.600 [0.200, 0.400]"] and len(rows) == 2
 
 
+def test_the_table_of_curves_has_a_mean_of_each_six_steps(study):
+    curves = {key: [[], []] for key, _, _ in study.CURVES}
+    curves["train/acc"] = [[1, 2, 6, 7, 8], [0.2, 0.3, 0.7, 0.5, 0.6]]
+    title, *rows = study.curve_table({"seed 0": {"curves": curves}})
+    assert title == ["means of 6 steps", "1-6", "7-8"]
+    assert rows[0] == ["seed 0: Accuracy in training, share of rollouts", "0.4", "0.55"]
+    assert rows[1] == ["seed 0: Calls that failed, share of calls", "", ""]
+
+
 def test_a_number_printed_with_a_point_is_the_same_number(study, tmp_path):
     path = tmp_path / "0.jsonl"
     path.write_text(json.dumps(BASE | response("print(12 * 3 / 5)", "7.20", "7.2") | {"uid": "u_0_0"}) + "\n")
