@@ -14,7 +14,7 @@ import pkgutil
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from uuid import uuid4
 
@@ -148,7 +148,7 @@ class RetoolAgentLoop(AgentLoopBase):
         Args:
             kwargs: columns of the data set. The loop reads `raw_prompt`, `uid`, `tools_kwargs`, and
                 `extra_info.tool_selection`, the names of the tools that this sample may use (none named: all). In
-                validation the worker adds `call_retries` (`_run_calls`).
+                validation the worker adds `call_retries` (`_run_call`).
         Returns:
             `extra_fields` holds `finish_reason` (of `RolloutEnd`), `model_spans` (the [start, end) pairs of response
             tokens that the model sampled), the counts that the reward manager logs, `tool_use` (see there), and
@@ -252,10 +252,12 @@ class RetoolAgentLoop(AgentLoopBase):
             return RolloutEnd.MAX_TURNS if is_last else RolloutEnd.MAX_TOKENS
 
         started, started_s = time.perf_counter(), time.time()
-        results = await self._run_calls(to_run, sample.get("tools_kwargs") or {}, sample.get("call_retries", 0))
+        settings, retries = sample.get("tools_kwargs") or {}, sample.get("call_retries", 0)
+        ran = await asyncio.gather(*(self._run_call(call, settings, retries) for call in to_run))
         use.tool_s += time.perf_counter() - started
-        for entry, result in zip([entry for entry in entries if "tool" in entry], results, strict=True):
-            entry |= vars(result) | {"started_s": started_s}
+        results = [result for result, _ in ran]
+        for entry, (result, seconds) in zip([entry for entry in entries if "tool" in entry], ran, strict=True):
+            entry |= vars(result) | {"started_s": started_s, "queue_s": max(0.0, seconds - result.run_s)}
         failure = next((result.failure for result in results if result.failure), None)
         if failure is not None:
             logger.warning("a tool failed: %s", failure)
@@ -276,24 +278,22 @@ class RetoolAgentLoop(AgentLoopBase):
         rollout.add_reply(reply, text)
         return RolloutEnd.MAX_TURNS if is_last else None
 
-    async def _run_calls(self, calls: list[Call], tools_kwargs: Mapping[str, Any], retries: int) -> list[CallResult]:
-        """Run the calls of a turn at once, and those that infrastructure failed again, `retries` times at the most.
+    async def _run_call(self, call: Call, tools_kwargs: Mapping[str, Any], retries: int) -> tuple[CallResult, float]:
+        """What the tool said, and the seconds until it did; a call that infrastructure failed is made again, `retries`
+        times at the most.
 
         The response stays as it is: sampling it anew would, with a dead sandbox, favour responses without calls.
         """
-        results = list(await asyncio.gather(*(self.tools.run(call, tools_kwargs) for call in calls)))
+        started = time.perf_counter()
+        result = await self.tools.run(call, tools_kwargs)
         for number in range(1, retries + 1):
-            failed = [i for i, result in enumerate(results) if result.failure]
-            if not failed:
+            if not result.failure:
                 break
-            logger.warning(
-                "a tool failed and is called again (%d of %d): %s", number, retries, results[failed[0]].failure
-            )
+            logger.warning("a tool failed and is called again (%d of %d): %s", number, retries, result.failure)
             await asyncio.sleep(RETRY_PAUSE_S * number)
-            again = await asyncio.gather(*(self.tools.run(calls[i], tools_kwargs) for i in failed))
-            for i, result in zip(failed, again, strict=True):
-                results[i] = result
-        return results
+            again = await self.tools.run(call, tools_kwargs)
+            result = replace(again, attempts=result.attempts + again.attempts)
+        return result, time.perf_counter() - started
 
     def _encode_reply(self, texts: list[str], ended: bool, room: int) -> tuple[list[int] | None, str, int]:
         """What the tools say as at most `room` tokens, as text, and how many outputs were cut; None if none would do.

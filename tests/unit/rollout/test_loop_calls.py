@@ -79,6 +79,21 @@ def test_of_parallel_calls_only_those_that_failed_are_run_again(roll_out, qwen_t
     assert output.extra_fields["tool_calls"] == 3
 
 
+@pytest.mark.parametrize("last", ["2\n", FAILURE])
+def test_the_record_of_a_call_has_the_time_and_the_attempts_that_were_lost(
+    roll_out, tokenizer, encode, answer, monkeypatch, last
+):
+    from verl_ext.rollout import loop as tool_loop
+
+    monkeypatch.setattr(tool_loop, "RETRY_PAUSE_S", 0.2)
+    recorder = {"enable": True, "token_share": 0.0, "keep_steps": 1, "max_gb": 1}
+    turns, prompt = [encode(CALL), answer], {"call_retries": 1}
+    output, *_ = roll_out(tokenizer, turns, [FAILURE, last], prompt=prompt, recorder=recorder)
+    (call,) = output.extra_fields["trajectory"]["turns"][0]["calls"]
+    assert 0.2 <= call["queue_s"] < 20 and call["run_s"] == 0.0
+    assert call["attempts"] == FAILURE.attempts + (FAILURE.attempts if last is FAILURE else 1)
+
+
 @pytest.mark.parametrize(
     ("call", "kind", "told"),
     [
@@ -235,7 +250,7 @@ def test_what_a_rollout_did_is_recorded_where_that_is_on(roll_out, tokenizer, en
     malformed, error, ok, none = (turn["calls"] for turn in trajectory["turns"])
     assert malformed == [{"malformed": "empty_code", "output": "FormatError: empty <code></code>"}] and none == []
     assert error[0]["error"] == "NameError" and error[0]["output"] == "NameError: x" and error[0]["attempts"] == 2
-    assert (error[0]["queue_s"], error[0]["run_s"]) == (0.5, 0.25)
+    assert error[0]["queue_s"] == 0.0 and error[0]["run_s"] == 0.25  # the fake took no time, but says that it ran
     assert (error[0]["stdout"], error[0]["exit_code"]) == ("", 1) and error[0]["started_s"] > 1e9
     assert ok[0]["arguments"] == {"code": "print(1+1)"} and ok[0]["output"] == "2" and ok[0]["error"] is None
     use = output.extra_fields["tool_use"]

@@ -87,7 +87,8 @@ def _group(rng: random.Random, step: int, p: int, samples: int, words: int, vali
                 stderr="Traceback (most recent call last):\nNameError: name 'y' is not defined\n" if wrong else "",
                 status="failure" if failed else "NameError" if wrong else "ok",
                 fault="infrastructure" if failed else "model" if wrong else None, exit_code=int(wrong),
-                queue_s=0.25, run_s=0.125 * (1 + session), attempts=3 if failed else 1,
+                queue_s=0.75 if failed else 0.25, run_s=0.0 if failed else 0.125 * (1 + session),
+                attempts=3 if failed else 1,
                 started_s=START_S + step * STEP_S + 2,
             )  # fmt: skip
             calls.append(call)

@@ -118,17 +118,23 @@ def test_code_stands_where_the_model_wrote_it_and_after_the_text_where_it_does_n
     assert parts == [("text", turn["text"]), ("code", escaped)]
 
 
-def test_the_transcript_says_whose_fault_a_call_was_and_how_long_it_took(client: TestClient) -> None:
+def test_the_transcript_says_whose_fault_a_call_was_and_how_long_it_took(
+    client: TestClient, run_folder: Path
+) -> None:
     page = client.get("/run/0/step_000002/sample", params={"uid": "s2-p1", "session": 3}).text
     assert "fault: infrastructure" in page and "ConnectError: no sandbox" in page
-    assert "ran 500 ms after 250 ms in the queue, exit code " in page and "attempts 3" in page  # 0.125 s x 4
+    assert ", 750 ms, of which the program ran 0 ms, exit code " in page and "attempts 3" in page
+    ran = next(row for row in rows_of(run_folder) if row["calls"] and row["session"] < 3)
+    page = client.get("/run/0/step_000002/sample", params={"uid": "s2-p1", "session": ran["session"]}).text
+    run_ms = 125 * (1 + ran["session"])
+    assert f", {250 + run_ms} ms, of which the program ran {run_ms} ms, exit code " in page
 
 
 def test_a_call_that_could_not_be_run_has_no_tool_and_no_times(client: TestClient, run_folder: Path) -> None:
     call = {"turn": 0, "status": "malformed:bad_json", "fault": "model", "stdout": "FormatError"}
     store.rewrite(store.path_of(run_folder, "trajectories", 2), lambda rows: [row | {"calls": [call]} for row in rows])
     page = client.get("/run/0/step_000002/sample", params={"uid": "s2-p1", "session": 0}).text
-    assert "malformed:bad_json, fault: model</span></p>" in page and "None" not in page and " ms in the" not in page
+    assert "malformed:bad_json, fault: model</span></p>" in page and "None" not in page and " ms, of" not in page
 
 
 def test_what_is_not_there_is_said(client: TestClient) -> None:
