@@ -81,9 +81,9 @@ def purpose(code: str) -> str:
 
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Of judged responses: `right/PURPOSE` and `wrong/PURPOSE`, shares of their calls that have code, as a malformed
-    one has none; `first call`, the mean share of a response that stands before its first call's output; `repaired`,
-    the share of the responses with an error of their code in which a later call ran well. Left out is what there is
-    nothing to take a share of."""
+    one has none; `first call`, the mean share of a response that stands before its first call that ran;
+    `repaired`, the share of the responses with an error of their code in which a later call ran well. Left out is what
+    there is nothing to take a share of."""
     found: dict[str, float] = {}
     for name, right in (("right", True), ("wrong", False)):
         side = [row for row in rows if (row["acc"] == 1) == right]
@@ -91,8 +91,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         found |= {f"{name}/{kind}": Counter(calls)[kind] / len(calls) for kind in PURPOSES if calls}
     first, repaired = [], []
     for row in rows:
-        starts = [turn["start"] for turn in row["turns"] or [] if turn["role"] != "model"]
-        first += [starts[0] / row["response_tokens"]] if starts and row["response_tokens"] else []
+        start = json.loads(row["tool_use"] or "{}").get("first_call_token")
+        first += [start / row["response_tokens"]] if start is not None and row["response_tokens"] else []
         faults = [call["fault"] for call in row["calls"] or []]
         if "model" in faults:
             later = (row["calls"] or [])[faults.index("model") :]

@@ -5,7 +5,6 @@ own files (Content-Security-Policy), text is escaped by the templates, and a req
 loopback address, as a page of the web could send by DNS rebinding, is refused.
 """
 
-import json
 import re
 import tempfile
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from urllib.parse import urlencode
 
 import duckdb
 import jinja2
+import msgspec
 from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
@@ -77,7 +77,8 @@ def open_step(request: Request) -> Response:
     found = [(abs(data.step_of(key) - step), key.startswith("val"), key) for key in run.files()]
     if not found:
         raise HTTPException(404, f"{run.name} has no records of rollouts, so step {step} cannot be opened.")
-    return RedirectResponse(f"/run/{run.number}/{min(found)[2]}")
+    far, _, key = min(found)
+    return RedirectResponse(f"/run/{run.number}/{key}{f'?asked={step}' if far else ''}")
 
 
 def step_page(request: Request) -> Response:
@@ -107,7 +108,7 @@ def sample_page(request: Request) -> Response:
     run, key, rows = group_of(request)
     row = sample_of(rows, request.query_params.get("session"))
     if request.query_params.get("raw"):
-        return PlainTextResponse(json.dumps(row, indent=1))
+        return PlainTextResponse(msgspec.json.format(msgspec.json.encode(row), indent=1))  # what is no number is null
     sql = f"SELECT {', '.join(tokens.COLUMNS)} FROM records WHERE uid = $uid AND session = $session ORDER BY position"
     keys = dict.fromkeys([key, f"step_{row['trained_step'] or 0:06d}"])
     told = run.ask(sql, {name: row[name] for name in ("uid", "session")}, "tokens", keys)
@@ -153,7 +154,10 @@ def problems_page(request: Request) -> Response:
     """Two sides on the problems that both have, for example the first and the last validation."""
     offered = {f"{run.number}:{side}": (run, side) for run in request.app.state.runs for side in problems.sides(run)}
     chosen = [offered.get(request.query_params.get(name, "")) for name in ("a", "b")]
-    samples = [problems.samples(*side) for side in chosen] if all(chosen) else []
+    again = all(chosen) and chosen[0][0] is chosen[1][0] and {side for _, side in chosen} == {"first", "last"}
+    samples = [problems.samples(*side, again=again) for side in chosen] if all(chosen) else []
+    if again and not all(samples):
+        raise HTTPException(404, f"{chosen[0][0].name} drew no problem in two steps. Choose other sides.")
     if empty := [f"{side} of {run.name}" for (run, side), rows in zip(chosen, samples, strict=False) if not rows]:
         raise HTTPException(404, f"{empty[0]} has no rollouts whose fate is known. Choose another side.")
     found = problems.compare(*samples) if samples else None

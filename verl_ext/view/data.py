@@ -6,6 +6,7 @@ Columns: verl_ext/records/schema.py. A file of a step is called by its `key`: it
 
 import functools
 import glob
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,7 @@ FILES = (  # a folder `domain=math` of a sweep is no column
 PAGE = 200  # groups on a page
 # In memory, of bounded size, writes no file, fetches nothing from anywhere.
 DATABASE = {"memory_limit": "400MB", "threads": 2, "preserve_insertion_order": True, "temp_directory": ""}
+_OPENING = threading.Lock()
 DATABASE |= dict.fromkeys(("autoinstall_known_extensions", "autoload_known_extensions"), False)
 
 State = tuple[Path, int, int]  # of a file: path, time of its last change (ns), bytes
@@ -47,9 +49,14 @@ def step_of(key: str) -> int:
 
 
 @functools.cache
-def _database() -> duckdb.DuckDBPyConnection:
-    """One for all runs: its memory has a bound."""
+def _connect() -> duckdb.DuckDBPyConnection:
     return duckdb.connect(config=DATABASE)
+
+
+def _database() -> duckdb.DuckDBPyConnection:
+    """One for all runs and for requests that come at once: its memory has a bound."""
+    with _OPENING:
+        return _connect()
 
 
 class Run:

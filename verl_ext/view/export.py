@@ -1,6 +1,5 @@
 """A run for other programs: inspect_ai's log (`.eval`), and a step's time in Chrome's trace format."""
 
-import json
 import shutil
 import tempfile
 import zipfile
@@ -8,6 +7,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from msgspec.json import encode  # what is no number is null
 
 from verl_ext.outcome import RolloutEnd
 from verl_ext.view.data import Run
@@ -32,9 +33,9 @@ def write_eval(run: Run, keys: Sequence[str], out: Path) -> int:
                 accs += [] if row["acc"] is None else [row["acc"]]
                 summary = {name: sample[name] for name in ("id", "epoch", "target", "scores")}
                 summary |= {"completed": True, "input": sample["input"][:1000]}
-                summaries.write((("," if number else "[") + json.dumps(summary)).encode())
+                summaries.write((b"," if number else b"[") + encode(summary))
                 number, epochs = number + 1, max(epochs, sample["epoch"])
-                file.writestr(f"samples/{sample['id']}_epoch_{sample['epoch']}.json", json.dumps(sample))
+                file.writestr(f"samples/{sample['id']}_epoch_{sample['epoch']}.json", encode(sample))
         now = datetime.now(UTC).isoformat(timespec="seconds")
         task = {
             "created": now, "task": run.name, "task_id": run.name, "run_id": run.name, "eval_id": run.name,
@@ -47,7 +48,7 @@ def write_eval(run: Run, keys: Sequence[str], out: Path) -> int:
         start = {"version": 2, "eval": task, "plan": {}}
         header = start | {"status": "success", "results": results, "stats": {"started_at": now, "completed_at": now}}
         for name, content in (("_journal/start.json", start), ("header.json", header)):
-            file.writestr(name, json.dumps(content))
+            file.writestr(name, encode(content))
         summaries.write(b"]" if number else b"[]")
         summaries.seek(0)
         with file.open("summaries.json", "w") as target:

@@ -4,6 +4,7 @@ import difflib
 import itertools
 import json
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from verl_ext.view import text
 
 Rollout = dict[str, Any]  # a row of verl_ext/records/schema.py: TRAJECTORIES
 MAX_LINES = 2000  # of a response, in a diff
+MAX_PAIRS = 200_000  # of equal lines; above, lines that stand everywhere are not looked for, which would take minutes
 MAX_CHARACTERS = 300_000  # of code and outputs on a page; colours for so much code take 2 s
 
 
@@ -22,10 +24,11 @@ def answer(row: Rollout) -> str:
 
 def clusters(rows: Sequence[Rollout]) -> list[tuple[str, list[Rollout]]]:
     """(answer, its samples, which are all right or all wrong): right ones first, then by number; a sample that was not
-    judged is in a cluster of its own kind, since its answer says nothing."""
+    judged is in a cluster of its own kind, since its answer says nothing. Right answers are equal, however written."""
+    right = " = ".join(dict.fromkeys(answer(row) for row in rows if row["acc"] == 1))
     found: dict[tuple[float | None, str], list[Rollout]] = {}
     for row in rows:
-        name = "not judged" if row["acc"] is None else answer(row)
+        name = "not judged" if row["acc"] is None else right if row["acc"] == 1 else answer(row)
         found.setdefault((row["acc"], name), []).append(row)
     order = sorted(found.items(), key=lambda item: (item[0][0] is None, -(item[0][0] or 0), -len(item[1])))
     return [(name, members) for (_, name), members in order]
@@ -81,7 +84,9 @@ def diff(left: Rollout, right: Rollout) -> list[tuple[str, str | None, str | Non
     texts = ["".join(turn["text"] or "" for turn in row["turns"] or []).split("\n") for row in (left, right)]
     sides = [lines[:MAX_LINES] for lines in texts]
     rows: list[tuple[str, str | None, str | None]] = []
-    for group in difflib.SequenceMatcher(a=sides[0], b=sides[1], autojunk=False).get_grouped_opcodes(3):
+    counts = [Counter(lines) for lines in sides]
+    repeats = sum(number * counts[1][line] for line, number in counts[0].items()) > MAX_PAIRS
+    for group in difflib.SequenceMatcher(a=sides[0], b=sides[1], autojunk=repeats).get_grouped_opcodes(3):
         rows += [("far", None, None)] if rows else []
         for tag, i, i_end, j, j_end in group:
             pairs = itertools.zip_longest(sides[0][i:i_end], sides[1][j:j_end])

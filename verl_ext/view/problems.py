@@ -23,12 +23,15 @@ def sides(run: Run) -> list[str]:
     return training + [key for key in keys if key.startswith("val")]
 
 
-def samples(run: Run, side: str) -> list[Sample]:
-    """The judged and the failed samples of a side, as an evaluation has them."""
+def samples(run: Run, side: str, *, again: bool = False) -> list[Sample]:
+    """The judged and the failed samples of a side, as an evaluation has them; with `again` only of problems that were
+    drawn in several steps, as the first draw of the others is the last."""
     keys, only = [side], ""
     if end := {"first": "min", "last": "max"}.get(side):
         keys = [key for key in run.files() if key.startswith("step")]
-        only = f" QUALIFY key = {end}(key) OVER (PARTITION BY problem)"
+        only = f" QUALIFY key = {end}(key) OVER of_problem"
+        only += " AND min(key) OVER of_problem <> max(key) OVER of_problem" if again else ""
+        only = f" WINDOW of_problem AS (PARTITION BY problem){only}"
     rows = run.ask(f"SELECT {_LIGHT} FROM records WHERE outcome IS DISTINCT FROM 'open'{only}", keys=keys)
     return [sample_of(row) for row in rows]
 

@@ -10,7 +10,7 @@ from verl_ext.view import curves
 from verl_ext.view.data import Run, State, state_of, step_of
 
 RULES = purposes.__doc__
-SAMPLE = 64  # responses of a file, chosen by a hash of their names: a share to within 0.06 (one standard error)
+SAMPLE = 64  # responses of a file, chosen by a hash of their names: a share of all to within .06 (a standard error)
 
 
 def over_training(run: Run) -> Metrics:
@@ -23,7 +23,7 @@ def over_training(run: Run) -> Metrics:
 def _of_file(run: Run, key: str, _: State | None) -> dict[str, float]:
     """Once for each state of a file."""
     sql = (
-        "SELECT acc, response_tokens, list_transform(turns, lambda t: {'role': t.role, 'start': t.start}) AS turns,"
+        "SELECT acc, response_tokens, tool_use,"
         " list_transform(calls, lambda c: {'code': c.code, 'status': c.status, 'fault': c.fault}) AS calls"
         f" FROM records WHERE acc IS NOT NULL ORDER BY hash(uid, session) LIMIT {SAMPLE}"
     )

@@ -12,11 +12,12 @@ from pygments.lexers import JsonLexer, PythonLexer
 from verl_ext.evaluation.purposes import is_json_object
 
 MAX_SHOWN = 20_000  # characters of one text on a page; the rest is counted, and has a page of its own
-# Controls beyond ASCII, marks that turn the line, invisible joiners, fillers and line ends, selectors of variants,
-# annotations, and the tags of plane 14.
+# Controls beyond ASCII, line ends, the blank pattern of Braille, annotations, and all of Unicode's property
+# Default_Ignorable_Code_Point: marks that turn the line, invisible joiners, fillers, selectors of variants, tags.
 _HIDDEN = re.compile(
-    "[\x7f-\x9f\u00ad\u034f\u061c\u115f-\u1160\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u3164"
-    "\ufe00-\ufe0f\ufeff\uffa0\ufff9-\ufffb\U000e0000-\U000e01ef\ud800-\udfff]"
+    "[\x7f-\x9f\u00ad\u034f\u061c\u115f-\u1160\u17b4-\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u2800"
+    "\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+    "\ud800-\udfff]"
 )
 _CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"}
 

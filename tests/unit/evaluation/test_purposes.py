@@ -1,5 +1,7 @@
 """What code is for: each rule, and shares, positions and repairs counted by hand."""
 
+import json
+
 import pytest
 
 from verl_ext.evaluation import purposes
@@ -33,14 +35,14 @@ def test_a_program_has_the_first_purpose_that_fits(code: str, purpose: str) -> N
 
 
 def row(acc: float, *calls: tuple[str | None, str | None], start: int = 10, tokens: int = 40) -> dict:
-    turns = [{"role": "model", "start": 0}] + [{"role": "tool", "start": start}] * bool(calls)
+    use = json.dumps({"first_call_token": start if calls else None})
     said = [{"code": code, "status": "error" if fault else "ok", "fault": fault} for code, fault in calls]
-    return {"acc": acc, "calls": said, "turns": turns, "response_tokens": tokens}
+    return {"acc": acc, "calls": said, "tool_use": use, "response_tokens": tokens}
 
 
 def test_shares_positions_and_repairs_are_of_what_they_say() -> None:
     rows = [
-        row(1.0, ("1 + 1", None), ("assert 1 + 1", None)),  # first call's output after 10 of 40 tokens
+        row(1.0, ("1 + 1", None), ("assert 1 + 1", None)),  # the first call after 10 of 40 tokens
         row(1.0, ("1 +", "model"), ("1 + 1", None), start=20),  # an error, repaired
         row(0.0, ("1 + 1", "model"), start=30),  # an error, not repaired
         row(0.0),

@@ -114,6 +114,7 @@ def _group(rng: random.Random, step: int, p: int, samples: int, words: int, vali
             reward_parts=json.dumps({} if failed else {"reward_answer": 2 * acc - 1, "tool_bonus": 0.0}),
             verdict=dict(extracted=answer, normalised=answer, rule="number", text="equal" if acc else "differs"),
             response_tokens=total, model_tokens=sum(turn["tokens"] for turn in turns if turn["role"] == "model"),
+            tool_use=json.dumps({"first_call_token": words if calls else None}),
             timings=dict(queue_s=0.5, generate_s=10.0 + session, tool_s=0.5, score_s=0.1, started_s=started,
                          ended_s=started + 12 + session),
         ))  # fmt: skip

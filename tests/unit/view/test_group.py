@@ -2,8 +2,10 @@
 
 import html
 import math
+import random
 import re
 import statistics
+import time
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,12 @@ def test_clusters_are_by_answer_right_ones_first_and_what_was_not_judged_last(ru
     assert sorted(row["session"] for _, members in clusters for row in members) == [0, 1, 2, 3]
     for answer, members in clusters[:-1]:
         assert {row["verdict"]["normalised"] for row in members} == {answer}
+
+
+def test_right_answers_are_one_cluster_however_they_are_written() -> None:
+    rows = [{"acc": acc, "verdict": {"normalised": said}} for said, acc in (("1/2", 1.0), ("2", 0.0), ("0.5", 1.0))]
+    rows.append({"acc": 0.0, "verdict": {"normalised": "3"}})
+    assert [(name, len(members)) for name, members in group.clusters(rows)] == [("1/2 = 0.5", 2), ("2", 1), ("3", 1)]
 
 
 def test_the_group_page_shows_code_output_and_answer_of_every_sample(client: TestClient, run_folder: Path) -> None:
@@ -118,9 +126,7 @@ def test_code_stands_where_the_model_wrote_it_and_after_the_text_where_it_does_n
     assert parts == [("text", turn["text"]), ("code", escaped)]
 
 
-def test_the_transcript_says_whose_fault_a_call_was_and_how_long_it_took(
-    client: TestClient, run_folder: Path
-) -> None:
+def test_the_transcript_says_whose_fault_a_call_was_and_how_long_it_took(client: TestClient, run_folder: Path) -> None:
     page = client.get("/run/0/step_000002/sample", params={"uid": "s2-p1", "session": 3}).text
     assert "fault: infrastructure" in page and "ConnectError: no sandbox" in page
     assert ", 750 ms, of which the program ran 0 ms, exit code " in page and "attempts 3" in page
@@ -135,6 +141,26 @@ def test_a_call_that_could_not_be_run_has_no_tool_and_no_times(client: TestClien
     store.rewrite(store.path_of(run_folder, "trajectories", 2), lambda rows: [row | {"calls": [call]} for row in rows])
     page = client.get("/run/0/step_000002/sample", params={"uid": "s2-p1", "session": 0}).text
     assert "malformed:bad_json, fault: model</span></p>" in page and "None" not in page and " ms, of" not in page
+
+
+def test_a_call_that_was_not_run_is_marked_on_the_group_page(client: TestClient, run_folder: Path) -> None:
+    call = {"turn": 0, "tool": "python", "code": "print(1)", "status": "not_run"}
+    store.rewrite(store.path_of(run_folder, "trajectories", 2), lambda rows: [row | {"calls": [call]} for row in rows])
+    assert '<span class="badge">not_run</span>' in client.get(GROUP, params={"uid": "s2-p1"}).text
+
+
+def test_a_diff_of_outputs_that_loop_takes_no_minute() -> None:
+    rng = random.Random(0)
+    left, right = (response(*rng.choices(["a", "b"], k=group.MAX_LINES)) for _ in range(2))
+    began = time.process_time()
+    assert group.diff(left, right) and time.process_time() - began < 2
+
+
+def test_a_number_that_is_none_is_null_in_what_is_exported(client: TestClient, run_folder: Path) -> None:
+    path = store.path_of(run_folder, "trajectories", 2)
+    store.rewrite(path, lambda rows: [row | {"advantage": math.nan} for row in rows])
+    row = client.get("/run/0/step_000002/sample", params={"uid": "s2-p1", "session": 0, "raw": 1}).text
+    assert '"advantage": null' in row
 
 
 def test_what_is_not_there_is_said(client: TestClient) -> None:

@@ -58,6 +58,19 @@ def test_problems_of_one_template_are_compared_as_an_evaluation_compares_them(ru
     assert [id for _, id, _, _ in found["problems"]].count("template") == 2
 
 
+def test_a_problem_that_was_drawn_once_has_no_last_draw(client: TestClient, run_folder: Path) -> None:
+    """Its rollouts would be compared with themselves."""
+    for step in (2, 3, 4):
+        store.rewrite(store.path_of(run_folder, "trajectories", step), lambda rows: [r for r in rows if r["index"] > 1])
+    page = client.get("/problems?a=0:first&b=0:last").text
+    assert "3 problems have judged samples on both sides" in page
+    assert "5 problems have judged" in client.get("/problems?a=0:first&b=0:val_000004").text
+    for step in (2, 3, 4):
+        store.path_of(run_folder, "trajectories", step).unlink()
+    answer = client.get("/problems?a=0:first&b=0:last")
+    assert answer.status_code == 404 and "drew no problem in two steps" in answer.text
+
+
 def dump_row(row: dict[str, Any]) -> dict[str, Any]:
     """What `evaluate` writes of a response: pairs are found by the problem's text."""
     calls = [call for call in row["calls"] if call["attempts"] is not None]

@@ -11,6 +11,7 @@ def test_the_page_has_shares_by_verdict_for_every_step(client, run_folder) -> No
     for each in steps.values():
         for side in ("right", "wrong"):
             assert abs(sum(value for name, value in each.items() if name.startswith(side)) - 1) < 1e-9
+        assert 0 < each["first call"] < 1
     page = client.get("/code").text
     assert "in right responses" in page and "errors repaired by a later call" in page
     for purpose in purposes.PURPOSES:  # the rules that the page quotes are those that are used

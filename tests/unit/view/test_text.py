@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import regex
 
 from verl_ext.records import store
 from verl_ext.view import text
@@ -33,6 +34,12 @@ def hostile(run_folder: Path) -> Path:
                 row["what"] = NASTY
         store.write(path, kind, rows)
     return run_folder
+
+
+def test_every_character_that_unicode_calls_ignorable_is_named() -> None:
+    ignorable = [chr(code) for code in range(0x110000) if regex.match(r"\p{Default_Ignorable_Code_Point}", chr(code))]
+    assert len(ignorable) > 4000
+    assert [each for each in ignorable if text.plain(each) != f"<U+{ord(each):04X}>"] == []
 
 
 PAGES = {
