@@ -17,6 +17,7 @@ import pytest
 
 from tests.e2e.conftest import MARK, OWN_SERVER, REPO, SMALL_DATA, pipeline, read_metrics
 from tests.e2e.versions import SAME, differences, load_version, log_probs_of, recorded_responses
+from verl_ext.records import store
 from verl_ext.runs.batch_file import read_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -77,6 +78,7 @@ def test_every_stage_leaves_its_result(run: tuple) -> None:
     assert {entry["status"] for entry in stages.values()} == {"done"}
     assert 0 < stages["rl"]["peak_gb"] < 12
     assert "<svg" in (out / "report.html").read_text()
+    assert f".venv/bin/python -m verl_ext.view {out}\n" in run[1]
 
 
 def test_before_and_after_are_measured_on_the_same_problems(run: tuple) -> None:
@@ -102,17 +104,29 @@ def test_rollout_and_actor_agree_after_an_update(run: tuple) -> None:
     rl, sft = run[0] / "rl", run[0] / "sft" / "merged"
     rows = recorded_responses(rl, sft, 2)
     assert len(rows) == 4 * 4
-    own, before = (differences(load_version(rl, sft, version), rows) for version in (1, 0))
+    updated = load_version(rl, sft, 1)
+    own, before = (differences(model, rows) for model in (updated, load_version(rl, sft, 0)))
     print(f"log-probs differ from the updated weights' by {own.max():.1e} at most, from SFT's by {before.mean():.1e}")
     assert own.max() < SAME
     assert before.mean() > 100 * own.mean(), "the update changed next to nothing; the test shows nothing"
+    # The step has one update, so the trainer's log-probs in it are those of the same weights.
+    for column in ("old_log_prob", "log_prob"):
+        assert differences(updated, rows, column).max() < SAME, column
+    trained = [token for token in store.rows(rl, "tokens") if token["step"] == 2 and token["mask"]]
+    assert {token["decision"] for token in trained} == {"kept"}
+    assert all(token["ratio"] == pytest.approx(1.0, abs=1e-3) for token in trained)
+
+
+def test_the_records_have_the_trainers_time(run: tuple) -> None:
+    times = {row["what"] for row in store.rows(run[0] / "rl", "timeline")}
+    assert times >= {"wait", "log_probs", "update", "weight_sync", "save"}
 
 
 def test_a_recorded_batch_has_the_policies_around_its_updates_and_goes_through_the_lab(run: tuple) -> None:
     """The trainer's log-probs before step 2 are those of step 1's checkpoint, and after it those of its own."""
     rl, sft = run[0] / "rl", run[0] / "sft" / "merged"
     recorded, rows = read_batch(rl, 2), recorded_responses(rl, sft, 2)
-    by_noted = {tuple(row["log_probs"][row["mask"]].tolist()): row for row in rows}
+    by_noted = {tuple(row["rollout_log_prob"][row["mask"]].tolist()): row for row in rows}
     assert len(recorded.groups) == len(by_noted) == 4 * 4
     for version, found in ((1, recorded.old_log_prob), (2, recorded.log_prob)):
         model = load_version(rl, sft, version)

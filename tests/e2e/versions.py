@@ -139,6 +139,9 @@ def log_probs_of(model: torch.nn.Module, rows: list[dict]) -> list[torch.Tensor]
     return result
 
 
+LOG_PROBS = ("rollout_log_prob", "old_log_prob", "log_prob")  # of vLLM, of the trainer before the step, of its update
+
+
 def recorded_responses(run: Path, model: Path, step: int) -> list[dict]:
     """What `log_probs_of` takes, of the responses that a step trained on and whose tokens are recorded."""
     from transformers import AutoTokenizer
@@ -157,13 +160,13 @@ def recorded_responses(run: Path, model: Path, step: int) -> list[dict]:
             "temperature": json.loads(asked[uid]["sampling"])["temperature"],
             "response": torch.tensor([token["id"] for token in tokens]),
             "mask": torch.tensor([token["mask"] for token in tokens]),
-            "log_probs": torch.tensor([token["rollout_log_prob"] or 0.0 for token in tokens]),
+            **{name: torch.tensor([token[name] or 0.0 for token in tokens]) for name in LOG_PROBS},
         }
         for (uid, _), tokens in responses.items()
     ]
 
 
-def differences(model: torch.nn.Module, rows: list[dict]) -> torch.Tensor:
-    """float[sampled tokens]: |log-prob by `model` - the one that vLLM noted|."""
+def differences(model: torch.nn.Module, rows: list[dict], column: str = "rollout_log_prob") -> torch.Tensor:
+    """float[sampled tokens]: |log-prob by `model` - the one that is recorded|."""
     redone = log_probs_of(model, rows)
-    return torch.cat([(each - row["log_probs"]).abs()[row["mask"]] for each, row in zip(redone, rows, strict=True)])
+    return torch.cat([(each - row[column]).abs()[row["mask"]] for each, row in zip(redone, rows, strict=True)])

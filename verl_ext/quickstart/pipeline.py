@@ -151,7 +151,7 @@ def evaluate(run: Quickstart, when: str) -> None:
 
 def report(run: Quickstart) -> None:
     run.supervisor.run([sys.executable, "-m", "verl_ext.report", "--run", str(run.out)], log=None)
-    print(f"Every rollout, in the browser: python -m verl_ext.view {run.out}", flush=True)
+    print(f"Every rollout, in the browser: .venv/bin/python -m verl_ext.view {run.out}", flush=True)
 
 
 # name, its stage, what it does, how, the steps that must be done before it

@@ -96,6 +96,7 @@ class Recorder:
         self._tokens: dict[int, TokenParts] = {}
         self._texts: dict[int, str] = {}  # token id -> text
         self._written = -1  # newest step
+        self._late: set[int] = set()  # steps that were written before all of their losses came
         self._missed: set[str] = set()  # uids of groups that had not come, or were forgotten
         self._cpu_s = -time.process_time()  # with that of the senders, since the newest file of trajectories
         self.lost = self.unwritten = 0  # groups that never came or were forgotten; files
@@ -166,6 +167,13 @@ class Recorder:
         self._cpu_s += cpu_s
         if step > self._written:
             self._tokens.setdefault(step, TokenParts()).losses.append(columns)
+        elif step not in self._late:
+            self._late.add(step)
+            logger.warning(
+                "recorder: step %d was written before all was there that the loss had of its tokens: log_prob, ratio "
+                "and decision of the others are null.",
+                step,
+            )
 
     def times(self, step: int, intervals: Sequence[Mapping[str, Any]]) -> None:
         """The trainer's intervals of a step, which is over with its checkpoint and validation."""

@@ -58,7 +58,7 @@ def rollout_columns(
         "calls": calls,
         "version_spans": [dict(zip(("start", "end", "version"), span, strict=True)) for span in spans],
         "end_reason": str(end),
-        "exception": next((call["stderr"] for call in calls if call["fault"] == Fault.INFRASTRUCTURE), None),
+        "exception": _exception(end, calls, info.get("verdict"), extra_fields.get("lost_servers") or ()),
         "fault": str(_ENDS[end].fault) if end in _ENDS else None,
         "score": None if end in INFRASTRUCTURE_FAILURES else _number(score),
         "acc": None if end in INFRASTRUCTURE_FAILURES else _number(info.get("acc")),
@@ -70,6 +70,15 @@ def rollout_columns(
         "sampling": _json({"seeds": trajectory.get("seeds"), **(trajectory.get("sampling") or {})}),
         "tool_use": _json(use),
     }
+
+
+def _exception(end: Any, calls: Sequence[Row], verdict: Any, lost_servers: Sequence[str]) -> str | None:
+    """What infrastructure said of its failure."""
+    if end == RolloutEnd.UNVERIFIED:
+        return _text(verdict or None)
+    if end == RolloutEnd.ABORTED and lost_servers:
+        return _text(f"no answer of {', '.join(lost_servers)}")
+    return next((call["stderr"] for call in calls if call["fault"] == Fault.INFRASTRUCTURE), None)
 
 
 def raised_columns(session: int, error: BaseException, **times: float) -> dict[str, Any]:

@@ -6,15 +6,21 @@ An RL or SFT run has metrics*.jsonl, hydra/config.yaml, dumps of rollouts and va
 """
 
 import json
+import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+
 from verl_ext.records import store
 from verl_ext.records.samples import Sample, plain, read_dump
-from verl_ext.runs import jsonl
+from verl_ext.runs import jsonl, parquet
 from verl_ext.runs.folder import SAMPLES, STAGES, find_run, rollouts_of, sample_files, step_dumps, step_of
 from verl_ext.runs.metrics import Metrics, read_metrics, start_up
+
+logger = logging.getLogger(__name__)
 
 
 class RunRecord(NamedTuple):
@@ -89,11 +95,20 @@ def _evaluation_name(file: Path, folder: Path) -> str:
 
 def _recorded_rollouts(run: Path) -> list[dict[str, Any]]:
     """Scored training rollouts of the first and last step in the records, with the keys of verl's rollout dumps."""
-    files, rows = [file for file in store.files_of(run) if not file.validate], []
-    columns = ("step", "prompt", "turns", "ground_truth", "score")
-    for file in dict.fromkeys(files[:1] + files[-1:]):
-        rows += [_dump_row(row) for row in store.read(file.path, columns).to_pylist() if row["score"] is not None]
-    return rows
+    files = [file for file in store.files_of(run) if not file.validate]
+    found = [table for files in (files, files[::-1]) if (table := _first_readable(files)) is not None]
+    if len(found) == 2 and found[0].equals(found[1]):  # of one step
+        del found[1]
+    return [_dump_row(row) for table in found for row in table.to_pylist() if row["score"] is not None]
+
+
+def _first_readable(files: Sequence[store.RecordFile]) -> pa.Table | None:
+    for file in files:
+        try:
+            return store.read(file.path, ("step", "prompt", "turns", "ground_truth", "score"))
+        except (FileNotFoundError, parquet.Unreadable) as error:
+            logger.warning("%s Another step's rollouts are shown.", error)
+    return None
 
 
 def _dump_row(row: dict[str, Any]) -> dict[str, Any]:

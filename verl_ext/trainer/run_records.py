@@ -63,6 +63,7 @@ class RunRecords:
         self._fillers: set[str] = set()
         self._number, self._cpu_s = 0, 0.0
 
+    @costs_nothing("sent")
     def _send(self, method: str, *arguments: Any) -> None:
         """In one message with all that waits."""
         self._untold.append((method, arguments))
@@ -89,16 +90,17 @@ class RunRecords:
 
     @costs_nothing("made of a batch")
     def note_advantages(
-        self, keys: Sequence[str], advantages: Tensor, mask: Tensor, factors: Mapping[str, float]
+        self, notes: Sequence[tuple[Sequence[str], Tensor, Tensor]], factors: Mapping[str, float]
     ) -> None:
         """The advantage of each response of the batch that is taken next, where all its tokens that train have one.
 
         Args:
-            advantages: float[B, T].
-            mask: [B, T], 1: a token trains.
+            notes: of `noted`, one: keys, advantages, float[B, T], and mask, [B, T], 1: a token trains.
             factors: with what those of a response were multiplied since, by its key.
         """
-        began, is_out = time.process_time(), ~mask.bool()
+        began = time.process_time()
+        ((keys, advantages, mask),) = notes
+        is_out = ~mask.bool()
         least = advantages.masked_fill(is_out, torch.inf).amin(-1).tolist()
         most = advantages.masked_fill(is_out, -torch.inf).amax(-1).tolist()
         self._advantages = {

@@ -256,7 +256,7 @@ class RunTrainer(RunValidation):
         unit = self.config.actor_rollout_ref.actor.policy_loss.get("unit", "mini_batch")
         factors = scale(batch, unit=unit, updates=self._updates_per_step(), without=without)
         if self._records:
-            self._records.note_advantages(*notes[0], factors)
+            self._records.note_advantages(notes, factors)
         return batch
 
     # What is submitted -----------------------------------------------------------------------------------------------

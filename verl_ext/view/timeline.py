@@ -4,29 +4,39 @@ import heapq
 from collections.abc import Sequence
 from typing import Any
 
-from verl_ext.view.data import Run
+from verl_ext.view.data import Run, step_of
 
 WHATS = ("generate", "tool_queue", "tool", "score", "log_probs", "update", "weight_sync", "wait", "save", "validate")
 # Of an interval whose times are known: no null, no NaN, not beyond the year 2286.
 _KNOWN = "start_s BETWEEN 0 AND 1e10 AND end_s BETWEEN 0 AND 1e10"
-Interval = dict[str, Any]  # lane ("trainer", a server, "tool", "score"), what, start_s, end_s, uid, session
-_OF_ROLLOUTS = f"""
+LATER = 8  # steps whose records are looked through for rollouts that ran in a step, and were decided later
+# lane ("trainer", a server, "tool", "score"), what, start_s, end_s, uid, session, own: the step decided its fate
+Interval = dict[str, Any]
+_OF_ROLLOUTS = f""", near AS (SELECT *, key = $key AS own FROM records
+    WHERE key = $key OR (timings.started_s < $end AND timings.ended_s > $start))
     SELECT * FROM (SELECT coalesce(server, 'servers') AS lane, 'generate' AS what, started_s AS start_s,
-        started_s + generate_s AS end_s, uid, session
-        FROM (SELECT uid, session, unnest(turns, recursive := true) FROM records)
-    UNION ALL SELECT 'tool', 'tool_queue', started_s, started_s + queue_s, uid, session
-        FROM (SELECT uid, session, unnest(calls, recursive := true) FROM records) WHERE queue_s > 0
-    UNION ALL SELECT 'tool', 'tool', started_s + queue_s, started_s + queue_s + run_s, uid, session
-        FROM (SELECT uid, session, unnest(calls, recursive := true) FROM records)
-    UNION ALL SELECT 'score', 'score', timings.ended_s - timings.score_s, timings.ended_s, uid, session
-        FROM records) WHERE {_KNOWN}"""
+        started_s + generate_s AS end_s, uid, session, own
+        FROM (SELECT uid, session, own, unnest(turns, recursive := true) FROM near)
+    UNION ALL SELECT 'tool', 'tool_queue', started_s, started_s + queue_s, uid, session, own
+        FROM (SELECT uid, session, own, unnest(calls, recursive := true) FROM near) WHERE queue_s > 0
+    UNION ALL SELECT 'tool', 'tool', started_s + queue_s, started_s + queue_s + run_s, uid, session, own
+        FROM (SELECT uid, session, own, unnest(calls, recursive := true) FROM near)
+    UNION ALL SELECT 'score', 'score', timings.ended_s - timings.score_s, timings.ended_s, uid, session, own
+        FROM near) WHERE {_KNOWN}"""
 
 
 def intervals(run: Run, key: str) -> list[Interval]:
-    """Of the trainer in a step, and of the rollouts whose fate the step decided."""
-    none = {"lane": "trainer", "uid": None, "session": None}
+    """Of the trainer in a step, and of the rollouts whose fate the step decided, or which ran in the trainer's time:
+    those of validations, and those that a later step decided, up to LATER steps on."""
+    none = {"lane": "trainer", "uid": None, "session": None, "own": True}
     of_trainer = [none | row for row in run.ask(f"SELECT * FROM records WHERE {_KNOWN}", kind="timeline", keys=[key])]
-    return of_trainer + run.ask(_OF_ROLLOUTS, keys=[key])
+    start, end = (
+        choose((row[name] for row in of_trainer), default=0.0) for choose, name in ((min, "start_s"), (max, "end_s"))
+    )
+    keys, step = [key], step_of(key)
+    if of_trainer:
+        keys = [each for each in run.files() if step - each.startswith("val") <= step_of(each) <= step + LATER]
+    return of_trainer + run.ask(_OF_ROLLOUTS, {"key": key, "start": start, "end": end}, keys=keys)
 
 
 def clip(rows: Sequence[Interval]) -> tuple[list[Interval], int]:
@@ -68,9 +78,9 @@ def lanes(rows: Sequence[Interval]) -> list[dict[str, Any]]:
 
 
 def waits(rows: Sequence[Interval]) -> list[dict[str, Any]]:
-    """What each wait of the trainer was for: `s` its seconds, `last` the interval of another lane that ended last in
-    it, and `alone_s`, how long that one went on when all others had ended."""
-    others = sorted((row for row in rows if row["lane"] != "trainer"), key=lambda row: row["end_s"])
+    """What each wait of the trainer was for: `s` its seconds, `last` the interval of a rollout of the step that ended
+    last in it, and `alone_s`, how long that one went on when all others had ended."""
+    others = sorted((row for row in rows if row["lane"] != "trainer" and row["own"]), key=lambda row: row["end_s"])
     found = []
     for wait in (row for row in rows if row["lane"] == "trainer" and row["what"] == "wait"):
         inside = [row for row in others if wait["start_s"] < row["end_s"] <= wait["end_s"] + 1e-6]

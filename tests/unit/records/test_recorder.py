@@ -110,13 +110,15 @@ def test_the_trainers_intervals_are_the_timeline_of_the_step(tmp_path):
     assert store.read(file.path).to_pylist() == [{"step": 1, "what": "update", "start_s": 3.0, "end_s": 4.0}]
 
 
-def test_tokens_are_written_with_their_step_and_the_losss_late_word_is_dropped(tmp_path):
+def test_tokens_are_written_with_their_step_and_a_loss_that_comes_late_is_warned_of_once(tmp_path, caplog):
     writer = Recorder(tmp_path, SETTINGS)
     writer.tokens(1, batch(), {11: "x"})
     writer.loss(1, loss(71, [-3.0, -4.0], [KEPT, KEPT]), 0.0)
     writer.end_step(Fates(1, {}, {}), 0.0)
-    writer.loss(1, loss(70, [-3.0], [KEPT]), 0.0)
+    for _ in range(2):
+        writer.loss(1, loss(70, [-3.0], [KEPT]), 0.0)
     writer.end_step(Fates(2, {}, {}), 0.0)
+    assert caplog.text.count("step 1 was written before all was there that the loss had of its tokens") == 1
     (file,) = store.files_of(tmp_path, "tokens")
     table = store.read(file.path)
     assert file.step == 1 and table["text"].to_pylist() == ["x", None, None, "x", None]

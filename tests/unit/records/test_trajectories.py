@@ -91,6 +91,14 @@ def test_a_failure_of_the_sandbox_is_the_infrastructures_and_has_no_verdict():
     assert (unverified["end_reason"], unverified["acc"]) == ("verifier_unknown", None)
 
 
+def test_the_exception_names_the_servers_that_were_lost_and_what_the_verifier_said():
+    aborted = row_of(finish_reason="aborted", lost_servers=["10.0.0.1:9000", "10.0.0.2:9000"])
+    assert aborted["exception"] == "no answer of 10.0.0.1:9000, 10.0.0.2:9000" and aborted["fault"] == "infrastructure"
+    assert row_of(finish_reason="answer", lost_servers=["10.0.0.1:9000"])["exception"] is None  # it went on elsewhere
+    info = {"acc": 0.0, "unverified": 1.0, "finish_reason": "answer", "verdict": "its process was killed"}
+    assert row_of(reward_extra_info=info)["exception"] == "its process was killed"
+
+
 def test_a_call_that_was_not_run_and_one_of_another_tool_have_their_arguments():
     calls = [{"tool": "price_of", "arguments": {"item": "tea"}}]
     (call,) = row_of([TURNS[0] | {"calls": calls, "reply": None}])["calls"]

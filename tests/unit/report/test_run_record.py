@@ -23,6 +23,19 @@ def test_before_and_after_are_the_first_and_last_validation_of_the_records(tmp_p
     assert run.sides == ("step 0", "step 10") and run.training_rollouts == []
 
 
+def test_a_file_of_records_that_is_cut_short_is_passed_over_with_a_warning(tmp_path, caplog):
+    for step in (1, 2, 3, 4):
+        row = {"uid": "u", "session": 0, "step": step, "score": 1.0, "turns": []}
+        store.write(store.path_of(tmp_path, "trajectories", step), "trajectories", [row])
+    for step in (1, 4):
+        path = store.path_of(tmp_path, "trajectories", step)
+        path.write_bytes(path.read_bytes()[:100])
+    assert [row["step"] for row in read_run(tmp_path).training_rollouts] == [2, 3]
+    assert "step_000001.parquet" in caplog.text and "Another step's rollouts are shown" in caplog.text
+    store.path_of(tmp_path, "trajectories", 2).unlink()
+    assert [row["step"] for row in read_run(tmp_path).training_rollouts] == [3]
+
+
 def test_a_quickstart_without_stages_is_an_empty_run_and_no_folder_an_error(tmp_path):
     (tmp_path / "stages.json").write_text("[]")
     run = read_run(tmp_path)

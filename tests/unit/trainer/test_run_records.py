@@ -47,7 +47,7 @@ def note_advantages(records, stored, **factors):
     advantages, masks = (
         torch.tensor([row[name] for row in stored.values()]) for name in ("advantages", "response_mask")
     )
-    records.note_advantages([*stored], advantages, masks, factors)
+    records.note_advantages([([*stored], advantages, masks)], factors)
 
 
 @pytest.fixture

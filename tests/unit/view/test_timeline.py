@@ -9,14 +9,14 @@ import pyarrow.parquet  # noqa: F401  pa.parquet
 import pytest
 from starlette.testclient import TestClient
 
-from tests.unit.view.synthetic import intervals
+from tests.unit.view.synthetic import START_S, STEP_S, intervals
 from verl_ext.records import store
 from verl_ext.view import timeline
 
 
 def interval(lane: str, what: str, start: float, end: float, session: int | None = None) -> dict:
     uid = None if session is None else "p0"
-    return {"lane": lane, "what": what, "start_s": start, "end_s": end, "uid": uid, "session": session}
+    return {"lane": lane, "what": what, "start_s": start, "end_s": end, "uid": uid, "session": session, "own": True}
 
 
 ROWS = [
@@ -60,6 +60,34 @@ def test_a_wait_names_what_ended_last_and_how_long_it_was_alone() -> None:
     # Session 1 ends at 9, the others at 6 and before: 3 s alone.
     (wait,) = timeline.waits(ROWS)
     assert (wait["s"], wait["last"]["session"], wait["alone_s"]) == (10, 1, 3)
+
+
+def test_a_wait_is_for_rollouts_of_its_step() -> None:
+    other = interval("a:1", "generate", 2, 9.5, 3) | {"own": False}
+    (wait,) = timeline.waits([*ROWS, other])
+    assert (wait["last"]["session"], wait["alone_s"]) == (1, 3)
+
+
+def test_what_ran_in_a_step_and_was_decided_later_stands_in_its_timeline(client: TestClient, run_folder: Path) -> None:
+    """As in the asynchronous modes; without it a server that works looks idle."""
+    url, began = "/run/0/step_000002/timeline", START_S + 2 * STEP_S + 3.0
+    before = client.get(url).text
+
+    def earlier(row: dict) -> dict:
+        turns = [row["turns"][0] | {"started_s": began, "generate_s": 2.0, "server": "127.0.0.1:9009"}]
+        return row | {"turns": turns, "calls": [], "timings": {"started_s": began, "ended_s": began + 2}}
+
+    path = store.path_of(run_folder, "trajectories", 3)
+    store.rewrite(path, lambda rows: [earlier(row) if row["session"] == 0 else row for row in rows])
+    page = client.get(url).text
+    assert '<h3>127.0.0.1:9009 <span class="note">generate 10 s</span></h3>' in page  # 5 prompts, 2 s each
+    assert "9009" not in before and "9009" not in client.get("/run/0/step_000001/timeline").text
+
+
+def test_the_rollouts_of_a_validation_stand_in_the_time_of_its_step(client: TestClient, run_folder: Path) -> None:
+    path = store.path_of(run_folder, "trajectories", 4, validate=True)
+    store.rewrite(path, lambda rows: [row | {"turns": [row["turns"][0] | {"server": "val:1"}]} for row in rows])
+    assert "<h3>val:1 <" in client.get("/run/0/step_000004/timeline").text
 
 
 def test_the_page_names_the_last_rollout(client: TestClient, run_folder: Path) -> None:
