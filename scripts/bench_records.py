@@ -1,5 +1,6 @@
-"""What the records of a step cost in CPU time, part by part, without a model.
+"""What the records of a step cost in CPU time: as a run noted it, or part by part, without a model.
 
+    python scripts/bench_records.py --run outputs/quickstart/rl    # exit code 1 above 1% of the cores of this machine
     python scripts/bench_records.py                                # a step of the tiny run: 256 short rollouts
     python scripts/bench_records.py --rollouts 512 --words 1500    # longer ones
     python scripts/bench_records.py --ray --step-s 2.5 --steps 10  # as a Ray actor, with what Ray takes in its process
@@ -9,6 +10,7 @@ of --steps steps, behind two to warm up.
 """
 
 import argparse
+import os
 import random
 import statistics
 import sys
@@ -29,9 +31,11 @@ from verl_ext.outcome import PromptEnd  # noqa: E402
 from verl_ext.records import recorder, store  # noqa: E402
 from verl_ext.records.recorder import Fates, Group, Recorder, pack  # noqa: E402
 from verl_ext.records.trajectories import problem_columns, rollout_columns  # noqa: E402
+from verl_ext.runs.metrics import read_metrics  # noqa: E402
 from verl_ext.settings import RecorderSettings  # noqa: E402
 
 WARM_UP = 2
+LIMIT = 0.01  # of the CPU time of a step
 TOGETHER = 16  # groups of a message: in the mode `sync` those of a wave, and dynamic sampling makes two for 32
 WORDS = [a + b for a in ("ba", "do", "ki", "lu", "me", "no") for b in ("n", "r", "sing", "ted", "ver", "x")]
 CODE = "total = 0\nfor i in range({n}):\n    total += i * {n}\nprint(total)"
@@ -143,6 +147,23 @@ def one_step(writer: Recorder | Actor, clock: Clock, step: int, args: argparse.N
     time.sleep(max(0.0, ends_at - time.monotonic()))
 
 
+def share_of(run: Path) -> str:
+    """What the records of a run took of its steps, medians.
+
+    Raises:
+        SystemExit: the run has no records, or they took more than LIMIT.
+    """
+    cpu_s, metrics = store.cpu_seconds(run), read_metrics([*run.glob("metrics*.jsonl")])
+    step_s = {step: seconds for step, seconds in zip(*metrics.curve("timing_s/step"), strict=True) if step in cpu_s}
+    if not step_s:
+        sys.exit(f"{run} has no records of a step with timing_s/step. Name the folder of an RL run.")
+    cores = os.cpu_count() or 1
+    share = statistics.median(cpu_s[step] / (cores * seconds) for step, seconds in step_s.items())
+    said = f"{len(step_s)} steps of {statistics.median(step_s.values()):.2f} s, {cores} cores: records took "
+    said += f"{1000 * statistics.median(cpu_s[step] for step in step_s):.1f} CPU-ms a step, {share:.2%} of the cores"
+    return said if share < LIMIT else sys.exit(f"{said}, more than {LIMIT:.0%}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", type=int, default=256, help="of a step (default: %(default)s)")
@@ -154,7 +175,11 @@ def main() -> None:
     parser.add_argument(
         "--step-s", type=float, default=0.0, help="a step takes so long (default: no longer than it must)"
     )
+    parser.add_argument("--run", type=Path, help="of this run on this machine, and not of a synthetic step")
     args = parser.parse_args()
+    if args.run:
+        print(share_of(args.run))
+        return
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder)
