@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,14 @@ class Fates:
         ends: uid -> end, of the groups that have left the queue with this step; None in a validation.
         taken: `{uid}_{session}` of the rollouts that a batch took -> their advantage; None where their tokens differ.
         fillers: uids that a batch took for want of useful groups.
+        left_out: `{uid}_{session}` of rollouts of these groups that are not in the loss -> why.
     """
 
     step: int
     ends: Mapping[str, PromptEnd | None]
     taken: Mapping[str, float | None]
     fillers: frozenset[str] = frozenset()
+    left_out: Mapping[str, str] = field(default_factory=dict)
     validate: bool = False
 
 
@@ -245,10 +247,10 @@ class Recorder:
             is_taken = end is PromptEnd.TRAINED or uid in fates.fillers
             for row in rows:
                 key = f"{uid}_{row['session']}"
-                row |= {"outcome": str(end), "outcome_why": because}
+                row |= {"outcome": str(end), "outcome_why": fates.left_out.get(key, because)}
                 if key in fates.taken:
                     row |= {"trained_step": fates.step, "advantage": fates.taken[key]}
-                elif is_taken:
+                elif is_taken and key not in fates.left_out:
                     row["outcome_why"] = why_left_out(row)
                 yield row
 

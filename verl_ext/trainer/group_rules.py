@@ -20,7 +20,7 @@ class EndedGroup:
 
     end: PromptEnd
     valid: dict[str, Any]  # key -> value of the filter's metric; None without a filter
-    excluded: list[str]  # keys
+    excluded: dict[str, str]  # key -> why
     void: list[str]  # valid ones with a void turn, where `void_turn_filter` is `loss`
     dropped: list[str]  # that resampling leaves out
     oldest: dict[str, int | None]  # key -> oldest version of the weights in it
@@ -56,7 +56,7 @@ class EndedGroup:
         stale = [key for key in self.valid if self.oldest[key] < version]
         for key in stale:
             del self.valid[key]
-        self.excluded += stale
+        self.excluded |= dict.fromkeys(stale, "a token of weights that are older than max_staleness allows")
         self.void = [key for key in self.void if key in self.valid]
         return len(stale)
 
@@ -118,7 +118,7 @@ def end_group(
     group = EndedGroup(
         end=PromptEnd.OPEN,
         valid={key: metric_of(extra["reward_extra_info"], metric) for key, extra, reason in rows if reason is None},
-        excluded=[key for key, *_, reason in rows if reason is not None],
+        excluded={key: reason for key, *_, reason in rows if reason is not None},
         void=[k for k, extra, why in rows if void_turn_filter == "loss" and why is None and has_void_turn(extra)],
         dropped=left_out(rows, resample, rng),
         oldest={key: oldest(extra.get("version_spans", ())) for key, extra, _ in rows},

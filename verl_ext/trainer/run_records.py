@@ -61,6 +61,7 @@ class RunRecords:
     def _begin_step(self) -> None:
         self._taken: dict[str, float | None] = {}
         self._fillers: set[str] = set()
+        self._left_out: dict[str, str] = {}
         self._number, self._cpu_s = 0, 0.0
 
     @costs_nothing("sent")
@@ -110,7 +111,9 @@ class RunRecords:
         self._cpu_s += time.process_time() - began
 
     @costs_nothing("made of a batch")
-    def take(self, step: int, batch: KVBatchMeta, fillers: Collection[str], tokenizer: Any) -> None:
+    def take(
+        self, step: int, batch: KVBatchMeta, fillers: Collection[str], tokenizer: Any, left_out: Mapping[str, str]
+    ) -> None:
         """Before the update: note what is taken with which advantage, tell the tokens of a share of the groups, and
         mark these responses for the actor's processes. Its CPU seconds are those of all threads of this process, as
         TransferQueue works in one of its own: at the most what the records took.
@@ -118,11 +121,13 @@ class RunRecords:
         Args:
             fillers: uids of groups in the batch that are not useful.
             tokenizer: gives the text of a token.
+            left_out: key -> why a rollout of the batch's groups is not in the loss.
         """
         began, keys = time.process_time(), _real(batch)
         sessions = [key.rpartition("_")[0] for key in keys]
         self._taken |= {session: self._advantages[key] for session, key in zip(sessions, keys, strict=True)}
         self._fillers |= set(fillers)
+        self._left_out |= {key.rpartition("_")[0]: because for key, because in left_out.items()}
         groups = sorted(set(map(_uid, keys)), key=lambda uid: hashlib.blake2b(uid.encode()).digest())
         groups = set(groups[: math.ceil(self._share * len(groups))])
         # The trajectory of a session is that of its last output, of which one that fills a group is a copy.
@@ -153,7 +158,7 @@ class RunRecords:
         self._ends = {key.rpartition("_")[0]: PromptEnd.TRAINED for key in self._taken} | self._ends | dict(ends)
         gone = {uid: end for uid, end in self._ends.items() if uid not in waiting}
         self._ends = {uid: end for uid, end in self._ends.items() if uid in waiting}
-        fates = Fates(step, gone, self._taken, frozenset(self._fillers))
+        fates = Fates(step, gone, self._taken, frozenset(self._fillers), self._left_out)
         self._untold.append(("end_step", (fates, self._cpu_s + time.thread_time() - began)))
         self._begin_step()
 

@@ -296,7 +296,9 @@ class RunTrainer(RunValidation):
         """After what the records take of the batch: the update changes none of it."""
         if not self._records:
             return self._update_for_lab(batch, metrics)
-        self._records.take(self.global_steps, batch, getattr(self.replay_buffer, "fillers", ()), self.tokenizer)
+        sampler = self.replay_buffer
+        fillers, left_out = getattr(sampler, "fillers", ()), getattr(sampler, "left_out", {})
+        self._records.take(self.global_steps, batch, fillers, self.tokenizer, left_out)
         with self._span("update"):
             return self._update_for_lab(batch, metrics)
 

@@ -118,6 +118,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._is_spent = False  # whether so many groups were evicted as EQUAL or VOID
         self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
         self.baseline_only: set[str] = set()  # keys of the rollouts in the newest batch that are not in the loss
+        self.left_out: dict[str, str] = {}  # key -> why a rollout of its groups is not in the loss
         self._ended = Ended()  # since `take_ended`
         self._prompt_ends: dict[str, PromptEnd] = {}  # since `take_prompt_ends`
         self.seen_before: dict[str, PromptEnd] = {}  # ends of groups that were counted before the run was resumed
@@ -347,13 +348,15 @@ class DapoReplayBuffer(ReplayBufferAsync):
             useful = self._uids(*_USEFUL) & set(selected_prompt_uids)
             self.fillers = set(selected_prompt_uids) - useful
             self._end(useful, PromptEnd.TRAINED)
-            self.baseline_only = set()
+            self.baseline_only, self.left_out = set(), {}
             for uid in selected_prompt_uids:
                 group = self._groups.pop(uid)
                 self.baseline_only |= set(group.void)
+                self.left_out |= dict.fromkeys(group.void, "in the baseline of its group, not in the loss: void_turn")
                 ages = [self._version - group.oldest[key] for key in group.valid if group.oldest[key] is not None]
                 self._counts.ages += ages * (uid in useful)
                 if self.resample:
+                    self.left_out |= dict.fromkeys(group.dropped, "left out of the batch: resampling kept others")
                     remove(partition_id, group.dropped, partition_snapshot)
                 elif group.excluded and not group.is_lost():
                     self._fill(partition_id, group, partition_snapshot)
@@ -364,5 +367,6 @@ class DapoReplayBuffer(ReplayBufferAsync):
         sources = self._rng.sample(list(group.valid), len(group.excluded))  # there are more: none is taken twice
         copies = copy_rollouts(partition_id, sources, snapshot)
         self.baseline_only |= {copy for copy, source in zip(copies, sources, strict=True) if source in group.void}
-        remove(partition_id, group.excluded, snapshot)
+        remove(partition_id, list(group.excluded), snapshot)
+        self.left_out |= {key: f"left out of the batch: {reason}" for key, reason in group.excluded.items()}
         self._counts.filled += 1

@@ -57,6 +57,13 @@ def test_the_fates_find_their_rollouts_in_any_order_of_arrival(tmp_path):
             assert found["a_1"] == ("trained", "left out of the batch by the sampler's rules", None)
 
 
+def test_a_rollout_that_is_not_in_the_loss_says_by_which_rule(tmp_path):
+    writer, told = Recorder(tmp_path, SETTINGS), {"a_0": "in the baseline alone", "a_1": "left out: stale"}
+    writer.group(group("a"))
+    writer.end_step(Fates(1, {"a": TRAINED}, {"a_0": 0.0}, left_out=told), 0.0)
+    assert outcomes(tmp_path, 1) == {"a_0": ("trained", told["a_0"], 1), "a_1": ("trained", told["a_1"], None)}
+
+
 def test_every_end_of_a_prompt_is_in_the_rows_and_a_filler_is_trained_on(tmp_path):
     writer = Recorder(tmp_path, SETTINGS)
     failed = ("sandbox_failure", "verifier_unknown")

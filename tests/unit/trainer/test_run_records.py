@@ -103,7 +103,7 @@ TOKENIZER = SimpleNamespace(decode=lambda ids: f"<{ids[0]}>")
 @pytest.mark.parametrize(("share", "groups"), [(0.0, 0), (0.01, 1), (0.25, 1), (0.5, 2), (1.0, 4)])
 def test_whole_groups_are_chosen_at_least_one_and_without_padding(make, share, groups):
     records, handle, batch, stored = make(share)
-    records.take(3, batch, (), TOKENIZER)
+    records.take(3, batch, (), TOKENIZER, {})
     marks = {key: row["record"] for key, row in stored.items() if row.get("record", -1) >= 0}
     assert len({key[0] for key in marks}) == groups and KEYS[-1] not in marks
     assert ("record" in batch.fields) is bool(groups), "what the actor fetches"
@@ -123,7 +123,7 @@ def test_of_a_session_only_the_last_output_has_tokens(make):
     stored["a_0_1"] = stored["a_0_0"] | {"responses": [10, 11, 99, 2]}
     batch.keys, batch.tags = ["a_0_1", *KEYS], [{}, *batch.tags]
     note_advantages(records, stored)
-    records.take(3, batch, (), TOKENIZER)
+    records.take(3, batch, (), TOKENIZER, {})
     columns = handle.of("tokens")[0][1]
     sessions = list(zip(columns["uid"], columns["session"], strict=True))
     assert len(sessions) == len(set(sessions)) == 7 and 99 in columns["id"] and 12 not in columns["id"]
@@ -147,14 +147,14 @@ def test_the_seconds_of_a_batch_are_those_of_all_threads(make, monkeypatch):
         return get(**asked)
 
     monkeypatch.setattr(tq, "kv_batch_get", get_in_a_thread)
-    records.take(3, batch, (), TOKENIZER)
+    records.take(3, batch, (), TOKENIZER, {})
     records.end_step(3, {}, ())
     assert handle.of("end_step")[0][1] > 0.04
 
 
 def test_the_columns_of_a_response_are_those_of_the_queue(make):
     records, handle, batch, _ = make(1.0)
-    records.take(3, batch, (), TOKENIZER)
+    records.take(3, batch, (), TOKENIZER, {})
     columns = handle.of("tokens")[0][1]
     assert columns["id"][:4].tolist() == [10, 11, 12, 2] and columns["mask"][:4].tolist() == [True, True, False, True]
     assert columns["turn"][:4].tolist() == [0, 0, 1, 2] and columns["version"][:4].tolist() == [5, 5, -1, 6]
@@ -165,7 +165,7 @@ def test_the_columns_of_a_response_are_those_of_the_queue(make):
 def test_a_second_batch_of_the_step_has_other_numbers_and_no_text_twice(make):
     records, handle, batch, _ = make(1.0)
     for _ in range(2):
-        records.take(3, batch, {"c"}, TOKENIZER)
+        records.take(3, batch, {"c"}, TOKENIZER, {})
     (_, first, texts), (_, second, again) = handle.of("tokens")
     assert not set(first["record"].tolist()) & set(second["record"].tolist())
     assert texts and again == {}
@@ -178,7 +178,7 @@ def test_a_bug_in_the_records_fails_no_step_and_is_told_once(make, caplog):
         raise ValueError("no such token")
 
     for step in (3, 4):
-        records.take(step, batch, (), SimpleNamespace(decode=decode))
+        records.take(step, batch, (), SimpleNamespace(decode=decode), {})
         records.end_step(step, {}, None)
     assert caplog.text.count("could not be made of a batch, by an error of verl_ext") == 1
     assert caplog.text.count("could not be made of a step, by an error of verl_ext") == 1
@@ -189,11 +189,11 @@ def test_a_response_has_its_advantage_where_all_its_tokens_that_train_have_one(m
     records, handle, batch, stored = make(0.0)
     stored["b_1_0"]["response_mask"] = [0, 0, 0, 0]
     note_advantages(records, stored, c_0_0=0.0, c_1_0=0.5)
-    records.take(3, batch, {"c"}, TOKENIZER)
+    records.take(3, batch, {"c"}, TOKENIZER, {"b_1_0": "void"})
     records.end_step(3, {"c": PromptEnd.EQUAL}, ())
     ((fates, cpu_s),) = handle.of("end_step")
     expected = {"a_0": None, "b_1": None, "c_0": 0.0, "c_1": 0.25} | dict.fromkeys(("a_1", "b_0", "d_0"), 0.5)
-    assert fates.taken == expected
+    assert fates.taken == expected and fates.left_out == {"b_1": "void"}
     assert fates.fillers == {"c"} and cpu_s > 0
     ends = {uid: str(end) for uid, end in fates.ends.items()}
     assert ends == {"a": "trained", "b": "trained", "c": "equal", "d": "trained"}
@@ -237,7 +237,7 @@ def test_intervals_are_told_at_the_end_of_a_round_also_of_what_raised(make):
 def test_a_step_is_one_message_sent_with_its_checkpoint_or_its_end(make):
     records, handle, batch, _ = make(1.0)
     for step, has_checkpoint in ((3, False), (4, True)):
-        records.take(step, batch, (), TOKENIZER)
+        records.take(step, batch, (), TOKENIZER, {})
         records.end_step(step, {}, ())
         assert handle.messages == step - 3
         if has_checkpoint:
@@ -250,7 +250,7 @@ def test_a_step_is_one_message_sent_with_its_checkpoint_or_its_end(make):
 def test_what_a_step_that_raised_had_told_is_there_at_the_close(make, monkeypatch):
     records, handle, batch, _ = make(1.0)
     monkeypatch.setattr("verl_ext.records.recorder.close", lambda actor: None)
-    records.take(3, batch, (), TOKENIZER)
+    records.take(3, batch, (), TOKENIZER, {})
     records.close()
     assert [name for name, *_ in handle.told] == ["tokens"]
 

@@ -94,6 +94,7 @@ def test_void_turns_are_left_out_where_that_is_asked_for_but_not_for_ever(make, 
     queue, buffer = make([all_void, one_void], batch_size=1, void_turn_filter=True, mode=mode)
     batch, metrics = buffer.sample(1, "train", 1)
     assert "uid-1_2_0" not in batch.keys and len(keys_of(batch, "uid-1")) == 3 == len(batch.keys)
+    assert buffer.left_out == {"uid-1_2_0": "left out of the batch: void_turn"}
     assert metrics["failure/void_turn"] == 4 and metrics["failure/groups_dropped"] == 0
     assert metrics["turn/void_rate"] == 4 / 6
 

@@ -17,6 +17,7 @@ def test_void_turns_stay_in_the_group_and_are_named_for_the_loss(make_buffer, mo
     queue, buffer = make_buffer([group, [info(1), info(0)]], batch_size=1, void_turn_filter="loss", mode=mode)
     batch, metrics = buffer.sample(1, "train", 1)
     assert sorted(batch.keys) == ["uid-0_0_0", "uid-0_1_0", "uid-0_2_0"]
+    assert buffer.left_out == {"uid-0_1_0": "in the baseline of its group, not in the loss: void_turn"}
     assert buffer.baseline_only == {"uid-0_1_0"} and metrics["failure/groups_filled"] == 0
 
 
