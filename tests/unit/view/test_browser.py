@@ -128,7 +128,9 @@ async def test_a_filter_that_is_filled_in_counts_what_meets_it(tab, serve, run_f
 
 async def test_no_request_leaves_the_machine(tab, serve, run_folder: Path) -> None:
     address = serve(run_folder)
-    for page in ("/?published=1", "/code", "/problems?a=0:first&b=0:last", "/run/0/step_000002/timeline"):
+    pages = ["/?published=1", "/diagnose", "/code", "/problem?problem=p1", "/problems?a=0:first&b=0:last", "/run/0/all"]
+    of_step = ("", "/timeline", "/group?uid=s2-p1", "/sample?uid=s2-p1&session=1")
+    for page in pages + [f"/run/0/step_000002{each}" for each in of_step]:
         await tab.open(address + page)
         await tab.js("document.querySelectorAll('.chart canvas').length")
     assert {urlsplit(each).netloc for each in tab.requests if not each.startswith("data:")} == {
