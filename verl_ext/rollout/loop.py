@@ -7,6 +7,7 @@ registers `retool_code` and `retool_hermes`.
 """
 
 import asyncio
+import functools
 import logging
 import math
 import os
@@ -128,6 +129,7 @@ class RetoolAgentLoop(AgentLoopBase):
         added = self.tokenizer.added_tokens_decoder.items()
         self.special_ids = {i for i, token in added if token.special and token.content != self.protocol.stop}
         self._prompts: LRUCache = LRUCache(maxsize=1024)  # uid -> task; the samples of a group share their prompt
+        self._prompt_text = functools.lru_cache(maxsize=1024)(lambda ids: self.tokenizer.decode(list(ids)))
         self._request_params = self._make_request_params()
         self._seeds = {"data": self.data_config.get("seed"), "rollout": self.rollout_config.get("seed")}
         self._is_repeatable = settings.get("repeatable", False)
@@ -344,7 +346,7 @@ class RetoolAgentLoop(AgentLoopBase):
         }
         if self.is_recorded:
             extra_fields["trajectory"] = {
-                "prompt": self.tokenizer.decode(prompt_ids),
+                "prompt": self._prompt_text(tuple(prompt_ids)),
                 "turns": rollout.turns,
                 "seeds": self._seeds,
                 "sampling": {name: sampling_params.get(name) for name in ("temperature", "top_p", "top_k")},
