@@ -145,7 +145,11 @@ def look(recorded: RecordedBatch, presets: Sequence[Preset]) -> dict[str, Any]:
     """place -> figures of each preset, and cosines between their gradients."""
     result = {}
     for place, log_prob in zip(PLACES, (recorded.old_log_prob, recorded.log_prob), strict=True):
-        applied = {preset.name: apply(preset, recorded, log_prob) for preset in presets}
+        applied = {}
+        for preset in presets:
+            found = apply(preset, recorded, log_prob)
+            # The padding of all presets' gradients would be most of the memory.
+            applied[preset.name] = found._replace(gradient=found.gradient[recorded.mask])
         result[place] = {
             "presets": {name: figures(each) for name, each in applied.items()},
             "cosines": {

@@ -4,7 +4,8 @@
 
 with a mean over all tokens of the batch (`unit: batch`), no KL term, no division by the standard deviation, and groups
 of equal rewards replaced. pi_rollout is the inference engine's.
-Departures: log-ratios are held within +-20. The text gives no number for rho: 2 is ours.
+rho = 2 and high = .272 are of the authors' script (allenai/open-instruct@0483eb1, scripts/train/olmo3/7b_think_rl.sh).
+Departures: log-ratios are held within +-20.
 """
 
 from torch import Tensor

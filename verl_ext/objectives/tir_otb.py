@@ -18,6 +18,9 @@ from torch import Tensor
 
 from verl_ext.objectives.group_mean import rows_of_groups
 
+# Names of algorithm.adv_estimator, verl's with ours, that give each token an advantage of its own.
+OF_TOKENS = ("tir_otb", "optimal_token_baseline", "tir_optimal_token_baseline")
+
 
 def at_last_own(scores: Tensor, mask: Tensor) -> Tensor:
     """float[B, T]: `scores` (float[B]) at the last token of `mask` in each response, 0 elsewhere."""

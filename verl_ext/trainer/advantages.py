@@ -19,11 +19,12 @@ from transfer_queue import KVBatchMeta
 
 from verl_ext.objectives.maxrl import maxrl
 from verl_ext.objectives.mean import unit_factors
-from verl_ext.objectives.tir_otb import at_last_own, tir_otb
+from verl_ext.objectives.tir_otb import OF_TOKENS, at_last_own, tir_otb
 from verl_ext.versions import VERL, require_versions
 
 ESTIMATORS = ["maxrl", "tir_otb"]  # names of algorithm.adv_estimator, beside verl's; the doctor reads them here
 OF_GROUPS = ("grpo", *ESTIMATORS)  # those whose groups may differ in size
+WITHOUT_GROUPS = ("reinforce_plus_plus", "remax")  # whose baseline, if any, is not of a group
 
 Noted = list[tuple[Sequence[str], Tensor, Tensor]]  # of batches: keys, advantages (float[B, T]), response mask
 _noted: ContextVar[Noted | None] = ContextVar("noted", default=None)
@@ -107,7 +108,7 @@ def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_esti
     groups = {group: [*rewards.values()] for group, rewards in members.items()}
     by_group_mean = adv_estimator == "grpo"
     without = {group for group, own in groups.items() if len(own) == 1 or (by_group_mean and len(set(own)) == 1)}
-    if without:
+    if without and adv_estimator not in WITHOUT_GROUPS:
         data.batch["advantages"][torch.tensor([session.rpartition("_")[0] in without for session in sessions])] = 0
     return data
 
@@ -117,7 +118,7 @@ def _of_last_outputs(
 ) -> Any:
     from verl.trainer.ppo.ray_trainer import compute_advantage
 
-    if estimator in ("tir_otb", "optimal_token_baseline", "tir_optimal_token_baseline"):
+    if estimator in OF_TOKENS:
         data.batch["sum_pi_squared"] = _sum_pi_squared(batch_keys, data.batch["response_mask"].shape[-1])
     last: dict[str, int] = {}  # session -> row of its last output
     for row, (key, session) in enumerate(zip(batch_keys, sessions, strict=True)):

@@ -32,6 +32,7 @@ from verl_ext.objectives.olmorl import olmorl
 from verl_ext.objectives.ppo import ppo
 from verl_ext.objectives.sapo import sapo
 from verl_ext.objectives.terms import Terms, Tokens, log_ratio
+from verl_ext.objectives.tir_otb import OF_TOKENS
 from verl_ext.records.token_rows import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, KEPT, MASKED, NOT_FINITE
 from verl_ext.versions import VERL, require_versions
 
@@ -281,6 +282,18 @@ def _problems(config: DictConfig, loss: Loss, unit: str) -> list[str]:
         problems.append(
             f"algorithm.rollout_correction has rollout_is={correction.rollout_is}, rollout_is_threshold="
             f"{correction.rollout_is_threshold}; expected {' or '.join(loss.weights) or 'rollout_is=null'}"
+        )
+    if correction.rollout_is and old == "rollout":
+        problems.append(f"rollout_is={correction.rollout_is} has no effect with bypass_mode=true; expected null")
+    if correction.rollout_is_batch_normalize or correction.rollout_rs:
+        problems.append(
+            f"algorithm.rollout_correction has rollout_is_batch_normalize={correction.rollout_is_batch_normalize}, "
+            f"rollout_rs={correction.rollout_rs}, which change the formula; expected false and null"
+        )
+    if loss.objective is gmpo and config.algorithm.adv_estimator in OF_TOKENS:
+        problems.append(
+            f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, which gives each token another advantage, "
+            "and gmpo takes one for a response"
         )
     if actor.loss_agg_mode not in loss.modes:
         problems.append(f"actor.loss_agg_mode is {actor.loss_agg_mode}; expected {' or '.join(loss.modes)}")

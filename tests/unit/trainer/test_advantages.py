@@ -37,6 +37,12 @@ def test_a_group_of_one_has_advantage_0(advantages, estimator):
     assert found["one_0_0"] == found["one_0_1"] == [0.0, 0.0, 0.0] and found["a_0_0"][0] > 0.1
 
 
+def test_a_group_of_one_trains_where_the_estimator_has_no_groups(advantages):
+    """reinforce_plus_plus compares with the batch: rewards 1 and 0 lie on both sides of its mean."""
+    found = advantages({"one_0_0": 1.0, "two_0_0": 0.0}, (), "reinforce_plus_plus")
+    assert found["one_0_0"][0] > 0 > found["two_0_0"][0]
+
+
 def test_a_group_of_equal_rewards_has_exactly_0(advantages):
     """verl's own gives eight times -.9 .056 each, as float32 rounds their mean and their deviation."""
     found = advantages({f"u_{i}_0": -0.9 for i in range(8)} | FILLED, (), "grpo")
