@@ -17,6 +17,8 @@ from verl_ext.trainer.sampler import DapoReplayBuffer
 class RecordingReplayBuffer(DapoReplayBuffer):
     """Wraps the function by which verl's trainer computes advantages, in the trainer's process."""
 
+    KEYS = DapoReplayBuffer.KEYS | {"record_to"}
+
     def __init__(self, *, sampler_kwargs: Any, **kwargs: Any):
         super().__init__(sampler_kwargs=sampler_kwargs, **kwargs)
         self._tokens = Path(sampler_kwargs.record_to).with_name("tokens.jsonl")

@@ -17,6 +17,8 @@ FIELDS = {"prompt": "prompts", "response": "responses", "mask": "response_mask",
 
 
 class TokenRecordingReplayBuffer(DapoReplayBuffer):
+    KEYS = DapoReplayBuffer.KEYS | {"record_to"}
+
     def __init__(self, *, sampler_kwargs: Any, **kwargs: Any):
         super().__init__(sampler_kwargs=sampler_kwargs, **kwargs)
         self._folder, self._batches = Path(sampler_kwargs.record_to), 0

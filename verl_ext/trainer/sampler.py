@@ -82,7 +82,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
         ValueError: `max_num_gen_batches` is below 1, or another of them is none of its values.
     """
 
+    KEYS = frozenset("filter_groups keep_surplus max_staleness poll_interval_s resample void_turn_filter".split())
+
     def __init__(self, *, sampler_kwargs: Any, **kwargs: Any):
+        if unknown := sorted(set(sampler_kwargs) - self.KEYS):
+            raise ValueError(f"sampler_kwargs.{unknown[0]} is no key; expected one of {', '.join(sorted(self.KEYS))}.")
         super().__init__(sampler_kwargs=sampler_kwargs, poll_interval=sampler_kwargs.poll_interval_s, **kwargs)
         filter_groups = sampler_kwargs.filter_groups
         self.filter_metric = filter_groups.metric if filter_groups.enable else None

@@ -78,11 +78,12 @@ def test_what_does_not_sum_is_told(tmp_path: Path, drawn: dict, ends: dict, seen
     assert shown.returncode == 1 and fault in shown.stdout
 
 
-def test_surplus_that_was_kept_can_still_be_trained(tmp_path: Path):
+@pytest.mark.parametrize("end", [PromptEnd.TRAINED, PromptEnd.STALE, PromptEnd.EQUAL, PromptEnd.VOID])
+def test_surplus_that_was_kept_can_still_be_trained_or_age(tmp_path: Path, end: PromptEnd):
     made = ledger(tmp_path)
     made.end_step(3, {"d": PromptEnd.SURPLUS}, {"c", "d"}, 4)  # again
-    made.end_step(4, {"d": PromptEnd.TRAINED}, {"c"}, 3)
-    assert read_tally(tmp_path).faults() == [] and read_tally(tmp_path).ends["d"] is PromptEnd.TRAINED
+    made.end_step(4, {"d": end}, {"c"}, 3)
+    assert read_tally(tmp_path).faults() == [] and read_tally(tmp_path).ends["d"] is end
 
 
 def test_a_resumed_run_forgets_what_came_after_its_checkpoint(tmp_path: Path):

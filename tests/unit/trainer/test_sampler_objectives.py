@@ -4,6 +4,7 @@ import pytest
 
 from tests.unit.trainer.prompt_groups import MODES, RAISED, buffer_maker, info, keys_of
 from verl_ext.outcome import PromptEnd
+from verl_ext.trainer.sampler import DapoReplayBuffer
 
 
 @pytest.fixture
@@ -79,6 +80,12 @@ def test_another_rule_is_refused(make_buffer, settings):
 def test_resampling_does_not_go_with_a_filter_that_could_leave_too_few(make_buffer):
     with pytest.raises(ValueError, match="resample='paper'.*not true"):
         make_buffer([], batch_size=1, void_turn_filter=True, resample="paper")
+
+
+def test_a_misspelt_key_of_the_sampler_is_refused():
+    keys = {"filter_groups": {"enable": False, "metric": "acc", "max_num_gen_batches": 1}, "poll_interval_s": 1}
+    with pytest.raises(ValueError, match="sampler_kwargs.max_stalenes is no key; expected one of filter_groups, keep"):
+        DapoReplayBuffer(sampler_kwargs=keys | {"max_stalenes": 1})
 
 
 @pytest.mark.parametrize("objective", ["dapo", "maxrl", "tir_otb"])
