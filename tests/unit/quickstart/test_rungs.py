@@ -1,0 +1,28 @@
+"""What makes a published result one of another task, or of other code."""
+
+from pathlib import Path
+
+import pytest
+
+from verl_ext.quickstart import rungs
+
+CODE = '"""Formulas."""\n\n\ndef half(x):\n    """x / 2."""\n    return x / 2\n'
+
+
+@pytest.mark.parametrize(
+    ("other", "same"),
+    [
+        (CODE.replace("x / 2.", "Half of x."), True),
+        (CODE.replace("Formulas.", "Halves."), True),
+        (CODE.replace("    return", "    # half\n    return"), True),
+        (CODE.replace('    """x / 2."""\n', ""), True),
+        (CODE.replace("return x / 2", "return x / 3"), False),
+        (CODE.replace("half(x)", "half(x, y=1)"), False),
+    ],
+)
+def test_code_is_other_code_where_it_does_something_else(tmp_path: Path, monkeypatch, other: str, same: bool) -> None:
+    monkeypatch.setattr(rungs, "REPO", tmp_path)
+    (tmp_path / "a.py").write_text(CODE)
+    before = rungs.code_digest("*.py")
+    (tmp_path / "a.py").write_text(other)
+    assert (rungs.code_digest("*.py") == before) is same
