@@ -6,6 +6,7 @@ memory and import cupy, nixl, mooncake or torch_npu for it. configs/hardware/cpu
 """
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import AsyncGenerator, Generator
@@ -35,6 +36,11 @@ class SharedFileCheckpointEngine(CheckpointEngine):
         self._path = Path()
 
     def prepare(self) -> str:
+        """The path of an update. Files of runs that were killed in one are removed once nobody waits for them."""
+        for left in _FOLDER.glob("retool_weights_*"):
+            with contextlib.suppress(OSError):  # gone, or another user's
+                if time.time() - left.stat().st_mtime > _TIMEOUT_S:
+                    left.unlink()
         return str(_FOLDER / f"retool_weights_{uuid4().hex}")
 
     @classmethod

@@ -1,4 +1,6 @@
 import asyncio
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,15 @@ async def test_weights_arrive_as_they_were_sent_and_leave_nothing(make, tmp_path
         for engine in (master, other, rollout):
             engine.finalize()
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_run_left_is_removed_once_nobody_waits_for_it(make, tmp_path):
+    young, old, other = (tmp_path / name for name in ("retool_weights_1", "retool_weights_2.part", "psm_3"))
+    for path, age_s in ((young, 500), (old, 700), (other, 700)):
+        path.touch()
+        os.utime(path, (time.time() - age_s,) * 2)
+    make()
+    assert sorted(tmp_path.iterdir()) == sorted([young, other])
 
 
 async def test_weights_that_never_come_are_an_error(make, monkeypatch):
