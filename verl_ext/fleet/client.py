@@ -33,7 +33,7 @@ _lost: ContextVar[int] = ContextVar("lost")  # requests of this turn that were l
 
 
 class NoServerLeft(Exception):
-    """There was none for `retool.fleet.health.wait_s`."""
+    """There was none for `retool.fleet.health.wait_s`, or there is no router any more."""
 
 
 class _Request(LLMServerClient):
@@ -46,9 +46,11 @@ class _Request(LLMServerClient):
         while True:
             try:
                 name, server = await super()._acquire_server(request_id, **extra)
-            except (RuntimeError, ActorUnavailableError) as error:  # the latter of the router
+            except (RuntimeError, *GONE) as error:  # the latter of the router
                 if isinstance(error, RuntimeError) and "No available servers" not in str(error):  # verl's router.py:196
                     raise
+                if isinstance(error, GONE) and not isinstance(error, ActorUnavailableError):
+                    raise NoServerLeft(f"the router of the rollout servers is gone: {error!r}") from error
                 if time.monotonic() > deadline:
                     raise NoServerLeft(f"no rollout server for {self.limits.wait_s:g} s: {error!r}") from error
                 await asyncio.sleep(PAUSE_S)
@@ -72,7 +74,7 @@ class _Request(LLMServerClient):
         name, lost = _server.get().split("/")[0], _lost.get() + 1  # a router may name a rank of it: server/rank
         _lost.set(lost)
         note_lost(name)
-        await self._load_balancer.remove_servers.remote(server_ids=[name])  # before the next request, anyone's
+        await self._leave_out(name)  # before the next request, anyone's
         logger.warning(
             "Server %s failed (%s): a request goes on elsewhere with its %d tokens (attempt %d of %d).",
             *(name, why, len(output.token_ids), lost, self.limits.attempts),
@@ -80,6 +82,17 @@ class _Request(LLMServerClient):
         if lost >= self.limits.attempts:
             output.stop_reason = GAVE_UP
         return output
+
+    async def _leave_out(self, name: str) -> None:
+        """Take a server out of the router. One that is out of reach for long is told by the watch, at the latest."""
+        for _ in range(MAX_UNREACHED):
+            try:
+                return await self._load_balancer.remove_servers.remote(server_ids=[name])
+            except ActorUnavailableError as error:
+                logger.warning("The router cannot be reached now, it is told again in %g s: %r", PAUSE_S, error)
+                await asyncio.sleep(PAUSE_S)
+            except GONE:  # the next request says so
+                return None
 
     async def _reach(self, request_id: str, **kwargs: Any) -> TokenOutput:
         """verl's `generate`, again where Ray cannot reach the server now: it lives, and stays in the router.

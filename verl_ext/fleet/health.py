@@ -14,6 +14,7 @@ from verl_ext.fleet.modes import needs_servers_of_their_own, needs_servers_that_
 from verl_ext.settings import HealthSettings
 
 KEY = "retool.fleet.health"
+MAX_LOOK_S = 10.0  # what counts of the time between two looks at a pulse: all of this process may have stood still
 
 
 class State(StrEnum):
@@ -82,6 +83,26 @@ class Health:
             elif self.state is State.STARTING and not is_young:
                 self.state = State.WELL
         return self.state
+
+
+class Pulse:
+    """Of a thread that counts its rounds; others look whether it still does.
+
+    Args:
+        clock: seconds, as `time.monotonic`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._looked, self._seen, self._silent_s = clock, clock(), 0, 0.0
+        self.rounds = 0
+
+    def silent_s(self) -> float:
+        """How long it has ended no round, as far as somebody looked."""
+        now = self._clock()
+        passed_s, self._looked = min(now - self._looked, MAX_LOOK_S), now
+        self._silent_s = self._silent_s + passed_s if self._seen == self.rounds else 0.0
+        self._seen = self.rounds
+        return self._silent_s
 
 
 def refusals(get: Callable[..., Any]) -> Iterator[str]:

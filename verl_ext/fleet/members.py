@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from omegaconf import OmegaConf
 from verl_ext.fleet import commands
 from verl_ext.fleet.commands import Command, Refused
 from verl_ext.fleet.modes import needs_servers_that_may_change
-from verl_ext.fleet.replicas import free_gpus, start_replica, stop_replica
+from verl_ext.fleet.replicas import free_gpus, place_of, start_in_time, start_replica, stop_replica
 
 if TYPE_CHECKING:
     from verl.checkpoint_engine import CheckpointEngineManager
@@ -32,9 +33,11 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 LOOK_S = 1.0  # between two looks for commands
+START_S = 900.0  # for a server to start, where `retool.fleet.health.wait_s` says no other
 LEAVE_S = 120.0  # for a server that leaves to break its requests off; vLLM answers within seconds
 GRACE_S = 5.0  # for requests that the router has sent and that have not arrived; the server sends them back
 ANSWER_S = 5.0  # of a server that is asked for its version
+ROUTER_S = 60.0  # for the router to answer; it takes milliseconds
 WAITS = "waits for weights"
 DEAD = "dead"
 
@@ -55,6 +58,7 @@ class Members:
         self._numbers = getattr(checkpoints, "numbers", None) or itertools.count(highest + 1)
         self._newcomers: list[RolloutReplica] | None = getattr(checkpoints, "newcomers", None)
         self._starting: set[int] = getattr(checkpoints, "starting", set())
+        self._adding = threading.Lock()
         self._coming: dict[int, str] = {}  # server -> how far it is
         self._ready: list[RolloutReplica] = []  # started, without weights yet; where they are watched, in newcomers
         self._leaving: dict[int, RolloutReplica] = {}
@@ -72,8 +76,8 @@ class Members:
             yield
             self._set(self._checkpoints.replicas)
             if new:
-                router = self._servers.global_load_balancer
-                ray.get(router.add_servers.remote({each.server_address: each.server_handle for each in new}))
+                handles = {each.server_address: each.server_handle for each in new}
+                ray.get(self._servers.global_load_balancer.add_servers.remote(handles), timeout=ROUTER_S)
             for each in new:
                 del self._coming[each.replica_rank]
                 logger.info("fleet: server %d at %s has joined", each.replica_rank, each.server_address)
@@ -126,7 +130,7 @@ class Members:
 
     def rows(self) -> list[dict[str, Any]]:
         """Every server: its number, address, state, requests (of each rank as well), and the step of its weights."""
-        status = ray.get(self._servers.global_load_balancer.get_status.remote())
+        status = ray.get(self._servers.global_load_balancer.get_status.remote(), timeout=ROUTER_S)
         slots = status.get("slots", status["servers"])
         waiting = {each.replica_rank: DEAD if each in self._dead else WAITS for each in self._newcomers or ()}
         rows, coming = [], self._coming | waiting
@@ -152,21 +156,24 @@ class Members:
         self._refuse_changes()
         rollout = self._servers.rollout_config  # as verl's replica.py:107: there may be no replica left to ask
         wanted = rollout.tensor_model_parallel_size * rollout.data_parallel_size * rollout.pipeline_model_parallel_size
-        free = free_gpus()
-        if free < wanted:
-            raise Refused(
-                f"A server takes {wanted} GPUs, and Ray has {free:g} that are free. Remove a server first, or start "
-                "Ray on one more node of the run's cluster."
-            )
-        server = next(self._numbers)
-        self._coming[server] = "starts"
-        self._starting.add(server)
+        with self._adding:  # Ray counts GPUs as free until a server that starts has taken them
+            free, starting = free_gpus(), len(self._starting)
+            if free < wanted * (1 + starting):
+                behind = f", with {starting} servers that start and may not have taken theirs" if starting else ""
+                raise Refused(
+                    f"A server takes {wanted} GPUs, and Ray has {free:g} that are free{behind}. Remove a server first, "
+                    "or start Ray on one more node of the run's cluster."
+                )
+            server = next(self._numbers)
+            self._coming[server] = "starts"
+            self._starting.add(server)
         threading.Thread(target=self._start, args=(server,), name=f"start server {server}", daemon=True).start()
         return f"Server {server} starts. It gets its weights and joins when the step ends in which it is ready."
 
     def _start(self, server: int) -> None:
         try:
-            replica = start_replica(self._servers, server)
+            start = partial(start_replica, self._servers, server)
+            replica = start_in_time(start, stop_replica, self._setting("retool.fleet.health.wait_s", START_S))
         except Exception as error:  # whatever it is: the run goes on with the servers that it has
             logger.exception("fleet: server %d did not start", server)
             self._coming[server] = f"did not start: {error!r}"
@@ -192,28 +199,36 @@ class Members:
         with self._lock:
             replicas = self._checkpoints.replicas
             living = [each for each in replicas if each not in self._dead]
+            silent = getattr(self._checkpoints, "suspected", ())
             numbers = [each.replica_rank for each in living]
             if server not in numbers:
                 raise Refused(f"No server {server} serves. Expected one of {numbers}.")
-            if len(living) == 1:
-                raise Refused(f"Server {server} is the only one: nothing would roll out. Add another one first.")
+            if not [each for each in living if each.replica_rank != server and each not in silent]:
+                only = "the only one" if len(living) == 1 else "the only one that answers"
+                raise Refused(f"Server {server} is {only}: nothing would roll out. Add another one first.")
             (replica,) = [each for each in replicas if each.replica_rank == server]
+            router = self._servers.global_load_balancer  # first: where it does not answer, nothing has changed
+            ray.get(router.remove_servers.remote([replica.server_address]), timeout=ROUTER_S)
             self._set([each for each in replicas if each is not replica])
-            ray.get(self._servers.global_load_balancer.remove_servers.remote([replica.server_address]))
             self._leaving[server] = replica
         threading.Thread(target=self._stop, args=(replica,), name=f"stop server {server}", daemon=True).start()
         return f"Server {server} gets no more requests. It stops when those that it has have ended or gone elsewhere."
 
     def _stop(self, replica: "RolloutReplica") -> None:
-        server = replica.replica_rank
+        server, hangs = replica.replica_rank, False
         try:
             asyncio.run(asyncio.wait_for(replica.abort_all_requests(reject_request=True), LEAVE_S))
             time.sleep(GRACE_S)
-        except Exception:  # it may be dead already: it is stopped in any case
+        except Exception as error:  # it may be dead already: it is stopped in any case
+            hangs = isinstance(error, TimeoutError)
             logger.warning("fleet: server %d did not let go of its requests", server, exc_info=True)
-        stop_replica(replica)
-        del self._leaving[server]
-        logger.info("fleet: server %d has left", server)
+        try:
+            stop_replica(replica, place_of(replica) if hangs else None)
+            logger.info("fleet: server %d has left", server)
+        except Exception:  # of Ray, whatever it is: the run goes on
+            logger.exception("fleet: server %d gets no requests, and what it holds was not freed", server)
+        finally:
+            del self._leaving[server]
 
     @property
     def _dead(self) -> Collection["RolloutReplica"]:

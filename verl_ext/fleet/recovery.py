@@ -22,9 +22,9 @@ from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica
 
 from verl_ext.fleet.client import GONE
-from verl_ext.fleet.health import Health, State
-from verl_ext.fleet.replicas import start_replica, stop_replica
-from verl_ext.fleet.transfer import FleetCheckpointManager, is_death
+from verl_ext.fleet.health import Health, Pulse, State
+from verl_ext.fleet.replicas import place_of, start_in_time, start_replica, stop_replica
+from verl_ext.fleet.transfer import FleetCheckpointManager, are_alike, is_death, read
 from verl_ext.ledger.servers import ServerJournal
 from verl_ext.settings import HealthSettings
 
@@ -37,6 +37,8 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 GIVE_UP_S = 15.0  # for a server to hand back its requests; one whose own process hangs does not
 ON_THEIR_WAY_S = 1.0  # for these answers, until the process is killed
 START_PAUSE_S = 10.0  # between two tries to start a replacement
+ROUTER_S = 10.0  # for the router to answer a round; it takes milliseconds
+LOCK_S = 1.0  # between two looks whether the watching goes on
 MAX_UNTOLD = 60  # rounds in a row in which the router could not be reached; the next one ends the run
 
 
@@ -47,7 +49,8 @@ class _Server:
     beat: asyncio.Future | None = None  # that was not answered yet
     has_answered: bool = False  # in this round
     has_begun: bool = False  # it has weights, so that requests come
-    place: tuple[str, int] | None = None  # Ray's id of its node, and its process
+    is_missed: bool = False  # the router was seen without it
+    was_missed: bool = False  # when its newest beat was sent: an answer to an older one may be older than its death
 
     @property
     def name(self) -> str:
@@ -105,6 +108,7 @@ class Fleet:
 
     def watch(self) -> None:
         """Begin, in a thread of its own."""
+        self._weights.pulse = Pulse()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._watch()), daemon=True, name="fleet")
         self._thread.start()
 
@@ -135,11 +139,12 @@ class Fleet:
         """Returns when no newcomer gets weights from it any more.
 
         Raises:
-            RuntimeError: the watching itself failed.
+            RuntimeError: the watching itself failed, or stands still.
         """
         self._actor_is_idle = False  # no other one begins
-        with self._weights.lock:  # one that is under way ends
-            pass
+        while not self._weights.lock.acquire(timeout=LOCK_S):  # one that is under way ends
+            self._weights.check()
+        self._weights.lock.release()
         self._weights.check()
 
     # The fleet's thread ----------------------------------------------------------------------------------------------
@@ -149,11 +154,13 @@ class Fleet:
             while not self._closing.is_set():
                 began = self._clock()
                 await self.round()
+                self._weights.pulse.rounds += 1
                 await asyncio.sleep(max(0.0, self._limits.every_s - (self._clock() - began)))
         except Exception as error:  # whatever it is: the trainer raises it, also where it waits
             logger.exception("watching the rollout servers failed")
             self._weights.fault = error
         finally:
+            self._weights.pulse = None
             self._write_events()
 
     async def round(self) -> None:
@@ -162,16 +169,20 @@ class Fleet:
         for server in self._servers:
             server.has_answered = False
             if server.beat is None:
+                server.was_missed = server.is_missed
                 server.beat = asyncio.ensure_future(_beat(server.replica))
-                server.beat.add_done_callback(_read)  # nobody reads that of a server which has left meanwhile
+                server.beat.add_done_callback(read)  # nobody reads that of a server which has left meanwhile
         if self._servers:
             await asyncio.wait([server.beat for server in self._servers], timeout=self._limits.every_s)
+        odd = [error for server in self._servers if (error := _odd_error(server.beat))]
+        if len(odd) == len(self._servers) and are_alike(odd):
+            raise odd[0]
         for server in list(self._servers):
             self._judge(server)
         try:
-            await self._tell_router()
+            await asyncio.wait_for(self._tell_router(), ROUTER_S)
             self._untold = 0
-        except ActorUnavailableError as error:  # the next round tells it
+        except (ActorUnavailableError, TimeoutError) as error:  # the next round tells it
             self._untold += 1
             if self._untold > MAX_UNTOLD:
                 raise
@@ -225,18 +236,20 @@ class Fleet:
     def _judge(self, server: _Server) -> None:
         before, health = server.health.state, server.health
         if server.beat is not None and server.beat.done():
-            beat, error, server.beat = server.beat, server.beat.exception(), None
+            error, odd, server.beat = server.beat.exception(), _odd_error(server.beat), None
             if error is None:
-                server.place, server.has_answered = beat.result(), True
+                server.has_answered = True
                 health.answered()
+            elif odd:
+                logger.error("the heartbeat of %s failed", server.name, exc_info=odd)
+                health.failed(f"its heartbeat failed: {odd!r}")
             elif isinstance(error, ActorUnavailableError):
                 pass  # the network's silence
-            elif is_death(error):
-                health.failed("its process is gone" if isinstance(error, GONE) else "its engine is dead")
             else:
-                raise error
+                health.failed("its process is gone" if isinstance(error, GONE) else "its engine is dead")
         if server.replica in self._weights.dead:
-            health.failed("it was dead when its weights were to change")
+            why = self._weights.failures.get(server.replica, "it was dead when its weights were to change")
+            health.failed(why)
         state = health.look(updating=server.replica in self._weights.updating)
         if state is State.DEAD:
             logger.warning("server %s is dead: %s. Its requests go on elsewhere.", server.name, health.why)
@@ -255,7 +268,8 @@ class Fleet:
         """Servers that are well and have weights get requests, others do not; those of others are left alone.
 
         A dead server has left the router before. A client may have taken one out, for a death that no heartbeat has met
-        yet: it comes back with an answer alone. One that is removed by command meanwhile leaves with the next round.
+        yet: it comes back with an answer to a beat that was sent since it was missed, alone. One that is removed by
+        command meanwhile leaves with the next round.
         """
         wanted = {
             server.name: server.replica.server_handle
@@ -269,8 +283,11 @@ class Fleet:
                     server.health.begins()
         there = set(await self._router.get_all_servers.remote())
         ours = self._left | {server.name for server in self._servers}
-        answered = {server.name for server in self._servers if server.has_answered}
-        if new := {name: handle for name, handle in wanted.items() if name not in there and name in answered}:
+        answered = {server.name for server in self._servers if server.has_answered and server.was_missed}
+        new = {name: handle for name, handle in wanted.items() if name not in there and name in answered}
+        for server in self._servers:
+            server.is_missed = server.name not in there and server.name not in new
+        if new:
             if tell_ranks := getattr(self._router, "tell_ranks", None):  # verl's own has none
                 ranks = {each.name: each.replica.config.data_parallel_size for each in self._servers}
                 await tell_ranks.remote({name: ranks[name] for name in new})
@@ -288,25 +305,28 @@ class Fleet:
     async def _bury(self, server: _Server) -> None:
         """Get back what its requests have, free what it holds, start another."""
         self._events.append(("died", server.name, server.health.why))
-        hanging = None
+        hangs = False
         try:
             await asyncio.wait_for(_answer(server.replica.server_handle.give_up), GIVE_UP_S)
             await asyncio.sleep(ON_THEIR_WAY_S)
         except (TimeoutError, RayError) as error:
-            hanging = server.place if isinstance(error, TimeoutError) else None
+            hangs = isinstance(error, TimeoutError)
             logger.warning("server %s did not hand back its requests: %r", server.name, error)
         try:
-            await _in_thread(self._stop_replica, server.replica, hanging)
+            await _in_thread(self._stop, server.replica, hangs)
         except Exception:  # of Ray, whatever it is: the others live, and another may start all the same
             logger.exception("server %s is dead, and what it holds was not freed", server.name)
         await self._replace(server.name)
+
+    def _stop(self, replica: RolloutReplica, hangs: bool = False) -> None:
+        self._stop_replica(replica, place_of(replica) if hangs else None)
 
     async def _replace(self, name: str) -> None:
         while self._starts < self._limits.max_replacements:
             self._starts += 1
             try:
-                start = _in_thread(self._start_replica, next(self._weights.numbers))
-                replica = await asyncio.wait_for(start, self._limits.wait_s)  # Ray's wait for GPUs has no end
+                start = partial(self._start_replica, next(self._weights.numbers))
+                replica = await _in_thread(start_in_time, start, self._stop, self._limits.wait_s)
             except Exception as error:  # of vLLM, Ray, the machine: what keeps a server from starting may pass
                 logger.exception("a server in place of %s did not start", name)
                 self._events.append(("start_failed", f"in place of {name}", repr(error)))
@@ -343,12 +363,13 @@ async def _answer(method: Any) -> None:
     await method.remote()
 
 
-def _read(beat: asyncio.Future) -> None:
-    if not beat.cancelled():
-        beat.exception()
-
-
-async def _beat(replica: RolloutReplica) -> tuple[str, int]:
+async def _beat(replica: RolloutReplica) -> None:
     """Of a server, and of the workers beside it, which get its weights: each is a process of its own."""
     workers = [worker.__ray_ready__.remote() for worker in replica.workers]
-    return (await asyncio.gather(replica.server_handle.beat.remote(), *workers))[0]
+    await asyncio.gather(replica.server_handle.beat.remote(), *workers)
+
+
+def _odd_error(beat: asyncio.Future) -> BaseException | None:
+    """Of a heartbeat that failed neither by a death nor by the network."""
+    error = beat.exception() if beat.done() else None
+    return None if error is None or isinstance(error, ActorUnavailableError) or is_death(error) else error

@@ -4,11 +4,15 @@ import asyncio
 import logging
 import os
 import signal
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import ray
+from ray._private import state  # what Ray's head knows; the public way to it needs Ray's dashboard
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -39,6 +43,45 @@ def start_replica(servers: "LLMServerManager", number: int) -> "RolloutReplica":
         stop_replica(replica)
         raise
     return replica
+
+
+def start_in_time(
+    start: Callable[[], "RolloutReplica"], stop: Callable[["RolloutReplica"], None], wait_s: float
+) -> "RolloutReplica":
+    """A start that has an end, which Ray's wait for GPUs has not. What starts later is stopped: it would be nobody's.
+
+    Raises:
+        TimeoutError: it took longer. Others: those of `start`.
+    """
+    answer: Future = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(start())
+        except Exception as error:  # whatever it is: it is raised where the start was wanted
+            answer.set_exception(error)
+
+    def stop_late(answer: Future) -> None:
+        if answer.exception() is None:
+            logger.warning("a server that took longer than %g s to start is stopped", wait_s)
+            stop(answer.result())
+
+    threading.Thread(target=run, daemon=True, name="start of a server").start()
+    try:
+        return answer.result(timeout=wait_s)
+    except TimeoutError as error:
+        if answer.done():  # in the last moment, or the error is of the start itself
+            return answer.result()
+        answer.add_done_callback(stop_late)
+        raise TimeoutError(
+            f"the server did not start in {wait_s:g} s (retool.fleet.health.wait_s). If it does later, it is stopped"
+        ) from error
+
+
+def place_of(replica: "RolloutReplica") -> tuple[str, int] | None:
+    """Node and process of a server that lives, as Ray's head knows them: the server itself may hang."""
+    known = state.actors(replica.server_handle._actor_id.hex())
+    return (known["Address"]["NodeID"], known["Pid"]) if known.get("State") == "ALIVE" else None
 
 
 def stop_replica(replica: "RolloutReplica", hanging: tuple[str, int] | None = None) -> None:

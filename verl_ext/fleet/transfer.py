@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from ray.exceptions import ActorUnavailableError
@@ -20,10 +20,12 @@ from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.replica import RolloutReplica
 
 from verl_ext.fleet.client import GONE
+from verl_ext.fleet.health import Pulse
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
+UNWATCHED_S = 120.0  # without a round of the watching; one takes a second or two, or some more where a router is away
 POLL_S = 0.1  # how soon an update of the weights passes over a replica that was declared dead
 
 
@@ -36,11 +38,13 @@ class FleetCheckpointManager(CheckpointEngineManager):
             without them, as they were silent or could not be reached.
         starting: numbers of those that start by command.
         dead: replicas that nothing waits for.
+        failures: why those of them are dead that an update found.
         version: of the newest update of all replicas.
         lock: held by what needs the actor's weights, or who has weights, to stay as they are.
         numbers: for new replicas, each given once.
         suspected: replicas that are silent: an update does without them, and they come back as newcomers.
         updating: replicas that load weights now: their engines need not answer.
+        pulse: of the watching, while there is one.
         fault: why nobody watches the replicas any more: one that hangs would be declared dead by nobody.
     """
 
@@ -49,15 +53,22 @@ class FleetCheckpointManager(CheckpointEngineManager):
         self.newcomers: list[RolloutReplica] = []
         self.starting: set[int] = set()
         self.dead: set[RolloutReplica] = set()
+        self.failures: dict[RolloutReplica, str] = {}
         self.version: int | None = None
         self.lock = threading.RLock()
         self.numbers = itertools.count(1 + max((each.replica_rank for each in replicas), default=-1))
         self.suspected: set[RolloutReplica] = set()
         self.updating: frozenset[RolloutReplica] = frozenset()
+        self.pulse: Pulse | None = None
         self.fault: Exception | None = None
 
     def check(self) -> None:
         """Raises RuntimeError: nobody watches the replicas any more."""
+        pulse = self.pulse  # the thread that watches takes it away
+        if self.fault is None and pulse is not None and (silent_s := pulse.silent_s()) > UNWATCHED_S:
+            self.fault = TimeoutError(
+                f"the watching of the servers has not ended a round for {silent_s:.0f} s (is the Ray head gone?)"
+            )
         if self.fault is not None:
             raise RuntimeError(
                 f"The rollout servers are not watched any more: {self.fault}. Start the run again: it goes on from its "
@@ -106,8 +117,8 @@ class FleetCheckpointManager(CheckpointEngineManager):
             logger.warning("weights of version %s: no server is left that could get them.", version)
             return [], {}
         actor = self.actor_wg
-        sent = actor.update_weights(global_steps=version, mode=self.backend)
-        living = await self._on_workers(living, lambda group: group.update_weights(global_steps=version))
+        sent = _begun(actor.update_weights(global_steps=version, mode=self.backend))
+        living = await self._on_workers(living, lambda group: group.update_weights(global_steps=version), sent)
         metrics: dict[str, Any] = {}
         for result in await asyncio.gather(*sent):
             metrics |= result if isinstance(result, dict) else {}
@@ -135,48 +146,95 @@ class FleetCheckpointManager(CheckpointEngineManager):
         told = [*await asyncio.gather(*all_ranks(actor, "prepare"))]
         told += [each for replica in living for each in prepared[replica]]
         of_actor, of_servers = self.backend_cls.build_topology(actor.world_size, len(told) - actor.world_size, told)
-        joined = all_ranks(actor, "init_process_group", **of_actor)
-        living = await self._on_workers(living, lambda group: all_ranks(group, "init_process_group", **of_servers))
+        joined = _begun(all_ranks(actor, "init_process_group", **of_actor))
+        living = await self._on_workers(
+            living, lambda group: all_ranks(group, "init_process_group", **of_servers), joined
+        )
         await asyncio.gather(*joined)
         return living
 
     async def _on_workers(
-        self, replicas: list[RolloutReplica], call: Callable[[RayWorkerGroup], list[Any]]
+        self,
+        replicas: list[RolloutReplica],
+        call: Callable[[RayWorkerGroup], list[Any]],
+        of_actor: Sequence[asyncio.Future] = (),
     ) -> list[RolloutReplica]:
         """Call all workers of the replicas as one group; returns the replicas whose workers all answered."""
         if not replicas:
             return []
         answers = iter(call(_group(replicas)))
         of = {replica: [next(answers) for _ in replica.workers] for replica in replicas}
-        return await self._of_living(replicas, lambda replica: _all(of[replica]))
+        return await self._of_living(replicas, lambda replica: _all(of[replica]), of_actor)
 
     async def _of_living(
-        self, replicas: list[RolloutReplica], call: Callable[[RolloutReplica], Awaitable[Any]]
+        self,
+        replicas: list[RolloutReplica],
+        call: Callable[[RolloutReplica], Awaitable[Any]],
+        of_actor: Sequence[asyncio.Future] = (),
     ) -> list[RolloutReplica]:
         """Call each replica; returns those that answered.
 
-        Who dies under the call, is declared dead, or cannot be reached, is left out.
+        Who dies under the call, fails in it, is declared dead, or cannot be reached, is left out.
+
+        Args:
+            of_actor: calls of the actor that the replicas wait for: if one fails, they would wait for ever.
 
         Raises:
-            Exception: a call failed for another reason, or nobody watches.
+            Exception: the actor failed, all replicas failed alike, or nobody watches.
         """
-        calls = {replica: asyncio.ensure_future(call(replica)) for replica in replicas if replica not in self.dead}
-        while waiting := [each for replica, each in calls.items() if replica not in self.dead and not each.done()]:
-            await asyncio.wait(waiting, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
-            self.check()
-        living = []
-        for replica, each in calls.items():
-            if replica in self.dead:
+        replicas = [each for each in replicas if each not in self.dead]
+        calls = dict(zip(replicas, _begun(map(call, replicas)), strict=True))
+        try:
+            while waiting := [each for replica, each in calls.items() if replica not in self.dead and not each.done()]:
+                open_of_actor = [each for each in of_actor if not each.done()]
+                await asyncio.wait([*waiting, *open_of_actor], timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+                self.check()
+                for each in of_actor:
+                    if each.done():
+                        each.result()
+        finally:
+            for each in calls.values():
                 each.cancel()
-            elif (error := each.exception()) is None:
+        return self._living({replica: each for replica, each in calls.items() if replica not in self.dead})
+
+    def _living(self, calls: dict[RolloutReplica, asyncio.Future]) -> list[RolloutReplica]:
+        """Of calls that have ended. Who failed for a reason of its own, a CUDA error, is as good as dead."""
+        living, failed = [], {}
+        for replica, each in calls.items():
+            if (error := each.exception()) is None:
                 living.append(replica)
             elif isinstance(error, ActorUnavailableError):
                 logger.warning("%s cannot be reached, its weights do not change: %r", replica.server_address, error)
             elif is_death(error):
                 self.dead.add(replica)
             else:
-                raise error
+                failed[replica] = error
+        others = {*self.replicas} - self.dead - failed.keys()
+        if not (living or others) and are_alike([*failed.values()]):
+            raise next(iter(failed.values()))
+        for replica, error in failed.items():
+            logger.error("%s failed as its weights were to change", replica.server_address, exc_info=error)
+            self.failures[replica] = f"it failed as its weights were to change: {error!r}"
+            self.dead.add(replica)
         return living
+
+
+def are_alike(errors: Sequence[BaseException]) -> bool:
+    """Whether several servers failed by errors of one kind: that is our fault. Of one alone nobody can tell."""
+    return len(errors) > 1 and len({type(error).__name__ for error in errors}) == 1
+
+
+def read(call: asyncio.Future) -> None:
+    """For `add_done_callback` of a call whose error may be of no interest to anyone: asyncio would complain."""
+    if not call.cancelled():
+        call.exception()
+
+
+def _begun(calls: Iterable[Awaitable[Any]]) -> list[asyncio.Future]:
+    begun = [asyncio.ensure_future(each) for each in calls]
+    for each in begun:
+        each.add_done_callback(read)
+    return begun
 
 
 async def _all(answers: list[Any]) -> None:

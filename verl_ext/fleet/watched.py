@@ -6,7 +6,6 @@ log-prob, also for requests that ask for the final output alone: those tokens ou
 
 import argparse
 import asyncio
-import os
 import subprocess
 import time
 from collections.abc import AsyncIterator
@@ -16,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import psutil
-import ray
 from verl.workers.rollout.replica import TokenOutput
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 from vllm.v1.engine import FinishReason
@@ -77,11 +75,9 @@ class WatchedServer(vLLMHttpServer):
             output.extra_fields[FAILED] = True
         return output
 
-    async def beat(self) -> tuple[str, int]:
+    async def beat(self) -> None:
         """Both heartbeats: returns when the engine's core has answered, which one that hangs does not.
 
-        Returns:
-            Where this process is: Ray's id of the node, and the process's.
         Raises:
             EngineDeadError: the engine says itself that it is dead.
         """
@@ -97,7 +93,6 @@ class WatchedServer(vLLMHttpServer):
             await answer
         finally:
             answer.cancel()
-        return ray.get_runtime_context().get_node_id(), os.getpid()
 
     async def give_up(self) -> None:
         """The engine is dead, or held for dead: kill what is left of it; every request returns with what it has.

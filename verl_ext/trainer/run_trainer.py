@@ -212,9 +212,11 @@ class RunTrainer(RunValidation):
             self._fleet.actor_waits(is_exact=self.local_trigger_step == 0)
 
     def on_sample_end(self) -> None:
-        if self._fleet:
-            self._fleet.actor_works()
-        self._waiting.__exit__(None, None, None)
+        try:
+            if self._fleet:
+                self._fleet.actor_works()
+        finally:
+            self._waiting.__exit__(None, None, None)
         super().on_sample_end()
 
     def _compute_metrics(self, *args: Any, **kwargs: Any) -> None:

@@ -1,12 +1,14 @@
-"""Fixtures over the made-up replicas of `fleet_scene.py`."""
+"""Fixtures over the made-up replicas of `fleet_scene.py` and `members_scene.py`."""
 
 import asyncio
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.unit.fleet.fleet_scene import Actor, Group, Replica, Scene
+from tests.unit.fleet.members_scene import make_world
 
 
 @pytest.fixture
@@ -17,6 +19,7 @@ def make(cpu_platform, monkeypatch):
     monkeypatch.setattr(transfer, "_group", Group)
     monkeypatch.setattr(transfer, "POLL_S", 0.01)
     monkeypatch.setattr(recovery, "GIVE_UP_S", 0.05)
+    monkeypatch.setattr(recovery, "place_of", lambda replica: ("node", 100 + replica.replica_rank))
     monkeypatch.setattr(recovery, "ON_THEIR_WAY_S", 0.0)
     monkeypatch.setattr(recovery, "START_PAUSE_S", 0.0)
 
@@ -40,3 +43,13 @@ def scene(make, tmp_path):
         return asyncio.run(run())
 
     return play
+
+
+@pytest.fixture
+def world(monkeypatch):
+    world = make_world(monkeypatch)
+    yield world
+    world.may_leave.set()
+    for thread in threading.enumerate():  # behind the test, its Ray would be the real one, and start a cluster
+        if thread.name.startswith(("start server", "stop server")):
+            thread.join(30)

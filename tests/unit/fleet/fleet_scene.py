@@ -45,9 +45,8 @@ class Worker:
 class Server(Worker):
     """With vLLM's engine."""
 
-    async def beat(self) -> tuple[str, int]:
+    async def beat(self) -> None:
         await self._answer()
-        return "node", 123
 
     async def give_up(self) -> None:
         self.given_up += 1

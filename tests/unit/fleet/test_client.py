@@ -187,6 +187,58 @@ def test_a_turn_waits_for_a_router_that_cannot_be_reached_as_for_a_server(ask, m
     assert output.token_ids == ([] if away_s > 1 else TEXT[:8])
 
 
+@pytest.mark.parametrize("times", [2, 99])
+def test_a_router_that_cannot_be_reached_as_a_server_is_lost_costs_no_turn(ask, monkeypatch, times):
+    """It is told again; where it stays out of reach the watch tells it, and the turn goes on."""
+    from ray.exceptions import ActorUnavailableError
+    from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+    remove, calls = GlobalRequestLoadBalancer.remove_servers, []
+
+    def remove_or_not(self, server_ids):
+        calls.append(server_ids)
+        if len(calls) <= times:
+            raise ActorUnavailableError("a moment without network", None)
+        remove(self, server_ids)
+
+    class Dying(Server):
+        async def generate(self, **kwargs):
+            output = await super().generate(**kwargs)
+            self.dies_after = None
+            return output
+
+    monkeypatch.setattr(GlobalRequestLoadBalancer, "remove_servers", remove_or_not)
+    monkeypatch.setattr("random.choice", lambda names: names[0])
+    output, attempts, balancer = ask({"a": Dying(3, dies_after=5), "b": Server(4)})
+    assert output.token_ids == TEXT[:8] and attempts.lost == ["a"]
+    assert balancer.get_all_servers() == (["b"] if times == 2 else ["a", "b"])
+    assert calls == [["a"]] * (3 if times == 2 else 20)
+
+
+@pytest.mark.parametrize("dies", ["before the first request", "with a server"])
+def test_a_router_that_is_gone_is_a_failure_of_infrastructure_and_no_servers(ask, monkeypatch, dies):
+    from ray.exceptions import RayActorError
+    from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+    from verl_ext.rollout.loop import _FAILED_STOPS
+
+    acquire, calls = GlobalRequestLoadBalancer.acquire_server, []
+
+    def gone(self, *args, **kwargs):
+        raise RayActorError()
+
+    def acquire_once(self, request_id):
+        calls.append(request_id)
+        return acquire(self, request_id) if dies == "with a server" and len(calls) == 1 else gone(self)
+
+    monkeypatch.setattr(GlobalRequestLoadBalancer, "acquire_server", acquire_once)
+    monkeypatch.setattr(GlobalRequestLoadBalancer, "remove_servers", gone)
+    output, attempts, _ = ask({"a": Server(3, dies_after=5)})
+    assert output.stop_reason in _FAILED_STOPS
+    assert attempts.lost == (["a"] if dies == "with a server" else [])
+    assert output.token_ids == (TEXT[:5] if dies == "with a server" else [])
+
+
 def test_an_error_of_another_kind_is_raised(ask):
     class Wrong(Server):
         async def generate(self, **_):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.fleet.health import Health, State, refusals
+from verl_ext.fleet.health import Health, Pulse, State, refusals
 from verl_ext.settings import HealthSettings, compose_run
 from verl_ext.settings.checks import problems, read_settings
 
@@ -193,3 +193,21 @@ def test_limits_in_the_wrong_order_are_refused():
     section = vars(LIMITS) | {"enable": True, "dead_s": 3}
     (problem,) = problems(section, HealthSettings, "retool.fleet.health")
     assert "expected 2 x every_s <= suspect_s < dead_s <= update_s" in str(problem)
+
+
+def test_a_pulse_is_silent_while_no_round_ends_and_somebody_looks():
+    now = [0.0]
+    pulse = Pulse(lambda: now[0])
+    for at, rounds, silent_s in [(1, 1, 0), (5, 1, 4), (9, 1, 8), (10, 2, 0), (14, 2, 4)]:
+        now[0], pulse.rounds = float(at), rounds
+        assert pulse.silent_s() == silent_s
+
+
+def test_time_in_which_nobody_looked_at_a_pulse_is_no_silence():
+    """The whole process may have stood still: of an hour there count the 10 s of a look."""
+    now = [0.0]
+    pulse = Pulse(lambda: now[0])
+    now[0], pulse.rounds = 1.0, 1
+    pulse.silent_s()
+    now[0] = 3600.0
+    assert pulse.silent_s() == 10

@@ -1,135 +1,13 @@
 """Servers that come and go: what verl's managers, its router and the commands get to know. Actors are fakes."""
 
-import itertools
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
+from tests.unit.fleet.members_scene import call, refused, states, wait_until
 from verl_ext.fleet import commands
-
-
-def call(function):
-    """A method of an actor's handle; `ray.get` of its answer is the answer."""
-    return SimpleNamespace(remote=function)
-
-
-class Replica:
-    world_size = 1
-
-    def __init__(self, replica_rank, world, **arguments):
-        self.replica_rank, self.world, self.arguments = replica_rank, world, arguments
-        self.resource_pool = self.server_address = self.server_handle = None
-        self.servers, self.workers = [], []
-
-    async def init_standalone(self):
-        self.world.log.append(("start", self.replica_rank))
-        self.resource_pool = SimpleNamespace(pgs=[Group(f"gpus {self.replica_rank}")])
-        self.workers = [f"worker {self.replica_rank}"]
-        assert self.world.may_start.wait(10)
-        if self.world.is_broken:
-            raise RuntimeError("vLLM says no")
-        self.server_address = f"10.0.0.1:{self.replica_rank}"
-        server = SimpleNamespace(global_steps=self.world.step, name=f"server {self.replica_rank}")
-        self.server_handle = SimpleNamespace(__ray_call__=call(lambda function: function(server)))
-        self.servers = [server.name]
-
-    async def abort_all_requests(self, reject_request=False):
-        self.world.log.append(("abort", self.replica_rank, reject_request))
-        assert self.world.may_leave.wait(10)
-
-
-class Group(str):
-    """A placement group, known by its name."""
-
-    @property
-    def id(self):
-        return SimpleNamespace(hex=lambda: str(self))
-
-
-class Router:
-    def __init__(self, world):
-        self.load = {}
-        self.add_servers = call(lambda servers: world.log.append(("join", *servers)) or self.load.update(servers))
-        self.remove_servers = call(lambda names: world.log.append(("out", *names)) or [self.load.pop(n) for n in names])
-        self.get_status = call(lambda: {"servers": dict.fromkeys(self.load, 3)})
-
-
-@pytest.fixture
-def world(monkeypatch):
-    """Two servers, with verl's managers, whose lists are one at first, as verl's are."""
-    import asyncio
-
-    from verl_ext.fleet import members, replicas
-
-    world = SimpleNamespace(log=[], step=7, is_broken=False, free=4, late=[])
-    world.may_start, world.may_leave = threading.Event(), threading.Event()
-    world.may_start.set()
-
-    def free(group):
-        world.log.append(("free", group))
-        world.late += [group] * 2  # Ray takes a GPU back some looks later
-
-    def resources():
-        held = {f"GPU_group_0_{each}": 1.0 for each in world.late}
-        if world.late and world.late.pop() not in world.late:
-            world.free += 1
-        return held
-
-    fake_ray = SimpleNamespace(
-        get=lambda answer, timeout=None: answer,
-        kill=lambda actor: world.log.append(("kill", actor)),
-        available_resources=lambda: {"GPU": world.free},
-        cluster_resources=resources,
-        util=SimpleNamespace(remove_placement_group=free),
-        exceptions=members.ray.exceptions,
-    )
-    monkeypatch.setattr(members, "ray", fake_ray)
-    monkeypatch.setattr(replicas, "ray", fake_ray)
-    monkeypatch.setattr(members, "GRACE_S", 0)
-    monkeypatch.setattr(members, "LOOK_S", 0.02)
-    there = [Replica(number, world) for number in range(2)]
-    for replica in there:
-        asyncio.run(replica.init_standalone())
-    world.router = Router(world)
-    world.router.load = {each.server_address: each.server_handle for each in there}
-    one = dict.fromkeys(("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"), 1)
-    engine = {"backend": "shared_file", "engine_kwargs": {}}
-    world.servers = SimpleNamespace(
-        config=OmegaConf.create({"actor_rollout_ref": {"rollout": {"checkpoint_engine": engine}}}),
-        rollout_replicas=there,
-        global_load_balancer=world.router,
-        rollout_config=SimpleNamespace(n_gpus_per_node=8, **one),
-        model_config="model",
-        rollout_replica_class=lambda **arguments: Replica(world=world, **arguments),
-    )
-    world.checkpoints = SimpleNamespace(replicas=there)
-    world.log.clear()
-    world.members = members.Members(world.servers, world.checkpoints)
-    yield world
-    world.may_leave.set()
-    for thread in threading.enumerate():  # behind the test, its Ray would be the real one, and start a cluster
-        if thread.name.startswith(("start server", "stop server")):
-            thread.join(30)
-
-
-def states(world):
-    return {row["server"]: row["state"] for row in world.members.rows()}
-
-
-def wait_until(is_so):
-    deadline = time.monotonic() + 10
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def refused(function, *arguments):
-    with pytest.raises(commands.Refused) as error:
-        function(*arguments)
-    return str(error.value)
 
 
 def test_servers_are_listed_with_their_load_and_their_weights(world):
@@ -303,59 +181,6 @@ def test_what_this_takes_of_verl_is_there(cpu_platform):
     assert hasattr(RolloutReplica, "init_standalone") and hasattr(RolloutReplica, "server_handle")
 
 
-def test_where_servers_are_watched_a_new_one_joins_as_a_replacement_does(world):
-    """It must not be among those that have weights before it has them: the watch would route to it."""
-    from verl_ext.fleet.members import Members
-
-    watched = world.checkpoints
-    watched.lock, watched.numbers, watched.newcomers = threading.RLock(), itertools.count(5), []
-    watched.starting = set()
-    world.members = Members(world.servers, watched)
-    world.may_start.clear()
-    world.members.add()
-    assert watched.starting == {5}
-    world.may_start.set()
-    wait_until(lambda: watched.newcomers)
-    wait_until(lambda: not watched.starting)
-    assert states(world) == {0: "serves", 1: "serves", 5: "waits for weights"}
-    with world.members.weights_change():
-        assert [each.replica_rank for each in watched.replicas] == [0, 1]
-        watched.replicas = [*watched.replicas, watched.newcomers.pop()]  # as FleetCheckpointManager's update
-    assert states(world) == {0: "serves", 1: "serves", 5: "serves"}
-    assert [each.replica_rank for each in world.servers.rollout_replicas] == [0, 1, 5]
-    assert ("join", "10.0.0.1:5") not in world.log, "the watch tells the router"
-
-
-def test_a_server_that_dies_before_its_first_weights_does_not_stay_in_the_list(world):
-    from verl_ext.fleet.members import Members
-
-    watched = world.checkpoints
-    watched.lock, watched.numbers, watched.newcomers, watched.dead = threading.RLock(), itertools.count(5), [], set()
-    world.members = Members(world.servers, watched)
-    world.members.add()
-    wait_until(lambda: watched.newcomers)
-    watched.dead.add(watched.newcomers[0])
-    assert states(world) == {0: "serves", 1: "serves", 5: "dead"}
-    watched.newcomers.clear()  # as FleetCheckpointManager's update, which it does not live to
-    assert states(world) == {0: "serves", 1: "serves"}
-
-
-def test_no_server_leaves_while_the_watch_gives_weights(world):
-    from verl_ext.fleet.members import Members
-
-    world.checkpoints.lock, world.checkpoints.numbers = threading.RLock(), itertools.count(2)
-    world.checkpoints.newcomers = []
-    world.members = Members(world.servers, world.checkpoints)
-    with world.checkpoints.lock:
-        thread = threading.Thread(target=world.members.remove, args=(1,))
-        thread.start()
-        time.sleep(0.1)
-        assert len(world.checkpoints.replicas) == 2
-    thread.join(10)
-    assert len(world.checkpoints.replicas) == 1
-    world.may_leave.set()
-
-
 @pytest.mark.parametrize(
     ("backend", "kwargs", "why"),
     [
@@ -376,19 +201,3 @@ def test_no_server_comes_or_goes_where_weights_would_not_follow(world, backend, 
         assert states(world) == {0: "serves", 1: "serves"} and not world.log
     else:
         assert world.members.add().startswith("Server 2 starts") and world.members.remove(0)
-
-
-def test_a_dead_server_is_listed_as_dead_and_counts_for_nothing(world):
-    dead, living = world.checkpoints.replicas
-    world.checkpoints.dead = {dead}
-    assert states(world) == {0: "dead", 1: "serves"}
-    assert refused(world.members.remove, living.replica_rank).startswith("Server 1 is the only one")
-    assert refused(world.members.remove, dead.replica_rank) == "No server 0 serves. Expected one of [1]."
-
-
-def test_a_server_is_added_where_all_have_died(world):
-    world.checkpoints.replicas = []
-    world.servers.rollout_config.tensor_model_parallel_size = 8
-    assert refused(world.members.add).startswith("A server takes 8 GPUs, and Ray has 4 that are free.")
-    world.free = 8
-    assert world.members.add().startswith("Server 2 starts.")

@@ -86,13 +86,12 @@ def test_a_silent_server_gets_no_requests_until_it_answers(scene):
 def test_a_server_that_hangs_dies_also_where_its_own_process_does_not_answer(scene):
     async def script(made):
         hanging = made.replicas[0]
-        await made.rounds(1)
-        hanging.server.mode = "hangs"
+        hanging.server.mode = "hangs"  # it never answered
         hanging.server.give_up = hanging.server._answer
         await made.rounds(12)
         assert made.weights.dead == {hanging} and made.routed() == ["server 1"]
         await made.until(lambda: made.weights.newcomers)
-        assert made.stopped == [hanging] and made.hanging == [("node", 123)]
+        assert made.stopped == [hanging] and made.hanging == [("node", 100)]
 
     scene(script)
 
@@ -170,10 +169,62 @@ def test_silence_in_an_update_is_no_death(scene):
 def test_a_well_server_that_a_client_took_for_dead_comes_back(scene):
     async def script(made):
         made.balancer.remove_servers(["server 0"])
-        await made.rounds(1)
+        await made.rounds(2)
         assert made.routed() == ["server 1", "server 0"]
 
     scene(script)
+
+
+def test_a_server_that_dies_behind_its_answer_does_not_come_back_by_it(scene):
+    """A client meets the death before the next heartbeat does, and takes it out."""
+
+    async def script(made):
+        dying = made.replicas[0].server
+
+        async def answer_and_die() -> None:
+            dying.mode = "gone"
+            made.balancer.remove_servers(["server 0"])
+            del dying.beat
+
+        for _ in range(3):
+            await made.rounds(1)
+        dying.beat = answer_and_die
+        await made.rounds(1)
+        assert made.routed() == ["server 1"] and not made.weights.dead
+        await made.rounds(1)
+        assert made.routed() == ["server 1"] and made.weights.dead == {made.replicas[0]}
+
+    scene(script)
+
+
+def test_an_odd_error_of_one_heartbeat_is_that_servers_death(scene, tmp_path, caplog):
+    async def script(made):
+        async def wrong() -> None:
+            raise ValueError("CUDA error: an illegal memory access")
+
+        made.replicas[0].server.beat = wrong
+        await made.until(lambda: made.weights.newcomers)
+        assert made.stopped == [made.replicas[0]] and made.routed() == ["server 1"]
+
+    scene(script)
+    assert "the heartbeat of server 0 failed" in caplog.text and "illegal memory access" in caplog.text
+    assert "illegal memory access" in (tmp_path / "servers.jsonl").read_text()
+
+
+def test_a_server_that_fails_alone_in_an_update_is_replaced_and_its_message_kept(scene, tmp_path):
+    async def script(made):
+        failing = made.replicas[0]
+
+        async def fail(name: str) -> None:
+            raise ValueError("CUDA error: out of memory")
+
+        failing.call = fail
+        await made.weights.update_weights(global_steps=2)
+        await made.until(lambda: made.weights.newcomers)
+        assert made.stopped == [failing] and made.routed() == ["server 1"]
+
+    scene(script)
+    assert "CUDA error: out of memory" in (tmp_path / "servers.jsonl").read_text()
 
 
 def test_a_server_that_a_client_took_out_comes_back_with_an_answer_alone(scene):

@@ -1,5 +1,6 @@
 """The thread that watches: it begins and ends with the run, and its own faults reach the trainer."""
 
+import asyncio
 import threading
 import time
 from types import SimpleNamespace
@@ -18,11 +19,11 @@ def unwatched(make, tmp_path):
     """A fleet whose watching fails in a tenth of a second."""
     made = Scene(make, tmp_path)
 
-    async def wrong() -> None:
+    def wrong() -> None:
         time.sleep(0.1)
         raise ValueError("we erred")
 
-    made.replicas[0].server.beat = wrong
+    made.balancer.get_all_servers = wrong
     made.fleet.watch()
     yield made
     made.fleet.close()
@@ -51,6 +52,31 @@ def test_a_fault_of_the_watching_ends_an_update_of_the_weights(unwatched):
     update.start()
     update.join(10)
     assert not update.is_alive()
+
+
+def test_an_odd_error_that_all_heartbeats_have_is_ours(scene):
+    async def script(made):
+        async def wrong() -> None:
+            raise ValueError("we erred")
+
+        for each in made.replicas:
+            each.server.beat = wrong
+        with pytest.raises(ValueError, match="we erred"):
+            await made.rounds(1)
+        assert not made.weights.dead
+
+    scene(script)
+
+
+def test_a_wait_that_a_fault_ends_is_closed_in_the_timeline(unwatched):
+    from verl_ext.trainer.run_trainer import RunTrainer
+
+    unwatched.fleet._thread.join(10)
+    ended = []
+    waiting = SimpleNamespace(__exit__=lambda *error: ended.append(error))
+    with pytest.raises(RuntimeError, match="not watched any more"):
+        RunTrainer.on_sample_end(SimpleNamespace(_fleet=unwatched.fleet, _waiting=waiting))
+    assert ended == [(None, None, None)]
 
 
 @pytest.fixture
@@ -107,6 +133,57 @@ def test_the_watching_ends_where_the_router_stays_out_of_reach(router_is_away):
     router_is_away(script)
 
 
+def test_a_router_that_never_answers_holds_no_round_for_good(scene, monkeypatch):
+    from verl_ext.fleet import recovery
+
+    monkeypatch.setattr(recovery, "ROUTER_S", 0.02)
+    monkeypatch.setattr(recovery, "MAX_UNTOLD", 5)
+
+    async def script(made):
+        async def never() -> None:
+            await asyncio.sleep(3600)
+
+        all_servers, made.balancer.get_all_servers = made.balancer.get_all_servers, never
+        made.replicas[0].server.mode = "dead"
+        await asyncio.wait_for(made.rounds(5), 5)
+        assert made.weights.dead == {made.replicas[0]}
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(made.rounds(1), 5)
+        made.balancer.get_all_servers = all_servers
+
+    scene(script)
+
+
+@pytest.mark.parametrize("waits_for", ["a newcomer's weights", "nothing"])
+def test_a_watching_that_stands_still_ends_the_run(make, tmp_path, monkeypatch, waits_for):
+    """As where Ray's head is gone: a call of Ray does not return."""
+    from verl_ext.fleet import recovery, transfer
+
+    monkeypatch.setattr(transfer, "UNWATCHED_S", 0.3)
+    monkeypatch.setattr(recovery, "LOCK_S", 0.05)
+    made, is_over, is_held = Scene(make, tmp_path), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with made.weights.lock:
+            is_held.set()
+            is_over.wait(30)
+
+    if waits_for != "nothing":
+        threading.Thread(target=hold, daemon=True).start()
+        assert is_held.wait(10)
+    made.fleet.watch()
+    for _ in range(40):  # it goes on: no complaint
+        made.weights.check()
+        time.sleep(0.02)
+    made.balancer.get_all_servers = lambda: is_over.wait(30)  # holds the thread's loop
+    deadline = time.monotonic() + 10
+    with pytest.raises(RuntimeError, match=r"has not ended a round for \d+ s \(is the Ray head gone\?\)"):
+        while time.monotonic() < deadline:
+            made.fleet.actor_works()
+            time.sleep(0.02)
+    is_over.set()
+
+
 def test_a_server_that_dies_as_it_joins_the_ring_costs_neither_router_nor_watching(scene, monkeypatch):
     """The router asks no server that joins for its ranks: a dead one would fail, one that hangs hold all requests."""
     from verl_ext.fleet import balancer
@@ -128,7 +205,7 @@ def test_a_server_that_dies_as_it_joins_the_ring_costs_neither_router_nor_watchi
             add(servers)
 
         made.balancer.add_servers = add_and_die
-        await made.rounds(1)
+        await made.rounds(2)
         slots = [each for each in made.balancer.get_status()["slots"] if each.startswith("server 7")]
         assert slots == ["server 7/0", "server 7/1"]
         await made.rounds(1)
@@ -182,16 +259,22 @@ def test_a_run_without_a_server_ends_where_none_can_be_started(make, tmp_path):
 
 def test_a_start_that_never_ends_has_failed_after_wait_s(make, tmp_path):
     made, never = Scene(make, tmp_path, max_replacements=1, wait_s=0.2), threading.Event()
-    made.fleet._start_replica = lambda number: never.wait(30)
+    late = Replica(2)
+    made.fleet._start_replica = lambda number: never.wait(30) and late
     made.fleet._clock = time.monotonic
     for each in made.replicas:
         each.server.mode = "dead"
     made.fleet.watch()
     made.fleet._thread.join(10)
-    never.set()
     with pytest.raises(RuntimeError, match="no server is left"):
         made.fleet.actor_works()
     assert read_servers(tmp_path).failed_starts == 1
+    assert "did not start in 0.2 s" in (tmp_path / "servers.jsonl").read_text()
+    never.set()  # its GPUs would be nobody's
+    deadline = time.monotonic() + 10
+    while late not in made.stopped:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_watching_begins_and_ends_with_the_run(make, tmp_path):

@@ -1,5 +1,7 @@
 """What the stop of a server waits for, over a made-up Ray whose clock runs while somebody waits."""
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -85,3 +87,46 @@ def test_a_server_of_two_groups_is_stopped_when_both_are_back(stop):
 def test_the_wait_for_gpus_has_an_end_and_says_what_is_missing(stop, caplog):
     assert stop(Ray("ab"), "b") == pytest.approx(replicas.FREE_S, abs=0.2)
     assert "Ray has not taken back" in caplog.text and "GPU_group_0_b" in caplog.text
+
+
+def test_a_start_in_time_returns_its_server_or_raises_its_own_error():
+    stopped = []
+    assert replicas.start_in_time(lambda: "a server", stopped.append, 10) == "a server"
+    with pytest.raises(TimeoutError, match="of Ray"):
+        replicas.start_in_time(lambda: (_ for _ in ()).throw(TimeoutError("of Ray")), stopped.append, 10)
+    assert not stopped
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_server_that_starts_late_is_stopped(fails, caplog):
+    goes_on, stopped, threads = threading.Event(), [], threading.active_count()
+
+    def start() -> str:
+        assert goes_on.wait(10)
+        if fails:
+            raise OSError("no GPU")
+        return "a server"
+
+    with pytest.raises(TimeoutError, match=r"did not start in 0.05 s .*wait_s"):
+        replicas.start_in_time(start, stopped.append, 0.05)
+    assert not stopped
+    goes_on.set()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > threads:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert stopped == ["a server"] * (not fails)
+
+
+@pytest.mark.parametrize(
+    ("known", "place"),
+    [
+        ({"State": "ALIVE", "Address": {"NodeID": "node"}, "Pid": 12}, ("node", 12)),
+        ({"State": "DEAD", "Address": {"NodeID": "node"}, "Pid": 12}, None),  # its number may be another's by now
+        ({}, None),
+    ],
+)
+def test_the_place_of_a_server_is_asked_of_rays_head(monkeypatch, known, place):
+    monkeypatch.setattr(replicas, "state", SimpleNamespace(actors=lambda actor_id: known))
+    handle = SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: "ab"))
+    assert replicas.place_of(SimpleNamespace(server_handle=handle)) == place

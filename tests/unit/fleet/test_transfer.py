@@ -1,5 +1,7 @@
 """Updates of the weights of made-up replicas: none waits for the dead."""
 
+import asyncio
+import gc
 import threading
 import time
 
@@ -67,15 +69,80 @@ def test_what_was_declared_dead_before_is_not_asked(make):
     assert not dead.log and [name for name, _ in other.log] == STEPS and manager.replicas == [other]
 
 
-def test_an_error_that_is_no_death_is_raised(make):
-    class Wrong(Replica):
-        async def resume_generation(self):
-            raise TimeoutError("2 requests were admitted and did not reach vLLM's engine")
+class Wrong(Replica):
+    async def resume_generation(self):
+        raise TimeoutError("2 requests were admitted and did not reach vLLM's engine")
 
-    manager = make(Wrong(0), Replica(1))
+
+def test_a_replica_that_fails_alone_is_as_good_as_dead(make, caplog):
+    wrong, other = Wrong(0), Replica(1)
+    manager = make(wrong, other)
+    manager.update_weights(global_steps=4)
+    assert manager.replicas == [other] and manager.dead == {wrong} and not manager.updating
+    assert "2 requests" in manager.failures[wrong] and "server 0 failed as its weights were to change" in caplog.text
+
+
+def test_a_newcomer_that_cannot_load_is_as_good_as_dead_though_it_is_asked_alone(make):
+    wrong, other = Wrong(1), Replica(0)
+    manager = make(other)
+    manager.newcomers.append(wrong)
+    manager.let_newcomers_in()
+    assert manager.replicas == [other] and manager.dead == {wrong} and not manager.newcomers
+
+
+def test_an_error_that_all_replicas_have_is_raised(make):
+    manager = make(Wrong(0), Wrong(1))
     with pytest.raises(TimeoutError, match="2 requests"):
         manager.update_weights(global_steps=4)
-    assert not manager.updating
+    assert not manager.updating and not manager.dead
+
+
+@pytest.mark.parametrize("step", ["init_process_group", "load"])
+def test_an_actor_that_fails_ends_the_update_at_once_and_kills_no_replica(make, monkeypatch, step):
+    """The replicas wait for what it would send."""
+    replicas = [Replica(0, **{step: "hangs"}), Replica(1, **{step: "hangs"})]
+    manager = make(*replicas)
+
+    async def fail():
+        await asyncio.sleep(0.05)
+        raise ValueError("the actor is out of memory")
+
+    method = {"init_process_group": "execute_checkpoint_engine", "load": "update_weights"}[step]
+    verls = getattr(manager.actor_wg, method)
+
+    def fail_in_time(method=("update_weights",), **arguments):
+        return verls(method, **arguments) if method == ["prepare"] else [fail()]
+
+    monkeypatch.setattr(manager.actor_wg, method, fail_in_time)
+    rescue = threading.Timer(3, manager.dead.update, [replicas])  # the watch, behind update_s
+    rescue.start()
+    with pytest.raises(ValueError, match="out of memory"):
+        manager.update_weights(global_steps=4)
+    rescue.cancel()
+    assert not manager.dead and not manager.updating
+
+
+def test_no_error_of_an_update_that_fails_stays_unread(make):
+    """asyncio would print it when it is thrown away."""
+    complaints, failing, hanging = [], Replica(0), Replica(1, load="hangs")
+    manager = make(failing, hanging)
+
+    async def fail(name):
+        if name == "load":
+            raise OSError("a CUDA error")
+
+    failing.call = fail
+
+    async def update():
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda loop, context: complaints.append(context["message"]))
+        loop.call_later(0.05, setattr, manager, "fault", ValueError("we erred"))
+        with pytest.raises(RuntimeError, match="we erred"):
+            await manager.update_weights(global_steps=4)
+        gc.collect()
+
+    asyncio.run(update())
+    assert complaints == []
 
 
 def test_an_update_without_a_server_left_sends_nothing(make):

@@ -1,0 +1,165 @@
+"""Servers that are watched, or fail, as they come and go."""
+
+import asyncio
+import itertools
+import threading
+import time
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.unit.fleet.members_scene import refused, states, wait_until
+
+
+def test_a_removed_server_that_hangs_is_killed_where_it_is(world, monkeypatch):
+    from verl_ext.fleet import members
+
+    stopped = []
+    monkeypatch.setattr(members, "LEAVE_S", 0.05)
+    monkeypatch.setattr(members, "place_of", lambda replica: ("node", replica.replica_rank))
+    monkeypatch.setattr(members, "stop_replica", lambda *arguments: stopped.append(arguments))
+    replica = world.checkpoints.replicas[1]
+
+    async def hang(reject_request):
+        await asyncio.sleep(3600)
+
+    replica.abort_all_requests = hang
+    world.members.remove(1)
+    wait_until(lambda: stopped)
+    assert stopped == [(replica, ("node", 1))]
+
+
+def test_a_removed_server_that_cannot_be_stopped_does_not_leave_for_ever(world, monkeypatch, caplog):
+    from verl_ext.fleet import members
+
+    def stop(*arguments):
+        raise ConnectionError("Ray is busy")
+
+    monkeypatch.setattr(members, "stop_replica", stop)
+    world.may_leave.set()
+    world.members.remove(0)
+    wait_until(lambda: states(world) == {1: "serves"})
+    assert "server 0 gets no requests, and what it holds was not freed" in caplog.text
+
+
+def test_a_server_stays_where_the_router_does_not_answer(world):
+    """Half removed it would get no requests, and nobody would stop it."""
+    asked, get = [], world.ray.get
+
+    def get_in_time(answer, timeout=None):
+        asked.append(timeout)
+        if len(asked) == 1:
+            raise TimeoutError("the router does not answer")
+        return get(answer, timeout)
+
+    world.ray.get = get_in_time
+    with pytest.raises(TimeoutError):
+        world.members.remove(0)
+    assert len(world.checkpoints.replicas) == 2
+    world.router.load["10.0.0.1:0"] = None
+    world.may_leave.set()
+    world.members.remove(0)
+    world.members.rows()
+    with world.members.weights_change():
+        pass
+    assert None not in asked
+
+
+def test_the_only_server_that_answers_stays(world):
+    silent, well = world.checkpoints.replicas
+    world.checkpoints.suspected = {silent}
+    assert refused(world.members.remove, 1).startswith("Server 1 is the only one that answers")
+    world.may_leave.set()
+    assert world.members.remove(0).startswith("Server 0 gets no more")
+
+
+def test_two_servers_that_are_added_at_once_do_not_get_the_same_gpu(world):
+    world.free = 1
+    world.may_start.clear()
+    world.members.add()
+    told = refused(world.members.add)
+    assert told.startswith("A server takes 1 GPUs, and Ray has 1 that are free, with 1 servers that start")
+    world.may_start.set()
+    wait_until(lambda: not world.members._starting)
+    assert world.members.add().startswith("Server 3 starts")
+
+
+def test_an_added_server_that_does_not_start_in_time_has_failed(world):
+    """The watch says that no server is left only where none is on its way."""
+    OmegaConf.update(world.servers.config, "retool.fleet.health.wait_s", 0.05)
+    world.may_start.clear()
+    world.members.add()
+    wait_until(lambda: not world.members._starting)
+    assert states(world)[2].startswith("did not start: TimeoutError('the server did not start in 0.05 s")
+    world.may_start.set()
+    wait_until(lambda: ("free", "gpus 2") in world.log)  # nobody would have it
+    assert not world.members._ready
+
+
+def test_where_servers_are_watched_a_new_one_joins_as_a_replacement_does(world):
+    """It must not be among those that have weights before it has them: the watch would route to it."""
+    from verl_ext.fleet.members import Members
+
+    watched = world.checkpoints
+    watched.lock, watched.numbers, watched.newcomers = threading.RLock(), itertools.count(5), []
+    watched.starting = set()
+    world.members = Members(world.servers, watched)
+    world.may_start.clear()
+    world.members.add()
+    assert watched.starting == {5}
+    world.may_start.set()
+    wait_until(lambda: watched.newcomers)
+    wait_until(lambda: not watched.starting)
+    assert states(world) == {0: "serves", 1: "serves", 5: "waits for weights"}
+    with world.members.weights_change():
+        assert [each.replica_rank for each in watched.replicas] == [0, 1]
+        watched.replicas = [*watched.replicas, watched.newcomers.pop()]  # as FleetCheckpointManager's update
+    assert states(world) == {0: "serves", 1: "serves", 5: "serves"}
+    assert [each.replica_rank for each in world.servers.rollout_replicas] == [0, 1, 5]
+    assert ("join", "10.0.0.1:5") not in world.log, "the watch tells the router"
+
+
+def test_a_server_that_dies_before_its_first_weights_does_not_stay_in_the_list(world):
+    from verl_ext.fleet.members import Members
+
+    watched = world.checkpoints
+    watched.lock, watched.numbers, watched.newcomers, watched.dead = threading.RLock(), itertools.count(5), [], set()
+    world.members = Members(world.servers, watched)
+    world.members.add()
+    wait_until(lambda: watched.newcomers)
+    watched.dead.add(watched.newcomers[0])
+    assert states(world) == {0: "serves", 1: "serves", 5: "dead"}
+    watched.newcomers.clear()  # as FleetCheckpointManager's update, which it does not live to
+    assert states(world) == {0: "serves", 1: "serves"}
+
+
+def test_no_server_leaves_while_the_watch_gives_weights(world):
+    from verl_ext.fleet.members import Members
+
+    world.checkpoints.lock, world.checkpoints.numbers = threading.RLock(), itertools.count(2)
+    world.checkpoints.newcomers = []
+    world.members = Members(world.servers, world.checkpoints)
+    with world.checkpoints.lock:
+        thread = threading.Thread(target=world.members.remove, args=(1,))
+        thread.start()
+        time.sleep(0.1)
+        assert len(world.checkpoints.replicas) == 2
+    thread.join(10)
+    assert len(world.checkpoints.replicas) == 1
+    world.may_leave.set()
+
+
+def test_a_dead_server_is_listed_as_dead_and_counts_for_nothing(world):
+    dead, living = world.checkpoints.replicas
+    world.checkpoints.dead = {dead}
+    assert states(world) == {0: "dead", 1: "serves"}
+    assert refused(world.members.remove, living.replica_rank).startswith("Server 1 is the only one")
+    assert refused(world.members.remove, dead.replica_rank) == "No server 0 serves. Expected one of [1]."
+
+
+def test_a_server_is_added_where_all_have_died(world):
+    world.checkpoints.replicas = []
+    world.servers.rollout_config.tensor_model_parallel_size = 8
+    assert refused(world.members.add).startswith("A server takes 8 GPUs, and Ray has 4 that are free.")
+    world.free = 8
+    assert world.members.add().startswith("Server 2 starts.")
