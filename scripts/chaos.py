@@ -75,8 +75,8 @@ class Injection(threading.Thread):
         self.log_bytes, began = self._scene.log.stat().st_size, time.monotonic()
         try:
             self._fault.inject(self._scene)
-        except Missed as error:
-            self.missed = str(error)
+        except Exception as error:  # whichever: its run is not one that the fault hit as told
+            self.missed = str(error) if isinstance(error, Missed) else repr(error)
         self.seconds = time.monotonic() - began
 
 

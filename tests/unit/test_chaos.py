@@ -342,6 +342,14 @@ def test_a_run_that_fails_is_started_again(script, faults, tmp_path, monkeypatch
     assert scene.ended.is_set()
 
 
+def test_a_fault_that_breaks_off_has_missed(script, faults, tmp_path):
+    (tmp_path / "metrics-1.jsonl").write_text('{"step": 2}\n')
+    (tmp_path / "log.txt").touch()
+    injection = script.Injection(faults.Fault(lambda scene: 1 / 0), scene_of(faults, tmp_path))
+    injection.run()
+    assert injection.missed == "ZeroDivisionError('division by zero')"
+
+
 def test_a_run_that_fails_by_itself_is_no_result(script, faults, tmp_path):
     with pytest.raises(CommandFailed):
         script.run_to_its_end(starts(1), scene_of(faults, tmp_path), SimpleNamespace(log_bytes=None))

@@ -210,7 +210,7 @@ class SandboxClient:
                 break
             except _InfrastructureFailure as exc:
                 failure = exc
-                losses[server] = losses[server] + 1 if exc.may_have_run else 0
+                losses[server] = losses[server] + 1 if exc.may_have_run and not exc.blameless else 0
                 failed_servers.add(server)
                 if not exc.may_have_run and time.monotonic() >= self._rests_until[server]:
                     self._refusals[server] += 1
@@ -349,11 +349,11 @@ class _Session:
 
 
 class _InfrastructureFailure(Exception):
-    """The sandbox or the way to it failed; `retry_after_s` is what the server asked to wait."""
+    """Of the sandbox or the way to it. `retry_after_s`: the server asked to wait; `blameless`: no program did it."""
 
-    def __init__(self, message: str, retry_after_s: float = 0.0, *, may_have_run: bool = True) -> None:
+    def __init__(self, message: str, retry_after_s: float = 0.0, *, may_have_run: bool = True, blameless: bool = False):
         super().__init__(message)
-        self.retry_after_s, self.may_have_run = retry_after_s, may_have_run
+        self.retry_after_s, self.may_have_run, self.blameless = retry_after_s, may_have_run, blameless
 
 
 def _failure(message: str, attempts: int = 0) -> RunResult:
@@ -379,7 +379,7 @@ def _parse(url: str, content: bytes, waited_s: float, attempts: int) -> tuple[Ru
     try:
         answer = json.loads(content)
         if answer["status"] == "SandboxError":
-            raise _InfrastructureFailure(f"{url}: SandboxError: {answer['message']}")
+            raise _InfrastructureFailure(f"{url}: SandboxError: {answer['message']}", blameless=answer.get("blameless"))
         result = answer["run_result"]
         if result["status"] == "TimeLimitExceeded":
             status = "timeout"

@@ -36,7 +36,7 @@ class Recovery:
         finally:
             self._waiting -= 1
             if not self._waiting:
-                watch.cancel()
+                self._watch.cancel()  # not `watch`: that may have ended, and another begun, whose waiters are gone, too
                 self._watch = None
 
     async def _look(self) -> bool:

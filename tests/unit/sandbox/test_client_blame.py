@@ -1,5 +1,7 @@
 """When the client blames the program, and when the sandbox, for a program that every attempt lost."""
 
+import json
+
 import pytest
 from aiohttp import web
 
@@ -51,6 +53,21 @@ async def test_refused_requests_are_no_losses(start):
     server = await start(LOSSES[0], lambda: web.Response(status=503), control)
     assert (await call(server.url, max_attempts=2)).status == "sandbox_failure"
     assert len(server.bodies) == 2
+
+
+def blameless() -> web.Response:
+    return web.json_response(json.loads(answer("SandboxError").text) | {"blameless": True})
+
+
+async def test_what_no_program_can_have_done_is_no_loss(start):
+    server = await start(LOSSES[0], blameless, LOSSES[0], control)
+    assert (await call(server.url, max_attempts=3)).status == "sandbox_failure"
+    assert len(server.bodies) == 3
+
+
+async def test_what_no_program_can_have_done_is_not_the_loss_that_decides(start):
+    server = await start(LOSSES[0], LOSSES[0], control, blameless, control)
+    assert (await call(server.url, max_attempts=2)).status == "sandbox_failure"
 
 
 async def test_another_server_that_is_down_saves_no_program(start, down):

@@ -140,3 +140,27 @@ async def test_one_waiter_that_is_cancelled_takes_the_look_from_no_other():
     await asyncio.sleep(0)
     back.set()
     assert await third
+
+
+async def test_a_look_that_nobody_waits_for_ends():
+    """The second waiter comes when the first look has ended, and is gone before the first waiter has noticed."""
+    back, looks = asyncio.Event(), 0
+
+    async def is_back() -> bool:
+        nonlocal looks
+        looks += 1
+        try:
+            return await back.wait()
+        finally:
+            looks -= 1
+
+    watch = recovery.Recovery(is_back)
+    first = asyncio.create_task(watch.wait(time.monotonic() + 5))
+    await asyncio.sleep(0.01)
+    back.set()
+    back.clear()
+    second = asyncio.create_task(watch.wait(time.monotonic() + 5))
+    asyncio.get_running_loop().call_soon(second.cancel)
+    assert await first
+    await asyncio.sleep(0.01)
+    assert second.cancelled() and not looks

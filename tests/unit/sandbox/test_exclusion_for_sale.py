@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 
 from tests.unit.sandbox.machines import MACHINES, machines
@@ -228,6 +229,25 @@ def test_program_is_to_blame_for_itself(server, name):
 @pytest.mark.parametrize("name", FORKING)
 def test_program_that_may_fork_is_to_blame_for_itself(forking, name):
     check(forking, FORKING[name])
+
+
+def check_zygote(server: Server, begin: str = "") -> None:
+    """Its end would be nobody's fault, and the programs that it takes with it excused (pool.ZygoteEndedError)."""
+    zygote = server.descendants()[0]
+    code = f"""
+for pid in ({zygote.pid}, -{zygote.pid}, os.getppid(), 1, -1):
+    for number in (9, 15, 11, 19): attempt(os.kill, pid, number)
+    libc.tgkill(pid, pid, 9); libc.syscall(129, pid, 9, bytes(128)); libc.syscall(424, pid, 9, 0, 0)"""
+    check(server, begin + code)
+    assert server.descendants()[0] == zygote and zygote.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
+
+
+def test_no_program_ends_the_zygote(server):
+    check_zygote(server)
+
+
+def test_no_program_that_may_fork_ends_the_zygote(forking):
+    check_zygote(forking, "attempt(os.fork)")
 
 
 def test_client_calls_none_of_them_a_failure_of_the_sandbox(server):

@@ -1,5 +1,6 @@
 """Programs that the server loses: one that not even SIGKILL ends, and one whose worker dies."""
 
+import asyncio
 import contextlib
 import ctypes
 import http.client
@@ -14,6 +15,7 @@ import pytest
 
 from tests.unit.sandbox.machines import MACHINES, machines, needs_root
 from tests.unit.sandbox.server_process import ANSWER_S, Server, wait_for_program, wait_until
+from verl_ext.sandbox import SandboxClient
 
 TIMEOUT_S = 8.0  # of a program that is stuck; it must have printed by then, beside other tests on two cores
 
@@ -81,6 +83,27 @@ def test_program_whose_worker_dies_twice_is_killed_and_one_that_does_once_is_run
         assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
     finally:
         server.stop()
+
+
+async def test_no_program_is_blamed_where_all_is_killed_twice_while_others_ask(server):
+    """They have a new zygote started before the server has seen which end took the program with it."""
+    client = SandboxClient([server.url], backoff_s=0.02)
+
+    async def ask() -> None:
+        while not program.done():
+            await client.run("print(1)", timeout_s=5)
+
+    program = asyncio.create_task(client.run("import time; time.sleep(3); print('ran')", timeout_s=10))
+    others = asyncio.create_task(ask())
+    for pause_s in (1.0, 2.0):
+        await asyncio.sleep(pause_s)
+        for process in server.descendants():
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended with the one before
+                process.kill()
+    result = await program
+    assert (result.status, result.stdout) == ("ok", "ran\n"), result
+    await others
+    await client.aclose()
 
 
 @pytest.fixture(params=machines("all layers", "plain Docker"))

@@ -122,7 +122,7 @@ def test_killing_all_its_processes_answers_sandbox_error_and_the_next_request_wo
             with suppress(psutil.NoSuchProcess):  # it has ended with the one before
                 process.kill()
         answer = future.result(timeout=5)
-    assert (answer["status"], answer["run_result"]) == ("SandboxError", None)
+    assert (answer["status"], answer["run_result"], answer["blameless"]) == ("SandboxError", None, True)
     assert "died" in answer["message"]
     wait_until(lambda: not running(processes))
     assert narrow.result("print(1)")["stdout"] == "1\n"
@@ -134,7 +134,8 @@ def test_program_that_kills_its_worker_gets_sandbox_error_and_leaves_nothing(bar
         f"import os, time\nwith open({str(file)!r}, 'w') as file: print(os.getpid(), os.getcwd(), file=file)\n"
         "os.kill(os.getppid(), 9)\ntime.sleep(30)"
     )
-    assert bare.run(code)["status"] == "SandboxError"
+    answer = bare.run(code)
+    assert (answer["status"], answer["blameless"]) == ("SandboxError", False)
     pid, folder = file.read_text().split()
     wait_until(lambda: not is_running(int(pid)))
     assert not Path(folder).exists()

@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import AfterValidator, BaseModel, Field, PlainValidator, ValidationError
 
 from verl_ext.sandbox.client import SERVER_NAME
+from verl_ext.sandbox.server.connection import ZygoteEndedError
 from verl_ext.sandbox.server.metrics import Metrics
 from verl_ext.sandbox.server.pool import CONTROL, Pool, QueueTimeoutError, SandboxError, wrong_with_control
 from verl_ext.sandbox.server.sessions import SessionLimitError, Sessions
@@ -32,7 +33,8 @@ MAX_TIMEOUT_S = 86400.0
 QUEUE_GRACE_S = 5.0
 PING_QUEUE_S = 10.0  # a queue that lets no program through for this long is not healthy
 RETRY_AFTER_S = 1
-# SandboxFusion's RunCodeResponse, with `queue_time` (s) and `session` ({call, alive}) added.
+# SandboxFusion's RunCodeResponse, with `queue_time` (s) and `session` ({call, alive}) added, and, of a SandboxError,
+# `blameless`: no program can have caused it.
 NO_ANSWER = {"status": "SandboxError", "message": "", "compile_result": None, "run_result": None}
 NO_ANSWER |= {"executor_pod_name": None, "files": {}, "queue_time": None, "session": None}
 
@@ -155,7 +157,8 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
             return web.json_response({"detail": f"overloaded: {exc}"}, status=status, headers=headers), "overloaded"
         except SandboxError as exc:
             logger.error("%s", exc)
-            return web.json_response(NO_ANSWER | {"message": str(exc)}), "sandbox_error"
+            why = {"message": str(exc), "blameless": isinstance(exc, ZygoteEndedError)}
+            return web.json_response(NO_ANSWER | why), "sandbox_error"
         metrics.queue_time.observe(queue_time)
         metrics.run_time.observe(result["execution_time"])
         files, not_fetched, alive = result.pop("files"), result.pop("not_fetched"), result.pop("alive")

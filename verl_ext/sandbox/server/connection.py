@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,19 @@ class LostProgramError(SandboxError):
     """A worker died while it ran a program: a failure of the sandbox, unless the program does it again."""
 
 
-class Worker:
-    """The server's end of one worker process."""
+class ZygoteEndedError(SandboxError):
+    """A worker died, or did not start, as its zygote was killed from outside: no program is to blame."""
 
-    def __init__(self, connection: socket.socket, folder: Path) -> None:
-        self.connection, self.folder = connection, folder
+
+class Worker:
+    """The server's end of one worker process.
+
+    Args:
+        zygote: its parent; by the time that the worker dies, the pool may have another.
+    """
+
+    def __init__(self, connection: socket.socket, folder: Path, zygote: subprocess.Popen) -> None:
+        self.connection, self.folder, self.zygote = connection, folder, zygote
         self.pid: int | None = None
         self._pidfd = -1  # a process id alone may be another's by the time that it is killed
         self.layers: list[str] = []  # what isolates its programs

@@ -16,16 +16,18 @@ from verl_ext.sandbox.server.disk import children_of, tree_of
 ORPHANS_S = 2.0  # until what was killed is gone; after that it is stuck in the kernel, and left to die by itself
 
 
-def kill_orphans(zygote: int, worker: int) -> None:
+def kill_orphans(zygote: int | None, worker: int) -> None:
     """Wait for the end of a worker, then kill all that is below the zygote and outside of its session.
 
     Args:
-        zygote: process id.
+        zygote: process id; None when it has ended, and its children are no longer below it.
         worker: pidfd of a worker that was killed.
     """
     poller = select.poll()
     poller.register(worker, select.POLLIN)
     poller.poll(ORPHANS_S * 1000)
+    if zygote is None:
+        return
     with contextlib.suppress(ProcessLookupError):  # the zygote has ended
         session = os.getsid(zygote)
         _kill(lambda: [pid for child in children_of(zygote) if _session(child) != session for pid in tree_of(child)])

@@ -20,13 +20,20 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from verl_ext.sandbox.client import CONTROL_OUTPUT, CONTROL_PROGRAM
 from verl_ext.sandbox.server.connection import LENGTH as LENGTH
-from verl_ext.sandbox.server.connection import LostProgramError, SandboxError, Worker, send_fd, with_blobs
+from verl_ext.sandbox.server.connection import (
+    LostProgramError,
+    SandboxError,
+    Worker,
+    ZygoteEndedError,
+    send_fd,
+    with_blobs,
+)
 from verl_ext.sandbox.server.orphans import kill_below, kill_orphans
 
 logger = logging.getLogger(__name__)
@@ -140,6 +147,7 @@ class Pool:
             files {path: base64}, not_fetched {path: why}, alive (of a session: it goes on).
         Raises:
             SandboxError: the zygote or the worker died or did not answer, or the program could not be set up.
+            ZygoteEndedError: see there; not where a program could have done it.
         """
         started = time.monotonic()
         program = hashlib.sha256(marshal.dumps([request["code"], request["stdin"]])).digest()
@@ -195,9 +203,10 @@ class Pool:
         """A worker that nobody else uses; the caller closes it. Raises SandboxError."""
         while self._idle:
             worker = self._idle.pop()
-            if worker.is_alive():
+            # One that outlived its zygote is not used: that end would later excuse a program which kills its worker.
+            if worker.is_alive() and worker.zygote.poll() is None:
                 return worker
-            logger.error("an idle sandbox worker died; starting another")
+            logger.error("an idle sandbox worker or its zygote died; starting another")
             worker.close()
             self.restarts["worker"] += 1
         return await self._start_worker()
@@ -223,9 +232,9 @@ class Pool:
                 return _blamed(request, "TimeLimitExceeded", None, stderr, request["run_timeout"]) | {"spent": True}
             await removal
             message = f"the worker that ran the program died ({exc})"
-            if not worker.started or await self._zygote_has_ended():
-                raise SandboxError(message) from exc
-            raise LostProgramError(message) from exc
+            if await _has_ended(worker.zygote):
+                raise self._zygote_ended(message) from exc
+            raise (LostProgramError if worker.started else SandboxError)(message) from exc
         if "error" in header:
             raise (LostProgramError if worker.started and header["lost"] else SandboxError)(header["error"])
         if header["spent"]:
@@ -235,16 +244,21 @@ class Pool:
     def _discard(self, worker: Worker) -> asyncio.Task:
         """Kill a worker that can take no request; the task removes the processes and files that it no longer can."""
         self.restarts["worker"] += 1
-        left = (self._zygote.pid, worker.kill(), worker.folder)
+        zygote = worker.zygote.pid if worker.zygote.poll() is None else None  # else the id may be another's
+        left = (zygote, worker.kill(), worker.folder)
         removal = asyncio.create_task(asyncio.to_thread(_remove_what_is_left, *left))
         self._removals.add(removal)
         removal.add_done_callback(self._removals.discard)
         return removal
 
-    async def _zygote_has_ended(self) -> bool:
-        """Whether what killed a worker killed all, which is no program's doing; a process takes a while to end."""
-        await asyncio.sleep(ZYGOTE_END_S)
-        return self._zygote.poll() is not None
+    def _zygote_ended(self, message: str) -> SandboxError:
+        """The error for a worker that went with its zygote: a ZygoteEndedError where no program can do that.
+
+        The filter allows no fork, and no signal but to what is in the program's own namespace or is the program itself.
+        Without it the client counts this failure as every other, so that no program can excuse itself by it.
+        """
+        is_safe = "seccomp" in self.layers and not self._options["allow_subprocess"]
+        return (ZygoteEndedError if is_safe else SandboxError)(message)
 
     async def close(self) -> None:
         """Stop the zygote, which first waits for the end of every program, and remove all files."""
@@ -256,7 +270,7 @@ class Pool:
             try:
                 await asyncio.to_thread(self._zygote.wait, STOP_GRACE_S)
             except subprocess.TimeoutExpired:
-                self._kill_zygote(f"it did not stop within {STOP_GRACE_S:g} s")
+                await _kill_zygote(self._zygote, f"it did not stop within {STOP_GRACE_S:g} s")
         await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
 
     async def _start_worker(self) -> Worker:
@@ -269,7 +283,7 @@ class Pool:
         # Landlock lets a program look at any path that it knows, so that it must not guess another one's folder.
         name = f"{next(self._numbers)}-{secrets.token_hex(16)}"
         ours, theirs = socket.socketpair()
-        worker = Worker(ours, self._root / name)
+        worker = Worker(ours, self._root / name, self._zygote)
         try:
             with theirs:
                 async with asyncio.timeout(START_GRACE_S):
@@ -279,10 +293,12 @@ class Pool:
             self.layers, self.off = worker.layers, worker.off
         except BaseException as exc:
             worker.close()
+            message = f"the zygote did not start a worker ({exc!r})"
             if isinstance(exc, TimeoutError):
-                self._kill_zygote(f"it forked no worker within {START_GRACE_S:g} s")
+                await _kill_zygote(worker.zygote, f"it forked no worker within {START_GRACE_S:g} s")
+                raise SandboxError(message) from exc
             if isinstance(exc, OSError | EOFError):
-                raise SandboxError(f"the zygote did not start a worker ({exc!r})") from exc
+                raise (self._zygote_ended if await _has_ended(worker.zygote) else SandboxError)(message) from exc
             raise
         return worker
 
@@ -303,15 +319,29 @@ class Pool:
                 start_new_session=True,  # Ctrl-C goes to the server, which stops it in order
             )
 
-    def _kill_zygote(self, why: str) -> None:
+
+async def _has_ended(zygote: subprocess.Popen) -> bool:
+    """Whether what killed a worker killed its zygote, too, which is no program's doing; an end takes a while."""
+    await asyncio.sleep(ZYGOTE_END_S)
+    return zygote.poll() is not None
+
+
+async def _kill_zygote(zygote: subprocess.Popen, why: str) -> None:
+    """Kill it and its workers. Not in the event loop: what is stuck in the kernel takes seconds, or never ends."""
+
+    def kill() -> None:
+        kill_below(zygote.pid)
+        zygote.kill()
+        with suppress(subprocess.TimeoutExpired):
+            zygote.wait(STOP_GRACE_S)
+
+    if zygote.poll() is None:  # else another request has killed it, and its id may be another's
         logger.error("killing the sandbox zygote: %s", why)
-        kill_below(self._zygote.pid)
-        self._zygote.kill()
-        self._zygote.wait()
+        await asyncio.to_thread(kill)
 
 
-def _remove_what_is_left(zygote: int, worker: int, folder: Path) -> None:
-    """Processes and files of a worker that was killed; `worker` is a pidfd, which is closed."""
+def _remove_what_is_left(zygote: int | None, worker: int, folder: Path) -> None:
+    """Processes and files of a worker that was killed; see `kill_orphans`. Closes `worker`."""
     try:
         kill_orphans(zygote, worker)
     finally:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import os
 import signal
@@ -12,10 +13,11 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 
+from tests.unit.sandbox.machines import needs_root
 from tests.unit.sandbox.server.test_pool import my_processes, request, stdout, wait_until
 from verl_ext.sandbox.server import connection
 from verl_ext.sandbox.server import pool as pool_module
-from verl_ext.sandbox.server.pool import LostProgramError, Pool, SandboxError
+from verl_ext.sandbox.server.pool import LostProgramError, Pool, SandboxError, ZygoteEndedError
 
 SLEEP = "import time; print('begun', flush=True); time.sleep(30)"
 
@@ -63,13 +65,58 @@ async def test_where_the_control_program_fails_the_sandbox_is_to_blame(pool, mon
         await lose(pool)
 
 
+def kill_all() -> None:
+    for process in my_processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # a program ends with its worker
+            process.kill()
+
+
+async def test_loss_with_the_zygote_is_the_sandboxs_though_the_next_request_has_started_another(pool):
+    for _ in range(2):
+        task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout=2), spare_s=60))
+        await wait_until(lambda: len(my_processes()) == 3)
+        kill_all()
+        await wait_until(lambda: pool._zygote.poll() is not None)
+        assert await stdout(pool, "print(1)") == "1\n"
+        with pytest.raises(ZygoteEndedError):
+            await task
+
+
+async def test_worker_that_has_outlived_its_zygote_runs_no_program(pool):
+    """Or the old end of its zygote would excuse a program that kills it."""
+    worker, zygote = pool._idle[-1], pool._zygote
+    zygote.kill()
+    await wait_until(lambda: zygote.poll() is not None)
+    assert worker.is_alive() and await stdout(pool, "print(1)") == "1\n"
+    assert pool._idle[-1] is not worker
+    with pytest.raises(LostProgramError):
+        await lose(pool)
+
+
+@pytest.mark.parametrize(("options", "error"), [({}, ZygoteEndedError), ({"allow_subprocess": True}, SandboxError)])
+async def test_only_what_no_program_can_have_done_is_nobodys(options, error):
+    """Programs that fork may fill the machine's memory, until the kernel kills zygotes."""
+    pool = Pool(workers=1, max_output_bytes=1000, preload=(), **options)
+    try:
+        await stdout(pool, "pass")
+        worker = await pool.take_worker()
+        for ask in (lambda: pool.call(worker, request(SLEEP) | {"session": False}), lambda: pool.execute(request("1"))):
+            task = asyncio.create_task(ask())
+            await asyncio.sleep(0)  # it has sent what it asks
+            kill_all()
+            with pytest.raises(SandboxError) as raised:
+                await task
+            assert type(raised.value) is error
+            pool._start_zygote()
+    finally:
+        await pool.close()
+
+
 async def test_loss_with_the_zygote_is_nobodys_but_the_sandboxs(pool):
     task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout=5), spare_s=60))
     await wait_until(lambda: len(my_processes()) == 3)
     started = time.monotonic()
-    for process in my_processes():
-        with contextlib.suppress(psutil.NoSuchProcess):  # a program ends with its worker
-            process.kill()
+    kill_all()
     with pytest.raises(SandboxError) as error:
         await task
     assert not isinstance(error.value, LostProgramError)
@@ -125,7 +172,28 @@ async def test_worker_that_hangs_with_the_zygote_is_a_failure_of_the_sandbox(poo
         process.suspend()
     with pytest.raises(SandboxError, match="did not answer; a control program failed, too: "):
         await task
-    pool._kill_zygote("it is suspended")
+    await pool_module._kill_zygote(pool._zygote, "it is suspended")
+
+
+@needs_root
+async def test_zygote_that_hangs_with_a_worker_that_does_not_end_holds_up_nobody(pool, monkeypatch):
+    """As one that waits for a disk: a process that is traced is not gone until its tracer lets it go."""
+    monkeypatch.setattr(pool_module, "START_GRACE_S", 0.3)
+    libc = ctypes.CDLL(None, use_errno=True)
+    worker = await pool.take_worker()
+    assert libc.ptrace(0x4206, worker.pid, 0, 0) == 0, ctypes.get_errno()  # PTRACE_SEIZE
+    try:
+        pool._zygote.send_signal(signal.SIGSTOP)
+        call, longest_s, before = asyncio.create_task(pool.execute(request("pass"))), 0.0, time.monotonic()
+        while not call.done():
+            await asyncio.sleep(0.01)
+            longest_s, before = max(longest_s, time.monotonic() - before), time.monotonic()
+        with pytest.raises(SandboxError, match="did not start a worker"):
+            await call
+        assert longest_s < 1
+    finally:
+        os.waitpid(worker.pid, 0x40000000)  # __WALL
+        worker.close()
 
 
 async def test_descriptors_in_flight_of_others_delay_a_request_and_nothing_else(pool, monkeypatch):
