@@ -10,7 +10,7 @@ import pytest
 from tests.unit.evaluation.rows import evaluation
 from tests.unit.evaluation.rows import row as evaluated_row
 from verl_ext.evaluation.result import make_result, write_result
-from verl_ext.records.samples import read_dump
+from verl_ext.evaluation.samples import read_dump
 
 REPO = Path(__file__).resolve().parents[2]
 PROMPT = "user\nPut the answer in \\boxed{}.\n\nAnn has 12 pens and buys 3 bags of 5.\nassistant\n"

@@ -1,6 +1,7 @@
 """Evaluation with tools: `python -m verl_ext.evaluate` runs it.
 
-`problems`, `servers` and `sampling` take samples, `store` keeps them, `figures` and `result` say what they show.
+`problems`, `servers` and `sampling` take samples, `store` keeps them. `samples` reads them, as those of records and of
+verl's dumps; `figures` and `result` say what they show.
 `checkpoint` finds and merges a run's checkpoint. `past_samples` and `pass_rates` say how hard problems are, `purposes`
 what code is for.
 In: a model, a server, a checkpoint or samples. Out: `samples.jsonl`, `result.json`, `result.md`.

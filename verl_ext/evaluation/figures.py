@@ -1,6 +1,6 @@
 """Accuracy and tool use of samples with 95% intervals over problems, and differences on the same problems.
 
-Takes the samples that records/samples.py reads. It scores nothing: `acc` is what the reward manager found.
+Takes the samples that samples.py reads. It scores nothing: `acc` is what the reward manager found.
 """
 
 from collections import Counter, defaultdict
@@ -22,8 +22,8 @@ from verl_ext.evaluation.estimators import (
     ratio_of_sums,
     share_95,
 )
+from verl_ext.evaluation.samples import Sample
 from verl_ext.outcome import EVALUATION_FAILURES
-from verl_ext.records.samples import Sample
 
 
 def _majority(samples: Sequence[Sample], k: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_ext.records.samples import Sample
+from verl_ext.evaluation.samples import Sample
 
 PROBES = 64  # samples from which the chat template's part of an input text is learned
 

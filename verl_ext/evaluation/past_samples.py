@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_ext.evaluation.result import NoSamples
+from verl_ext.evaluation.samples import read_dump
 from verl_ext.outcome import UNVERIFIED, evaluation_failure
 from verl_ext.records import store
-from verl_ext.records.samples import read_dump
 from verl_ext.runs import jsonl
 from verl_ext.runs.folder import SAMPLES, find_run, old_log_of, rollouts_of, sample_files, training_folder
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_ext.evaluation import figures as evaluation
+from verl_ext.evaluation.samples import Sample, read_dump
 from verl_ext.evaluation.store import SETTINGS, flatten
 from verl_ext.outcome import EVALUATION_FAILURES
 from verl_ext.records import store
-from verl_ext.records.samples import Sample, read_dump
 from verl_ext.rollout.tool_use import tool_metrics
 from verl_ext.runs import durable, jsonl
 from verl_ext.runs.folder import SAMPLES, sample_files

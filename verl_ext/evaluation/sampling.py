@@ -19,10 +19,10 @@ from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 
 from verl_ext.datasets.rows import DataError, progress_bar
 from verl_ext.environments.toolbox import load_tools
+from verl_ext.evaluation.samples import NUMBERS, TEXTS
 from verl_ext.evaluation.servers import Server, ServerFailure
 from verl_ext.evaluation.store import Store
 from verl_ext.outcome import SERVER_FAILURE, UNVERIFIED, evaluation_failure
-from verl_ext.records.samples import NUMBERS, TEXTS
 from verl_ext.reward.manager import RetoolRewardManager
 from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.seeds import seed_of

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from verl_ext.evaluation.figures import is_ood
-from verl_ext.records.samples import Sample
+from verl_ext.evaluation.samples import Sample
 
 # A block that the response budget cut off has no closing tag and runs to the end. Around a hermes tool reply verl's
 # decoded text keeps the bare role names of the chat template ("user", "assistant"); they are no one's words.

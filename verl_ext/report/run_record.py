@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from verl_ext.evaluation.samples import Sample, plain, read_dump
 from verl_ext.records import store
-from verl_ext.records.samples import Sample, plain, read_dump
 from verl_ext.runs import jsonl, parquet
 from verl_ext.runs.folder import SAMPLES, STAGES, find_run, rollouts_of, sample_files, step_dumps, step_of
 from verl_ext.runs.metrics import Metrics, read_metrics, start_up

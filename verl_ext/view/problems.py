@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from verl_ext.evaluation import figures
-from verl_ext.records.samples import Sample, sample_of
+from verl_ext.evaluation.samples import Sample, sample_of
 from verl_ext.view.data import Run
 
 DRAWS = 2000  # bootstrap resamples: the end of an interval is known to about 0.03 of its width

@@ -5,8 +5,8 @@ import pytest
 
 from verl_ext.evaluation.estimators import Estimate
 from verl_ext.evaluation.figures import by_k, compare, evaluate, format_comparison, format_evaluation
+from verl_ext.evaluation.samples import read_dump
 from verl_ext.outcome import EVALUATION_FAILURES
-from verl_ext.records.samples import read_dump
 
 
 def row(problem, session, acc, **changes):

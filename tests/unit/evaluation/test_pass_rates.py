@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.evaluation.pass_rates import Tally, is_kept, match_prompts, tally
-from verl_ext.records.samples import NUMBERS, TEXTS, read_dump
+from verl_ext.evaluation.samples import NUMBERS, TEXTS, read_dump
 from verl_ext.runs.lock import lock_folder
 
 REPO = Path(__file__).parents[3]

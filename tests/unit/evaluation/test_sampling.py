@@ -104,7 +104,7 @@ def sample(
 
 
 def test_samples_go_through_the_loop_and_the_reward_manager_of_training(config, tokenizer, tmp_path):
-    from verl_ext.records.samples import read_dump
+    from verl_ext.evaluation.samples import read_dump
 
     rows, server = sample(config, tokenizer, tmp_path, [problem(1), problem(2, "3")], lambda *_: "\\boxed{2}")
     assert set(rows) == {f"mine:{i}_{number}_0" for i in (1, 2) for number in (0, 1)}
@@ -160,8 +160,8 @@ def test_an_interrupted_run_goes_on_with_what_is_missing(config, tokenizer, tmp_
 
 def test_what_sandbox_or_server_failed_is_never_wrong_and_tried_again(config, tokenizer, tmp_path):
     from verl_ext.evaluation.figures import evaluate
+    from verl_ext.evaluation.samples import read_dump
     from verl_ext.evaluation.servers import ServerFailure
-    from verl_ext.records.samples import read_dump
 
     def fails_for_two(text: str, seed: int) -> str:
         if "2+1" in text:

@@ -1,6 +1,6 @@
 import pytest
 
-from verl_ext.records.samples import Sample
+from verl_ext.evaluation.samples import Sample
 from verl_ext.report.rollouts import pick_rollouts, pick_training_rollouts, split_rollout
 
 CASES = {

@@ -3,7 +3,7 @@
 import pytest
 
 from verl_ext.evaluation.figures import compare, evaluate, to_json
-from verl_ext.records.samples import Sample
+from verl_ext.evaluation.samples import Sample
 from verl_ext.report.run_record import RunRecord
 from verl_ext.report.verdict import changes, judge
 from verl_ext.runs.metrics import Metrics

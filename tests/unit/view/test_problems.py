@@ -11,8 +11,8 @@ from starlette.testclient import TestClient
 from tests.unit.view.synthetic import write_run
 from verl_ext.evaluation import figures
 from verl_ext.evaluation.estimators import paired_test
+from verl_ext.evaluation.samples import read_dump
 from verl_ext.records import store
-from verl_ext.records.samples import read_dump
 from verl_ext.view import problems
 from verl_ext.view.data import Run
 

@@ -1,8 +1,8 @@
 import pytest
 
 from tests.unit.evaluation.test_figures import row, write
+from verl_ext.evaluation.samples import Sample, read_dump
 from verl_ext.records import store
-from verl_ext.records.samples import Sample, read_dump
 
 
 def test_of_a_session_with_several_outputs_the_last_counts(tmp_path):
