@@ -96,11 +96,11 @@ class RunRecords:
         """The advantage of each response of the batch that is taken next, where all its tokens that train have one.
 
         Args:
-            notes: of `noted`, one: keys, advantages, float[B, T], and mask, [B, T], 1: a token trains.
+            notes: of `noted`; the last has keys, advantages, float[B, T], and mask, [B, T], 1: a token trains.
             factors: with what those of a response were multiplied since, by its key.
         """
         began = time.process_time()
-        ((keys, advantages, mask),) = notes
+        keys, advantages, mask = notes[-1]
         is_out = ~mask.bool()
         least = advantages.masked_fill(is_out, torch.inf).amin(-1).tolist()
         most = advantages.masked_fill(is_out, -torch.inf).amax(-1).tolist()
