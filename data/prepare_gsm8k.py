@@ -15,7 +15,7 @@ from verl_ext.datasets.gsm8k import read_test, read_worked
 from verl_ext.datasets.rows import DataError
 from verl_ext.datasets.worked import Worked, split_apart, write_task
 
-HUB = "openai/gsm8k"  # MIT
+HUB = "openai/gsm8k/main"  # MIT
 
 
 def main() -> None:

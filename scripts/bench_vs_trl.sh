@@ -6,7 +6,7 @@
 # Usage: bash scripts/bench_vs_trl.sh [--model tiny|small] [--steps N] [--rounds N] [--latencies S ...] [--run FOLDER]
 #                                     [--trainers NAME ...]
 #   tiny   the default: the sandbox as it is, and with 100 ms more per call; about 15 minutes
-#   small  SmolLM2-135M-Instruct, the sandbox as it is; with a run of ours without dynamic sampling, as TRL has none.
+#   small  SmolLM2-135M-Instruct (weights from 4 bits), the sandbox as it is; with a run of ours without dynamic sampling, as TRL has none.
 #          --trainers runs some of the three: verl-retool, TRL, "verl-retool, no dynamic sampling"
 # Takes the SFT model of the quickstart (outputs/quickstart or outputs/small, made if it is not there), and TRL in an
 # environment of its own (requirements/trl.txt, 1.5 GB): outputs/bench_vs_trl/venv. Prints a table; figures in a new

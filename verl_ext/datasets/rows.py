@@ -25,7 +25,8 @@ def read_rows(source: str, *, split: str = "train") -> Iterator[tuple[str, dict[
     """Yield (where, row): `where` is the file and line or row, for messages; shows a progress bar.
 
     Args:
-        source: path of a parquet or JSONL file or of a folder of them; else the name of a data set on the hub.
+        source: path of a parquet or JSONL file or of a folder of them; else a data set on the hub, owner/name, or
+            owner/name/subset where it has several.
         split: of the hub's data set.
     Raises:
         DataError: there is no such file, and the hub cannot be reached or does not have it; a line is no JSON object.
@@ -77,7 +78,7 @@ def _files(source: str) -> list[Path]:
         if path.suffix not in (".parquet", *_JSON_SUFFIXES):
             raise DataError(f"{source} is neither *.parquet nor *.jsonl. Convert it, or name another file.")
         return [path]
-    if path.suffix in (".parquet", *_JSON_SUFFIXES) or source.count("/") != 1:
+    if path.suffix in (".parquet", *_JSON_SUFFIXES) or source.count("/") not in (1, 2):
         raise DataError(f"{source} does not exist, and is not of the form owner/name, as a data set of the hub is.")
     return []
 
@@ -97,11 +98,12 @@ def _table(source: str, file: Path | None, split: str) -> Iterator[tuple[str, di
         if file:
             table = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
         else:
-            table = datasets.load_dataset(source, split=split, streaming=True)
+            owner, name, *subset = source.split("/")
+            table = datasets.load_dataset(f"{owner}/{name}", *subset, split=split, streaming=True)
     except (OSError, ValueError) as error:  # no network, no such data set, no such split
         raise DataError(
             f"{source} cannot be read: {error}\nIt is no file here, and the hub did not give it. Download it on a "
-            "machine with a network, and name the parquet or JSONL file with --input."
+            "machine with a network, and name the parquet or JSONL file in its place."
         ) from None
     for number, row in enumerate(table):
         yield f"{file or source}, row {number}", row

@@ -86,9 +86,25 @@ def test_without_a_network_the_hub_is_named_and_the_way_out(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(
-        DataError, match="owner/name cannot be read: no route\n.*name the parquet or JSONL file with --inp"
+        DataError, match="owner/name cannot be read: no route\n.*name the parquet or JSONL file in its place"
     ):
         list(read_rows("owner/name"))
+
+
+@pytest.mark.parametrize(
+    ("source", "asked"), [("owner/name", ("owner/name",)), ("openai/gsm8k/main", ("openai/gsm8k", "main"))]
+)
+def test_a_data_set_of_the_hub_may_have_subsets(monkeypatch, source, asked):
+    import datasets
+
+    told = []
+
+    def load(*args, split, streaming):
+        told.append((args, split))
+        return [{"question": "1+1"}]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert [row for _, row in read_rows(source, split="test")] == [{"question": "1+1"}] and told == [(asked, "test")]
 
 
 def test_a_broken_parquet_file_is_named(tmp_path):
