@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIG = "smollm2_dapo", ["+hardware=cpu_small"]
-BEGUN = "RETOOL_RAW_PARTS"  # set in the process that has the launcher's variables
 CHUNK = 256  # rows of the cross-entropy, each over the whole vocabulary
 
 
@@ -180,8 +179,9 @@ def main() -> None:
     parser.add_argument("--rl", type=Path, help="folder of the RL run (default: rl in that folder)")
     parser.add_argument("--step", type=int, help="default: the one whose time is the median of all")
     args = parser.parse_args()
-    if BEGUN not in os.environ:  # as recipe/retool/run_smollm2_dapo.sh has them; malloc reads its own at the start
-        os.execve(sys.executable, [sys.executable, *sys.argv], ENVIRONMENT | whole_cpu() | {BEGUN: "1"})
+    # As recipe/retool/run_smollm2_dapo.sh has them. MALLOC_* take no effect, as malloc has read its own: they save
+    # memory and cost time, and the raw parts are plain PyTorch and vLLM.
+    os.environ.update(ENVIRONMENT | whole_cpu())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from transformers import AutoTokenizer
 

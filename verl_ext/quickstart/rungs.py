@@ -43,7 +43,10 @@ def code_digest(*patterns: str) -> str:
     result."""
     trees = [ast.parse(path.read_text(encoding="utf-8")) for pattern in patterns for path in sorted(REPO.glob(pattern))]
     for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             del node.body[0]
     return hashlib.sha256("\n".join(map(ast.dump, trees)).encode()).hexdigest()[:16]
 

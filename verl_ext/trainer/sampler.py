@@ -79,7 +79,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             equality makes a group useless, `max_num_gen_batches` the most prompts of a step, in train batches.
         kwargs: what verl passes to every sampler.
     Raises:
-        ValueError: `max_num_gen_batches` is below 1, or another of them is none of its values.
+        ValueError: `max_num_gen_batches` is below 1, another of them is none of its values, or a key is none of `KEYS`.
     """
 
     KEYS = frozenset("filter_groups keep_surplus max_staleness poll_interval_s resample void_turn_filter".split())
@@ -356,7 +356,10 @@ class DapoReplayBuffer(ReplayBufferAsync):
             for uid in selected_prompt_uids:
                 group = self._groups.pop(uid)
                 self.baseline_only |= set(group.void)
-                self.left_out |= dict.fromkeys(group.void, "in the baseline of its group, not in the loss: void_turn")
+                if uid in useful:  # all of a filler have advantage 0
+                    self.left_out |= dict.fromkeys(
+                        group.void, "in the baseline of its group, not in the loss: void_turn"
+                    )
                 ages = [self._version - group.oldest[key] for key in group.valid if group.oldest[key] is not None]
                 self._counts.ages += ages * (uid in useful)
                 if self.resample:

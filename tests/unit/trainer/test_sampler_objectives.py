@@ -42,6 +42,14 @@ def test_a_group_of_void_rollouts_alone_is_replaced(make_buffer, mode):
     assert buffer.take_prompt_ends()[0] == {"uid-0": PromptEnd.VOID, "uid-1": PromptEnd.TRAINED}
 
 
+def test_a_filler_of_void_rollouts_is_in_the_baseline_of_no_loss(make_buffer):
+    """The records say that the group fills the batch, and not that each of its rollouts is left out of a loss."""
+    void = [info(1, void_turns=1), info(0, void_turns=1)]
+    _, buffer = make_buffer([void] * 2, batch_size=1, void_turn_filter="loss", max_num_gen_batches=1)
+    batch, _ = buffer.sample(1, "train", 1)
+    assert len(buffer.fillers) == 1 and len(batch.keys) == 2 and buffer.left_out == {}
+
+
 # Right with 2 of 2 calls failed, right without an error, wrong twice: of 4, 2 are kept, one right and one wrong.
 DIRTY, CLEAN = info(1, errors={"error": 2}), info(1, ok=2)
 GROUP = [DIRTY, info(0, ok=1), CLEAN, info(0, errors={"error": 1})]
