@@ -1,31 +1,54 @@
 """Sequences that are packed into one row attend to themselves alone, and log-probs in bf16 are near those in fp32."""
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 from tests.gpu.numbers import FOUR_B, below, build_model, four_b, relative_error
-from tests.gpu.stage import Context, NotRun, Row
+from tests.gpu.stage import Context, Row
 
 LENGTHS = (300, 1, 77, 512, 128)  # tokens; one token, and lengths that fill no block of a kernel
 
 
-def _kernels(context: Context) -> tuple[Callable, Callable]:
-    """flash_attn_func and flash_attn_varlen_func: the package's on a GPU, our stand-in's on a CPU."""
+def kernels(context: Context) -> tuple[Callable, Callable]:
+    """flash_attn_func and flash_attn_varlen_func: of the package, else PyTorch's own; on a CPU our stand-in's."""
     if not context.is_cuda:
         from verl_ext.cpu.attention import flash_attn_func, flash_attn_varlen_func
+    elif importlib.util.find_spec("flash_attn"):
+        from flash_attn import flash_attn_func, flash_attn_varlen_func
     else:
-        try:
-            from flash_attn import flash_attn_func, flash_attn_varlen_func
-        except ImportError as error:
-            raise NotRun(f"flash-attn: {error}") from error
+        return torch_func, torch_varlen_func
     return flash_attn_func, flash_attn_varlen_func
+
+
+def name_of_kernels(context: Context) -> str:
+    names = {"flash_attn": "the package flash-attn", "verl_ext": "our stand-in for a CPU"}
+    return names.get(kernels(context)[1].__module__.split(".")[0], "PyTorch's own flash-attention")
+
+
+def torch_varlen_func(q, k, v, starts_q, starts_k, longest_q, longest_k, softmax_scale=None, causal=False):
+    """flash_attn_varlen_func by PyTorch's kernels; keys are repeated for their queries' heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
+    window = (-1, 0) if causal else (-1, -1)
+    return varlen_attn(q, k, v, starts_q, starts_k, longest_q, longest_k, scale=softmax_scale, window_size=window)
+
+
+def torch_func(q, k, v, causal=False):
+    """flash_attn_func for one sequence [1, T, heads, head dim]."""
+    import torch
+
+    starts = torch.tensor([0, q.shape[1]], dtype=torch.int32, device=q.device)
+    return torch_varlen_func(q[0], k[0], v[0], starts, starts, q.shape[1], q.shape[1], causal=causal)[None]
 
 
 def check_packing(context: Context) -> Iterator[Row]:
     """One call for all sequences against one for each: outputs, gradients, and what must not matter."""
     import torch
 
-    of_one, of_many = _kernels(context)
+    of_one, of_many = kernels(context)
+    yield Row("attention", "", name_of_kernels(context))
     dtype, limit = (torch.bfloat16, 1e-2) if context.is_cuda else (torch.float32, 1e-5)
     shape = four_b(context)
     generator = torch.Generator(context.device).manual_seed(0)

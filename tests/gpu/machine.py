@@ -100,6 +100,10 @@ def _check_products(torch, context: Context) -> Iterator[Row]:
     exact = a.double() @ b.double()
     yield below("fp32 product against fp64", relative_error(a @ b, exact), 1e-5)  # TF32 would give about 3e-4
     yield below("bf16 product against fp64", relative_error(a.bfloat16() @ b.bfloat16(), exact), 1e-2)
+    ties = torch.randint(0, 8, (64, size), device=context.device, generator=generator).float()
+    first = torch.topk(ties, size // 4).indices
+    same = all(torch.equal(torch.topk(ties.clone(), size // 4).indices, first) for _ in range(10))
+    yield Row("torch.topk among equal values, ten times", "the same", "the same" if same else "other indices", same)
     if context.is_cuda:
         size = 8192
         a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -22,6 +22,9 @@ LEAST = {  # of every step of RL
 # Of the first steps of SFT on a CPU, written by `bash scripts/gpu_acceptance.sh sft --device cpu` (sft/losses.json)
 CPU_LOSSES = Path(__file__).with_name("sft_losses.json")
 ROLLOUT = "actor_rollout_ref.rollout"
+COMPARED = "algorithm.rollout_correction.bypass_mode=false"  # the actor's log-probs are computed, too
+SMALL_STEPS = 16  # of RL
+SMALL_TIMES = ("timing_s/step", "timing_s/gen", "timing_s/old_log_prob", "timing_s/update_actor")
 LEARNED_STEPS = 500  # of SFT, configs/tiny_sft.yaml's: the model then writes code
 
 
@@ -32,6 +35,15 @@ def rl_on_gpu() -> list[str]:
         *(hardware, "trainer.device=cuda", "trainer.n_gpus_per_node=1", "trainer.nnodes=1"),
         *(f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.gpu_memory_utilization=0.3"),
         *(f"{ROLLOUT}.agent.num_workers=1", "reward.num_workers=1"),
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    ]
+
+
+def small_on_gpu() -> list[str]:
+    """configs/smollm2_dapo.yaml, which has no settings of a CPU, with few processes, which start cold where CUDA is."""
+    return [
+        *([] if importlib.util.find_spec("flash_attn") else ["+hardware=no_flash_attn"]),
+        *(f"{ROLLOUT}.gpu_memory_utilization=0.3", f"{ROLLOUT}.agent.num_workers=1", "reward.num_workers=1"),
         "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
     ]
 
@@ -177,8 +189,7 @@ def check_rl(context: Context) -> Iterator[Row]:
     policy = context.folder / "policy"
     run(merge_command(checkpoints.path_of(sft, LEARNED_STEPS), policy), context.folder / "merge.log")
     inputs["MODEL_PATH"] = str(policy)
-    compared = "algorithm.rollout_correction.bypass_mode=false"  # the actor's log-probs are computed, too
-    settings = ["trainer.save_freq=3", compared, *(rl_on_gpu() if context.is_cuda else [])]
+    settings = ["trainer.save_freq=3", COMPARED, *(rl_on_gpu() if context.is_cuda else [])]
     managers = {3: "LeanAgentLoopManager", 5: "InServerAgentLoopManager"}
     with running_server() as url:
         for steps, manager in managers.items():
@@ -203,6 +214,35 @@ def servers_in(log: Path) -> int:
     """How many servers verl named at the last start of a run."""
     named = re.findall(r"LLMServerManager: \[([^]]*)\]", log.read_text(errors="replace"))
     return named[-1].count("'") // 2 if named else 0
+
+
+def check_small(context: Context) -> Iterator[Row]:
+    """The quickstart's small rung, a pretrained model: data, model, SFT, merge and the first steps of RL.
+
+    build_model.py fetches the model's package. Without an index, PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER name a folder.
+    """
+    out, start = context.folder / "small", time.monotonic()
+    stages = ["--stage=data", "--stage=sft", "--stage=merge", "--stage=rl"]
+    steps = SMALL_STEPS if context.is_cuda else 2
+    sft = [] if importlib.util.find_spec("flash_attn") or not context.is_cuda else ["--sft=+hardware=no_flash_attn_sft"]
+    rl = [f"trainer.total_training_steps={steps}", f"trainer.save_freq={steps}", COMPARED]
+    rl += small_on_gpu() if context.is_cuda else []
+    command = [sys.executable, "-m", "verl_ext.quickstart", "--model=small", f"--out={out}", *stages, *sft]
+    run([*command, *(f"--rl={setting}" for setting in rl)], context.folder / "small.log", DOCTOR="0")
+    yield Row("data, SFT and RL", "", f"{time.monotonic() - start:.0f} s")
+    for entry in json.loads((out / "stages.json").read_text()):
+        yield Row(entry["stage"], "", f"{entry['wall_s']:.0f} s")
+    losses = [*metrics(out / "sft", "train/loss").values()]
+    yield Row("loss of SFT", "falls", f"{losses[0]:.3f} to {losses[-1]:.3f}", losses[-1] < losses[0])
+    seconds = metrics(out / "rl", "timing_s/step")
+    yield Row("steps of RL", str(steps), f"{len(seconds)}", len(seconds) == steps)
+    least = {"training/rollout_actor_probs_pearson_corr": 0.99, "tool/code_ratio": 0.9}
+    for key, limit in least.items():
+        seen = metrics(out / "rl", key).values()
+        yield Row(key, f">= {limit:g}", f"{min(seen, default=0):.4f} at the least", min(seen, default=0) >= limit)
+    told = ("training/rollout_probs_diff_mean", "train/acc", "response_length/mean", *SMALL_TIMES)
+    for key in told:
+        yield Row(key, "", ", ".join(f"{value:.3g}" for value in metrics(out / "rl", key).values()))
 
 
 def check_sleep(context: Context) -> Iterator[Row]:

@@ -73,27 +73,23 @@ def pack(input_ids: Tensor, lengths: list[int], prompt_lengths: list[int]) -> Pa
     )
 
 
-def forward(
-    self: Any,
+def log_probs_of_rows(
+    model: Any,
     input_ids: Tensor,
     position_ids: Tensor,
-    shift_labels: Tensor,
+    labels: Tensor,
     temperature: float,
     rows: Tensor,
     prompt_lengths: list[int] | None = None,
-    **_: Any,
-) -> Any:
-    """In the place of a causal LM's `forward`, as verl/models/transformers/dense_common.py:76 is (0.9.1).
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of the labels at `rows`, and entropies in nats, [R] each.
 
     Args:
-        input_ids, position_ids, shift_labels: int64[1, T]; each sequence's positions start with 0.
+        model: a causal LM of MODEL_TYPES, with attention that knows `key_places`.
+        input_ids, position_ids, labels: int64[1, T]; each sequence's positions start with 0.
         rows: int64[R], the places whose next token's log-prob is asked for.
         prompt_lengths: tokens of each sequence's prompt; None: no sequence shares anything.
-    Returns:
-        `log_probs` and `entropy`, [1, T], 0 outside `rows`.
     """
-    from verl.models.transformers.dense_common import CausalLMOutputForPPO
-
     shared = {}
     if prompt_lengths is not None:
         starts = (position_ids[0] == 0).nonzero()[:, 0].tolist()
@@ -107,9 +103,29 @@ def forward(
             "max_length_q": packing.max_queries,
             "max_length_k": packing.max_keys,
         }
-    hidden = self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **shared)[0][0]
+    hidden = model.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **shared)[0][0]
     hidden = hidden.index_select(0, rows if prompt_lengths is None else packing.source[rows])
-    found = linear_log_probs(hidden, self.lm_head.weight, shift_labels[0, rows], temperature)
+    return linear_log_probs(hidden, model.lm_head.weight, labels[0, rows], temperature)
+
+
+def forward(
+    self: Any,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    shift_labels: Tensor,
+    temperature: float,
+    rows: Tensor,
+    prompt_lengths: list[int] | None = None,
+    **_: Any,
+) -> Any:
+    """In the place of a causal LM's `forward`, as verl/models/transformers/dense_common.py:76 is (0.9.1).
+
+    Returns:
+        `log_probs` and `entropy`, [1, T], 0 outside `rows`: those of `log_probs_of_rows`.
+    """
+    from verl.models.transformers.dense_common import CausalLMOutputForPPO
+
+    found = log_probs_of_rows(self, input_ids, position_ids, shift_labels, temperature, rows, prompt_lengths)
     whole = shift_labels.shape[1]
     log_probs, entropy = (values.new_zeros(whole).index_copy(0, rows, values)[None] for values in found)
     return CausalLMOutputForPPO(log_probs=log_probs, entropy=entropy)
