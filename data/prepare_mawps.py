@@ -14,7 +14,7 @@ from pathlib import Path
 
 from verl_ext.datasets.mawps import split_fold
 from verl_ext.datasets.rows import DataError
-from verl_ext.datasets.worked import problem_of, split_apart, write_task
+from verl_ext.datasets.worked import problem_of, write_task
 
 
 def main() -> None:
@@ -25,9 +25,7 @@ def main() -> None:
     parser.add_argument("--sft", type=int, default=600, help="SFT traces; the rest is for RL (default: %(default)s)")
     parser.add_argument("--sft-val", type=int, default=48, help="traces of SFT's validation (default: %(default)s)")
     args = parser.parse_args()
-    parts = split_fold(args.input, seed=args.seed, sft=args.sft + args.sft_val, rl=None, test=None)
-    (test, sft, rl), report = split_apart(*parts)
-    print(report)
+    test, sft, rl = split_fold(args.input, seed=args.seed, sft=args.sft + args.sft_val, rl=None, test=None)
     val, train = sft[: args.sft_val], sft[args.sft_val :]
     evaluation = {"mawps": [problem_of(worked) for worked in test]}
     write_task(args.out, sft=train, sft_val=val, rl=rl, rl_source="mawps", evaluation=evaluation)

@@ -29,7 +29,7 @@ from verl_ext.evaluation.estimators import half_width  # noqa: E402
 from verl_ext.plots.charts import Chart, Series  # noqa: E402
 from verl_ext.plots.drawing import write_picture  # noqa: E402
 from verl_ext.quickstart.options import JOURNAL  # noqa: E402
-from verl_ext.quickstart.rungs import RUNGS, code_digest, digest  # noqa: E402
+from verl_ext.quickstart.rungs import RUNGS, digest  # noqa: E402
 from verl_ext.quickstart.source import NoSource, find_source  # noqa: E402
 from verl_ext.runs import durable  # noqa: E402
 from verl_ext.runs.lock import lock_folder  # noqa: E402
@@ -74,7 +74,7 @@ def overrides_of(cell: Cell, *, short: bool) -> list[str]:
 def settings_of(cell: Cell, digests: Mapping[str, str], *, short: bool) -> dict[str, Any]:
     """What a result was made with: the SFT that --from names, the overrides, and the values of preset and task."""
     own = {"preset": digest(f"configs/objective/{cell.objective}.yaml"), "task": RUNGS["tiny"].task_digest()}
-    own["code"] = code_digest(*CODE)
+    own["code"] = digest(*CODE)
     return {"from": dict(digests), "rl": overrides_of(cell, short=short), **own}
 
 

@@ -11,6 +11,7 @@ FILE, and the run is not made again: another machine can go on with FILE.
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -41,7 +42,7 @@ COLUMNS = {
         ("after RL", "after", "svamp_ood"),
     ],
 }
-CONTROL = "control: random rewards"
+CONTROL, NO_TOOL = "control: random rewards", "without Python"
 CURVES = (
     "train/acc",
     "tool/error_rate",
@@ -128,7 +129,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     def settings(seed: int) -> dict[str, Any]:
         # Results of another task are another table's. Those of the tiny one were published before it was noted.
         of_task = {} if args.model == "tiny" else {"task": RUNGS[args.model].task_digest()}
+        if args.model != "tiny" and (path := os.environ.get("MODEL_PATH")):
+            of_task["model_path"] = path
         return {"model": args.model, "seed": seed, **of_task}
+
+    def has(name: str) -> bool:
+        """A run that one seed stands for, of whatever seed: another machine may have made it."""
+        made_with = results.rows.get(name, {}).get("settings", {})
+        return results.has(name, settings(made_with.get("seed", args.seeds[0])))
 
     def run(name: str, folder: Path, seed: int, *arguments: str) -> None:
         if not results.has(name, settings(seed)):
@@ -138,12 +146,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:  # before hours of runs
         for seed in args.seeds:
             results.has(f"seed {seed}", settings(seed))
+        made = {name for name in (CONTROL, NO_TOOL) if has(name)}
     except ValueError as error:
         parser.error(str(error))
     for seed in args.seeds:
         run(f"seed {seed}", out / f"seed_{seed}", seed, *model)
     first = args.seeds[0]
-    if CONTROL not in results.rows:  # of whatever seed: another machine may have made it
+    if CONTROL not in made:
         _, *figure = COLUMNS[args.model][0]
         rate = estimate(results.rows[f"seed {first}"], *figure)["value"]
         source = out / f"seed_{first}"  # the same data and SFT, which may have been made on another machine
@@ -151,8 +160,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         quickstart(source, *model, "--seed", str(first), *stages)
         overrides = ("--rl", f"+reward.reward_kwargs.random_reward_p={rate:.3f}")
         run(CONTROL, out / "control", first, "--from", str(source), *overrides)
-    if args.model == "small" and "without Python" not in results.rows:
-        run("without Python", out / "no_tool", first, *model, "--data=--no-tool")
+    if args.model == "small" and NO_TOOL not in made:
+        run(NO_TOOL, out / "no_tool", first, *model, "--data=--no-tool")
     print(f"\n{table(args.model, results.rows)}")
 
 

@@ -35,7 +35,7 @@ from verl_ext.analysis.cell import Cell, Problem, Task, run_cell  # noqa: E402
 from verl_ext.analysis.preset import RUN  # noqa: E402
 from verl_ext.analysis.stability import in_short, read_runs, table, write_maps  # noqa: E402
 from verl_ext.analysis.tiny_model import load_model  # noqa: E402
-from verl_ext.quickstart.rungs import SHARED, code_digest, digest  # noqa: E402
+from verl_ext.quickstart.rungs import SHARED, digest  # noqa: E402
 from verl_ext.quickstart.source import find_source  # noqa: E402
 from verl_ext.runs import durable, jsonl, parquet  # noqa: E402
 from verl_ext.runs.processes import end_with_parent  # noqa: E402
@@ -114,7 +114,7 @@ CODE = ("verl_ext/objectives/*.py", "verl_ext/trainer/objective.py", "verl_ext/t
 def settings_of(cell: Cell, digests: Mapping[str, str], steps: int) -> dict[str, Any]:
     """What a run of the map was made with: data and SFT, the values of its preset, its number of steps."""
     preset = digest(f"configs/objective/{cell.objective}.yaml", f"configs/{RUN}.yaml", SHARED)
-    return {"from": dict(digests), "preset": preset, "steps": steps, "code": code_digest(*CODE)}
+    return {"from": dict(digests), "preset": preset, "steps": steps, "code": digest(*CODE)}
 
 
 def run(cell: Cell, quickstart: Path, steps: int) -> dict:

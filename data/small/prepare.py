@@ -54,11 +54,10 @@ def main() -> None:
     args = parser.parse_args()
     if args.mawps:
         sizes = {"sft": args.sft + args.sft_val, "rl": args.rl, "test": args.test}
-        parts = split_fold(args.mawps, seed=args.seed, **sizes)
+        test, sft, rl = split_fold(args.mawps, seed=args.seed, **sizes)
     else:
-        parts = own_problems(args)
-    (test, sft, rl), report = split_apart(*parts)
-    print(report)
+        (test, sft, rl), report = split_apart(*own_problems(args))
+        print(report)
     name = "mawps" if args.mawps else "word_problems"
     write_task(
         args.out,

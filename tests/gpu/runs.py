@@ -39,15 +39,6 @@ def rl_on_gpu() -> list[str]:
     ]
 
 
-def small_on_gpu() -> list[str]:
-    """configs/smollm2_dapo.yaml, which has no settings of a CPU, with few processes, which start cold where CUDA is."""
-    return [
-        *([] if importlib.util.find_spec("flash_attn") else ["+hardware=no_flash_attn"]),
-        *(f"{ROLLOUT}.gpu_memory_utilization=0.3", f"{ROLLOUT}.agent.num_workers=1", "reward.num_workers=1"),
-        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-    ]
-
-
 def run(command: list[str], log: Path, **environment: str) -> None:
     """Run a command to its end.
 
@@ -224,10 +215,10 @@ def check_small(context: Context) -> Iterator[Row]:
     out, start = context.folder / "small", time.monotonic()
     stages = ["--stage=data", "--stage=sft", "--stage=merge", "--stage=rl"]
     steps = SMALL_STEPS if context.is_cuda else 2
-    sft = [] if importlib.util.find_spec("flash_attn") or not context.is_cuda else ["--sft=+hardware=no_flash_attn_sft"]
+    no_kernels = context.is_cuda and not importlib.util.find_spec("flash_attn")
+    hardware = ["--sft=+hardware=no_flash_attn_sft", "--rl=+hardware=no_flash_attn"] if no_kernels else []
     rl = [f"trainer.total_training_steps={steps}", f"trainer.save_freq={steps}", COMPARED]
-    rl += small_on_gpu() if context.is_cuda else []
-    command = [sys.executable, "-m", "verl_ext.quickstart", "--model=small", f"--out={out}", *stages, *sft]
+    command = [sys.executable, "-m", "verl_ext.quickstart", "--model=small", f"--out={out}", *stages, *hardware]
     run([*command, *(f"--rl={setting}" for setting in rl)], context.folder / "small.log", DOCTOR="0")
     yield Row("data, SFT and RL", "", f"{time.monotonic() - start:.0f} s")
     for entry in json.loads((out / "stages.json").read_text()):

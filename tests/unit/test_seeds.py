@@ -47,7 +47,18 @@ def test_what_is_published_is_not_run_again(seeds, tmp_path, monkeypatch, capsys
     assert not started and "| without Python | .32 [.20, .40] |" in capsys.readouterr().out
     seeds.main([*options, "--seeds", "1"])  # another machine's part: the control and the arm are there, of seed 0
     assert not started
-    results.write_text(results.read_text().replace(task, "another"))
+    written = results.read_text()
+    control = next(line for line in written.splitlines() if seeds.CONTROL in line)
+    results.write_text(written.replace(control, control.replace(task, "another")))
+    with pytest.raises(SystemExit):
+        seeds.main(options)
+    assert not started and "control: random rewards was made with other settings" in capsys.readouterr().err
+    results.write_text(written)
+    with monkeypatch.context() as patched, pytest.raises(SystemExit):
+        patched.setenv("MODEL_PATH", "another/model")
+        seeds.main(options)
+    assert not started and "'model_path': 'another/model'" in capsys.readouterr().err
+    results.write_text(written.replace(task, "another"))
     with pytest.raises(SystemExit):
         seeds.main(options)
     assert not started and f"now:   {row['settings']}" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from pathlib import Path
 from verl_ext.datasets.arithmetic import plain
 from verl_ext.datasets.problems import Report
 from verl_ext.datasets.rows import DataError
-from verl_ext.datasets.worked import Worked, as_fraction, keep_worked
+from verl_ext.datasets.worked import Worked, as_fraction, keep_worked, split_apart
 
 COLUMNS = ("Question", "Numbers", "Equation", "Answer")
 
@@ -90,7 +90,22 @@ def tidy(question: str) -> str:
 
 
 def split_fold(folder: Path, *, seed: int, sft: int, rl: int | None, test: int | None) -> list[list[Worked]]:
-    """Test, SFT and RL problems of a fold: dev.csv is the test, the first `sft` of a shuffled train.csv are for SFT."""
+    """Test, SFT and RL problems of a fold, apart from each other; prints what was left out.
+
+    dev.csv is the test. Of train.csv, shuffled, the first `sft` are for SFT and the others for RL, but for those that
+    are in a set before (`split_apart`).
+
+    Raises:
+        DataError: see `read_fold`; or fewer than `sft` are left.
+    """
     train, dev = read_fold(folder)
     random.Random(seed).shuffle(train)
-    return [dev[:test], train[:sft], train[sft:][:rl]]
+    (held_out, others), report = split_apart(dev, train)
+    if len(others) < sft:
+        raise DataError(
+            f"{folder}: {len(others)} problems are left for training, expected {sft} and more. Ask for fewer."
+        )
+    print(f"apart from the test: {report}")
+    (first, rest), report = split_apart(others[:sft], others[sft:])
+    print(f"RL apart from SFT: {report}")
+    return [held_out[:test], first, rest[:rl]]

@@ -2,7 +2,9 @@
 
 import ast
 import hashlib
+import io
 import json
+import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +24,9 @@ class Rung:
     model_seed: bool  # whether build_model.py draws weights, by `--seed`
     shares_python: bool  # one server forks the processes of all stages; else each launcher sets its own threads
     titles: tuple[str, str]  # of the data's step and the SFT's
-    task: tuple[str, ...]  # globs of the repository's files that make the task: its data and its two configs
+    task: tuple[
+        str, ...
+    ]  # globs of the repository's files that make the task: its data and its two configs, no machine's
 
     def task_digest(self) -> str:
         """`digest` of what `task` names: results of another one are another task's."""
@@ -32,27 +36,34 @@ class Rung:
 def digest(*patterns: str) -> str:
     """The first digits of the SHA-256 of the repository's files that globs name, in order.
 
-    Of a YAML its values count, and no comment.
+    Of a YAML its values count, and no comment; of Python all but comments, docstrings and empty lines.
     """
     files = sorted(path for pattern in patterns for path in REPO.glob(pattern))
     return hashlib.sha256(b"".join(map(_content, files))).hexdigest()[:16]
 
 
-def code_digest(*patterns: str) -> str:
-    """As `digest`, of Python files without comments, docstrings and layout: a result of another formula is another
-    result."""
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for pattern in patterns for path in sorted(REPO.glob(pattern))]
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            del node.body[0]
-    return hashlib.sha256("\n".join(map(ast.dump, trees)).encode()).hexdigest()[:16]
-
-
 def _content(path: Path) -> bytes:
-    return json.dumps(yaml.safe_load(path.read_text())).encode() if path.suffix == ".yaml" else path.read_bytes()
+    match path.suffix:
+        case ".yaml":
+            return json.dumps(yaml.safe_load(path.read_text())).encode()
+        case ".py":
+            return _code(path.read_text(encoding="utf-8")).encode()
+    return path.read_bytes()
+
+
+def _code(source: str) -> str:
+    """As written: syntax trees, and what is made of them, differ between versions of Python."""
+    lines = source.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+            said = node.body[0]
+            lines[said.lineno - 1 : said.end_lineno] = [""] * (said.end_lineno - said.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 SHARED = "configs/shared/*.yaml"  # of the runs of both rungs
@@ -76,6 +87,7 @@ RUNGS = {
         shares_python=False,
         titles=("word problems; SmolLM2-135M-Instruct, weights from 4 bits", "multi-turn SFT, FSDP2"),
         task=("data/small/*.txt", "data/small/*.py", "data/svamp/*.jsonl", "configs/smollm2_*.yaml", SHARED)
-        + ("verl_ext/datasets/worked.py",),
+        + ("requirements/small.txt",)  # the model
+        + tuple(f"verl_ext/datasets/{name}.py" for name in ("arithmetic", "problems", "text", "traces", "worked")),
     ),
 }

@@ -115,7 +115,11 @@ def test_mawps_by_path_takes_the_place_of_our_problems(prepare, tmp_path):
             for i, item in enumerate(items)
         )
         (tmp_path / f"{name}.csv").write_text(header + "\n".join(rows) + "\n")
-    tables, _ = prepare(f"--mawps={tmp_path}", "--sft=20", "--rl=30")
+    held_out = (tmp_path / "dev.csv").read_text().splitlines()[1:31]  # which training has, too, and must give up
+    with open(tmp_path / "train.csv", "a") as train:
+        train.write("\n".join(held_out) + "\n")
+    tables, _ = prepare(f"--mawps={tmp_path}", "--sft=40", "--rl=30")
+    assert [len(tables[name]) for name in ("sft_train", "sft_val", "rl_train")] == [40, 8, 30]
     assert (
         set(tables["eval"]["data_source"])
         == {"mawps", "svamp_ood"}

@@ -16,6 +16,7 @@ CODE = '"""Formulas."""\n\n\ndef half(x):\n    """x / 2."""\n    return x / 2\n'
         (CODE.replace("Formulas.", "Halves."), True),
         (CODE.replace("    return", "    # half\n    return"), True),
         (CODE.replace('    """x / 2."""\n', ""), True),
+        (CODE.replace("return x / 2", "return x / 2  # half"), True),
         (CODE.replace("return x / 2", "return x / 3"), False),
         (CODE.replace("half(x)", "half(x, y=1)"), False),
     ],
@@ -23,6 +24,6 @@ CODE = '"""Formulas."""\n\n\ndef half(x):\n    """x / 2."""\n    return x / 2\n'
 def test_code_is_other_code_where_it_does_something_else(tmp_path: Path, monkeypatch, other: str, same: bool) -> None:
     monkeypatch.setattr(rungs, "REPO", tmp_path)
     (tmp_path / "a.py").write_text(CODE)
-    before = rungs.code_digest("*.py")
+    before = rungs.digest("*.py")
     (tmp_path / "a.py").write_text(other)
-    assert (rungs.code_digest("*.py") == before) is same
+    assert (rungs.digest("*.py") == before) is same
