@@ -4,13 +4,15 @@ from collections.abc import Iterator
 
 from verl_ext.doctor.finding import Finding, all_well, fail, warn
 from verl_ext.doctor.names import estimators_of_groups
-from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
+from verl_ext.doctor.run import ACTOR, FLASH_ATTN, ROLLOUT, ULYSSES, Run
 from verl_ext.fleet import balancer, health, weight_update
+from verl_ext.memory.shape import DENSE, read_model_type
 from verl_ext.memory.words import count
 from verl_ext.settings.checks import is_in
 
 LARGE = 1e9  # parameters
 LARGE_LR = 1e-4  # a hundred times the recipes' learning rate of RL, ten times that of SFT
+SHARED_PROMPT = "shared_prompt"  # of verl_ext/trainer/shared_prompt.py
 NCCL_TIMEOUT = "actor_rollout_ref.nccl_timeout"  # which verl_ext/trainer/limits.py obeys
 RECIPES = "1e-6 for RL or 1e-5 for SFT, as the recipes have it; the tiny model has 3e-4 and 3e-3"
 
@@ -54,7 +56,8 @@ BOUNDS = (
 
 
 def check_values(run: Run) -> Iterator[Finding]:
-    problems = [*_check_numbers(run), *_check_optimizer(run), *(_check_algorithm(run) if run.is_rl else ())]
+    problems = [*_check_numbers(run), *_check_optimizer(run), *_check_backend(run)]
+    problems += _check_algorithm(run) if run.is_rl else ()
     yield from all_well(problems, "learning rate, sampling, clipping and sizes are such as a run can mean")
 
 
@@ -90,6 +93,22 @@ def _check_optimizer(run: Run) -> Iterator[Finding]:
     if steps and warmup and warmup >= steps:
         yield warn(f"""{run.optim}.lr_warmup_steps is {warmup:g}, expected less than
             trainer.total_training_steps={steps:g}: the learning rate would never be reached -> Lower it.""")
+
+
+def _check_backend(run: Run) -> Iterator[Finding]:
+    """What verl_ext/trainer/shared_prompt.py would refuse when the run's processes have loaded the model."""
+    backend = f"{run.model}.fused_kernel_options.impl_backend"
+    if not run.get(f"{run.model}.use_fused_kernels") or run.get(backend) != SHARED_PROMPT:
+        return
+    try:
+        kind = read_model_type(run.model_path or "")
+    except ValueError:  # no JSON: `Run.shape_or_why` says so
+        kind = None
+    wrong = f"the model is of type {kind!r}, expected {', '.join(DENSE)}" if kind and kind not in DENSE else ""
+    if run.attention != FLASH_ATTN or not run.is_packed or run.ulysses > 1:
+        wrong = f"it takes attention {FLASH_ATTN}, use_remove_padding=true and {ULYSSES}=1"
+    if wrong:
+        yield fail(f"{backend} is {SHARED_PROMPT}, but {wrong} -> Set {run.model}.use_fused_kernels=false.")
 
 
 def _check_algorithm(run: Run) -> Iterator[Finding]:

@@ -148,6 +148,11 @@ def read_positions(model: str) -> int | None:
     return _POSITIONS.get(model.rpartition("/")[2]) if model.count("/") == 1 else None
 
 
+def read_model_type(model: str) -> str | None:
+    """Of a model folder; None where there is no config.json. Raises json.JSONDecodeError."""
+    return (_read_config(model) or {}).get("model_type")
+
+
 def _read_config(model: str) -> dict[str, Any] | None:
     path = Path(model).expanduser() / "config.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from verl_ext.memory.shape import DENSE
 from verl_ext.trainer.linear_log_probs import linear_log_probs
 from verl_ext.versions import VERL, require_versions
 
 BACKEND = "shared_prompt"
-MODEL_TYPES = ("llama", "qwen2", "qwen3")  # attention in every layer, and logits that are `lm_head(hidden)`
+MODEL_TYPES = DENSE  # attention in every layer, and logits that are `lm_head(hidden)`
 
 
 class Packing(NamedTuple):

@@ -111,3 +111,27 @@ def test_log_probs_of_a_mixed_cache_are_not_computed_again(make_run, only_ok):
     assert "bypass_mode=false and rollout_is=null" in finding.message and "objective=glm5_async" in finding.advice
     for takes_them in ("bypass_mode=true", "rollout_is=token"):
         only_ok(check_values(make_run("tiny_dapo", *keep, f"algorithm.rollout_correction.{takes_them}")))
+
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "section"),
+    [("smollm2_dapo", "cpu_small", "actor_rollout_ref.model"), ("smollm2_sft", "cpu_small_sft", "model")],
+)
+def test_prompts_are_shared_by_models_that_the_backend_knows(name, hardware, section, make_run, tmp_path, only_ok):
+    def failures(*overrides: str) -> list[str]:
+        found = check_values(make_run(name, f"+hardware={hardware}", *overrides))
+        return [f"{each.message} -> {each.advice}" for each in found if each.level == Level.FAIL]
+
+    (tmp_path / "model").mkdir()
+    config = tmp_path / "model" / "config.json"
+    config.write_text('{"model_type": "gemma3_text"}')
+    (text,) = failures()
+    assert (
+        f"{section}.fused_kernel_options.impl_backend is shared_prompt, but the model is of type 'gemma3_text'" in text
+    )
+    assert text.endswith(f"Set {section}.use_fused_kernels=false.")
+    assert not failures(f"{section}.use_fused_kernels=false")
+    config.write_text('{"model_type": "llama"}')
+    assert not failures()
+    (text,) = failures(f"{section}.use_remove_padding=false")
+    assert "it takes attention flash_attention_2, use_remove_padding=true" in text
