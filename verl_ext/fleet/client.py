@@ -27,6 +27,7 @@ FAILED = "server_failed"  # among the extra fields of an output that its server 
 GONE = (RayActorError, OutOfMemoryError, NodeDiedError, ObjectLostError)
 GAVE_UP = "error"  # the reason of a turn's end for which the rollout is an infrastructure failure (rollout/loop.py)
 PAUSE_S = 0.5  # until a request asks again: for a server, or one that could not be reached
+ROUTER_S = 10.0  # for the router to take a server out; it takes milliseconds
 MAX_UNREACHED = 20  # tries of a request in a row that did not reach its server; the next one is a loss
 _server: ContextVar[str] = ContextVar("server")  # of the newest request of this turn
 _lost: ContextVar[int] = ContextVar("lost")  # requests of this turn that were lost with their servers
@@ -44,8 +45,11 @@ class _Request(LLMServerClient):
     async def _acquire_server(self, request_id: str, **extra: Any) -> tuple[str, Any]:
         deadline = time.monotonic() + self.limits.wait_s
         while True:
+            left = max(PAUSE_S, deadline - time.monotonic())
             try:
-                name, server = await super()._acquire_server(request_id, **extra)
+                name, server = await asyncio.wait_for(super()._acquire_server(request_id, **extra), left)
+            except TimeoutError:
+                raise NoServerLeft(f"the router did not answer for {self.limits.wait_s:g} s") from None
             except (RuntimeError, *GONE) as error:  # the latter of the router
                 if isinstance(error, RuntimeError) and "No available servers" not in str(error):  # verl's router.py:196
                     raise
@@ -87,7 +91,9 @@ class _Request(LLMServerClient):
         """Take a server out of the router. One that is out of reach for long is told by the watch, at the latest."""
         for _ in range(MAX_UNREACHED):
             try:
-                return await self._load_balancer.remove_servers.remote(server_ids=[name])
+                return await asyncio.wait_for(self._load_balancer.remove_servers.remote(server_ids=[name]), ROUTER_S)
+            except TimeoutError:  # it hangs; the next request says so
+                return None
             except ActorUnavailableError as error:
                 logger.warning("The router cannot be reached now, it is told again in %g s: %r", PAUSE_S, error)
                 await asyncio.sleep(PAUSE_S)

@@ -239,6 +239,25 @@ def test_a_router_that_is_gone_is_a_failure_of_infrastructure_and_no_servers(ask
     assert output.token_ids == (TEXT[:5] if dies == "with a server" else [])
 
 
+@pytest.mark.parametrize("hangs", ["acquire_server", "remove_servers"])
+def test_a_router_that_hangs_does_not_hang_the_turn(ask, monkeypatch, hangs):
+    """Its process is there and does not answer."""
+    from verl.workers.rollout.router import GlobalRequestLoadBalancer
+
+    from verl_ext.fleet import client as clients
+    from verl_ext.rollout.loop import _FAILED_STOPS
+
+    async def hang(self, *args, **kwargs):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(GlobalRequestLoadBalancer, hangs, hang)
+    monkeypatch.setattr(clients, "ROUTER_S", 0.05)
+    output, attempts, _ = ask({"a": Server(3, dies_after=1)}, attempts=2)
+    assert output.stop_reason in _FAILED_STOPS
+    assert attempts.lost == ([] if hangs == "acquire_server" else ["a", "a"])
+    assert output.token_ids == TEXT[: len(attempts.lost)]
+
+
 def test_an_error_of_another_kind_is_raised(ask):
     class Wrong(Server):
         async def generate(self, **_):
