@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from verl_ext.outcome import PromptEnd
+from verl_ext.outcome import PromptEnd, RolloutEnd
 from verl_ext.runs import jsonl
 from verl_ext.runs.journal import StepJournal
 
@@ -32,7 +32,9 @@ class Tally:
             group that may become a filler.
         in_queue: prompts in the queue by its own count at the newest record.
         problems: problem -> times drawn.
-        rollouts: `outcome.RolloutEnd` -> training rollouts that ended so.
+        sizes: uid -> rollouts that were submitted for it; only of prompts whose number is known.
+        ended: uids of groups whose rollouts have all ended.
+        rollouts: `outcome.RolloutEnd` -> training rollouts that ended so; where one raised, all of its group did.
         retries: server -> requests of these rollouts that it was lost with, and that went on elsewhere.
     """
 
@@ -45,6 +47,8 @@ class Tally:
     in_queue: int = 0
     step: int = 0
     problems: Counter = field(default_factory=Counter)
+    sizes: dict[str, int] = field(default_factory=dict)
+    ended: set[str] = field(default_factory=set)
     rollouts: Counter = field(default_factory=Counter)
     retries: Counter = field(default_factory=Counter)
 
@@ -58,6 +62,7 @@ class Tally:
                 self.drawn_twice.append(uid)
             self.ends.setdefault(uid, PromptEnd.OPEN)
             self.problems[problem] += 1
+        self.sizes |= {uid: int(size) for size, uids in record.get("sizes", {}).items() for uid in uids}
         for uid, name in record["ends"].items():
             end, before = PromptEnd(name), self.ends.get(uid)
             if before is not PromptEnd.OPEN and not (before is PromptEnd.SURPLUS and end in _AFTER_SURPLUS):
@@ -66,7 +71,10 @@ class Tally:
         for uid in record.get("lost", ()):
             del self.ends[uid]
             self.lost.append(uid)
+        self.ended |= {*record["ends"], *record["seen"]}
         self.rollouts.update(record.get("rollouts", {}))
+        for uid in record.get("raised", ()):
+            self.rollouts[RolloutEnd.RAISED] += self.sizes.get(uid, 1)
         self.retries.update(record.get("retries", {}))
         if self.step and record["step"] > self.step + 1:
             self.gaps.append((self.step + 1, record["step"] - 1))
@@ -90,6 +98,10 @@ class Tally:
         ]
         if (expected := len(self.open | self.seen)) != self.in_queue:
             faults.append(f"{expected} prompts are open or wait with an end, but the queue held {self.in_queue}.")
+        if self.ended <= self.sizes.keys() and not self.gaps:  # not so in an older version's, or another folder's run
+            due, ended = sum(self.sizes[uid] for uid in self.ended), self.rollouts.total()
+            if due != ended:
+                faults.append(f"{due} rollouts were submitted for the prompts that ended, but {ended} ended.")
         return faults
 
     def table(self) -> str:
@@ -114,6 +126,7 @@ class PromptLedger:
     def __init__(self, folder: Path):
         self._journal = StepJournal(folder / FILE)
         self._drawn: dict[str, str] = {}
+        self._sizes: dict[int, list[str]] = {}
 
     def resume(self, step: int, in_queue: set[str]) -> dict[str, PromptEnd]:
         """Forget what came after `step`, and compare what is open with the queue that the checkpoint restored.
@@ -134,9 +147,11 @@ class PromptLedger:
             self._journal.append(step, drawn=drawn, ends={}, lost=lost, seen=seen, in_queue=len(in_queue))
         return {uid: end for uid, end in tally.ends.items() if uid in tally.seen}
 
-    def draw(self, prompts: Mapping[str, str]) -> None:
-        """uid -> problem, of prompts that are handed to the agent loops."""
+    def draw(self, prompts: Mapping[str, str], sizes: Iterable[int]) -> None:
+        """uid -> problem, of prompts that are handed to the agent loops, and how many rollouts of each."""
         self._drawn |= prompts
+        for uid, size in zip(prompts, sizes, strict=True):
+            self._sizes.setdefault(size, []).append(uid)
 
     def end_step(
         self,
@@ -146,6 +161,7 @@ class PromptLedger:
         in_queue: int,
         rollouts: Mapping[str, int] = MappingProxyType({}),
         retries: Mapping[str, int] = MappingProxyType({}),
+        raised: Iterable[str] = (),
     ) -> None:
         """Note a step.
 
@@ -153,11 +169,13 @@ class PromptLedger:
             ends: uid -> end, of all that was decided since the last step.
             seen: uids of ended groups that wait in the queue.
             in_queue: prompts in the queue, by the queue's own count.
-            rollouts, retries: as `Tally`'s, since the last step.
+            rollouts, retries: as `Tally`'s, since the last step, of groups in which none raised.
+            raised: uids of the others.
         """
-        counts = {"rollouts": dict(rollouts), "retries": dict(retries)}
-        self._journal.append(step, drawn=self._drawn, ends=dict(ends), seen=sorted(seen), in_queue=in_queue, **counts)
-        self._drawn = {}
+        counts = {"rollouts": dict(rollouts), "retries": dict(retries), "raised": sorted(raised)}
+        drawn = {"drawn": self._drawn, "sizes": self._sizes}
+        self._journal.append(step, **drawn, ends=dict(ends), seen=sorted(seen), in_queue=in_queue, **counts)
+        self._drawn, self._sizes = {}, {}
 
 
 def read_tally(folder: Path) -> Tally:

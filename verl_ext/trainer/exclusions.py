@@ -33,7 +33,8 @@ class Ended:
     rollouts: int = 0  # of groups in which no rollout raised
     groups: int = 0
     excluded: Counter = field(default_factory=Counter)  # EXCLUSIONS -> rollouts; "raised" counts groups
-    ends: Counter = field(default_factory=Counter)  # RolloutEnd -> rollouts; "raised" as above
+    ends: Counter = field(default_factory=Counter)  # RolloutEnd -> rollouts
+    raised: set[str] = field(default_factory=set)  # uids of the groups in which one raised
     lost: Counter = field(default_factory=Counter)  # server -> requests that it was lost with
 
     def __iadd__(self, other: "Ended") -> "Ended":
@@ -41,6 +42,7 @@ class Ended:
         self.groups += other.groups
         for mine, added in ((self.excluded, other.excluded), (self.ends, other.ends), (self.lost, other.lost)):
             mine.update(added)
+        self.raised |= other.raised
         return self
 
     def out_of(self, cause: str) -> int:

@@ -193,7 +193,7 @@ class RunTrainer(RunValidation):
         ends, waiting = self.replay_buffer.take_prompt_ends() if self._ledger else ({}, ())
         if self._ledger:
             in_queue = len(prompts_in_queue())
-            self._ledger.end_step(self.global_steps, ends, waiting, in_queue, ended.ends, ended.lost)
+            self._ledger.end_step(self.global_steps, ends, waiting, in_queue, ended.ends, ended.lost, ended.raised)
         if self._records:
             self._records.end_step(self.global_steps, ends, waiting)
         if self._is_repeatable:
@@ -264,9 +264,7 @@ class RunTrainer(RunValidation):
     # What is submitted -----------------------------------------------------------------------------------------------
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
-        if self._ledger:
-            problems = map(problem_id, _column(batch, "raw_prompt"))
-            self._ledger.draw(dict(zip(_column(batch, "uid"), problems, strict=True)))
+        configured = [self.config.actor_rollout_ref.rollout.n] * len(batch)
         numbers, generated = None, getattr(self.replay_buffer, "generated_for_one", 1)
         if self._sampling:
             numbers = self._sampling.assign(
@@ -276,10 +274,13 @@ class RunTrainer(RunValidation):
                 _column(batch, PASS_RATE_COLUMN),
             )
         elif generated > 1:
-            numbers = [self.config.actor_rollout_ref.rollout.n] * len(batch)
+            numbers = configured
         if numbers:
             numbers = [generated * number for number in numbers]
             tu.assign_non_tensor_stack(batch, "__rollout_n__", numbers)  # read by verl's worker, agent_loop_tq.py:115
+        if self._ledger:
+            problems = map(problem_id, _column(batch, "raw_prompt"))
+            self._ledger.draw(dict(zip(_column(batch, "uid"), problems, strict=True)), numbers or configured)
         return super()._submit_batch_to_rollout(batch)
 
     def _updates_per_step(self) -> int:

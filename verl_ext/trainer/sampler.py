@@ -317,11 +317,12 @@ class DapoReplayBuffer(ReplayBufferAsync):
             self._prompt_ends[uid] = end
         excluded = Counter(reason for *_, reason in rows if reason is not None)
         excluded[RolloutEnd.RAISED] = int(raised)
-        infos = [{"finish_reason": extra.get("finish_reason"), **extra["reward_extra_info"]} for _, extra, _ in rows]
-        ends = Counter(str(rollout_end(each)) for each in infos) + Counter({str(RolloutEnd.RAISED): int(raised)})
+        firsts = [extra for key, extra, _ in rows if key.endswith("_0")]  # a loop may store several parts of a rollout
+        infos = [{"finish_reason": extra.get("finish_reason"), **extra["reward_extra_info"]} for extra in firsts]
+        ends = Counter(str(rollout_end(each)) for each in infos)
         lost = Counter(server for _, extra, _ in rows for server in extra.get("lost_servers", ()))
         for total in (self._counts.seen, self._ended):
-            total += Ended(len(rows), 1, excluded, ends, lost)
+            total += Ended(len(rows), 1, excluded, ends, {uid} if raised else set(), lost)
         judged = [extra for _, extra, reason in rows if reason not in INFRASTRUCTURE_FAILURES]
         self._counts.judged += judged
         if self.on_group_end:

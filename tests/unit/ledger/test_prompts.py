@@ -11,13 +11,13 @@ from verl_ext.outcome import PromptEnd
 
 
 def ledger(folder: Path) -> PromptLedger:
-    """Two steps: a and b trained, c equal and waiting as a filler, d surplus, e and f open."""
+    """Two steps: a and b trained, c equal and waiting as a filler, d surplus, e and f open; two rollouts of each."""
     made = PromptLedger(folder)
-    made.draw({"a": "1+1", "b": "2+2", "c": "3+3"})
-    made.end_step(1, {"a": PromptEnd.TRAINED}, {"b"}, 2)
-    made.draw({"d": "1+1", "e": "5+5", "f": "6+6"})
+    made.draw({"a": "1+1", "b": "2+2", "c": "3+3"}, [2] * 3)
+    made.end_step(1, {"a": PromptEnd.TRAINED}, {"b"}, 2, {"answer": 4})
+    made.draw({"d": "1+1", "e": "5+5", "f": "6+6"}, [2] * 3)
     ends = {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL, "d": PromptEnd.SURPLUS}
-    made.end_step(2, ends, {"c", "d"}, 4)
+    made.end_step(2, ends, {"c", "d"}, 4, {"answer": 3, "max_tokens": 1})
     return made
 
 
@@ -39,12 +39,28 @@ def test_the_command_prints_what_became_of_every_prompt(tmp_path: Path):
 
 def test_rollouts_by_end_and_requests_that_lost_their_server_are_summed(tmp_path: Path):
     made = ledger(tmp_path)
-    made.end_step(3, {}, {"c", "d"}, 4, {"answer": 6, "aborted": 1}, {"a:80": 2})
-    made.end_step(4, {}, {"c", "d"}, 4, {"answer": 1}, {"b:80": 3, "a:80": 2})
+    made.end_step(3, {}, {"c", "d", "e"}, 4, {"answer": 1, "aborted": 1}, {"a:80": 2})
+    made.end_step(4, {"f": PromptEnd.FAILED}, {"c", "d", "e"}, 3, {}, {"b:80": 3, "a:80": 2}, raised={"f"})
     shown = command(tmp_path)
-    assert "rollouts: 7 answer, 1 aborted\nrequests that lost their server: 4 a:80, 3 b:80\n" in shown.stdout
+    summed = "rollouts: 8 answer, 2 raised, 1 max_tokens, 1 aborted\nrequests that lost their server: 4 a:80, 3 b:80\n"
+    assert summed in shown.stdout and shown.returncode == 0, shown.stdout
     PromptLedger(tmp_path).resume(3, set("cdef"))  # what came behind the checkpoint is forgotten
-    assert read_tally(tmp_path).retries == {"a:80": 2} and read_tally(tmp_path).rollouts["answer"] == 6
+    assert read_tally(tmp_path).retries == {"a:80": 2} and read_tally(tmp_path).rollouts["answer"] == 8
+
+
+@pytest.mark.parametrize("ended", [1, 3])
+def test_a_rollout_that_is_missing_or_doubled_is_told(tmp_path: Path, ended: int):
+    made = ledger(tmp_path)
+    made.end_step(3, {"e": PromptEnd.EQUAL}, {"c", "d"}, 3, {"answer": ended})
+    fault = f"10 rollouts were submitted for the prompts that ended, but {8 + ended} ended."
+    assert read_tally(tmp_path).faults() == [fault] and fault in command(tmp_path).stdout
+
+
+def test_rollouts_of_prompts_whose_number_nobody_noted_are_not_compared(tmp_path: Path):
+    PromptLedger(tmp_path).resume(7, {"x"})  # a checkpoint of another folder
+    made = PromptLedger(tmp_path)
+    made.end_step(8, {"x": PromptEnd.EQUAL}, (), 0, {"answer": 5})
+    assert read_tally(tmp_path).faults() == []
 
 
 def test_a_folder_without_a_ledger_is_named(tmp_path: Path):
@@ -71,8 +87,9 @@ def test_a_folder_without_a_ledger_is_named(tmp_path: Path):
 def test_what_does_not_sum_is_told(tmp_path: Path, drawn: dict, ends: dict, seen: str, in_queue: int, fault: str):
     made = ledger(tmp_path)
     assert read_tally(tmp_path).faults() == []
-    made.draw(drawn)
-    made.end_step(3, {uid: PromptEnd(end) for uid, end in ends.items()}, set(seen), in_queue)
+    made.draw(drawn, [2] * len(drawn))
+    rollouts = {"answer": 2 * len({*ends, *seen} - set("abcd"))}
+    made.end_step(3, {uid: PromptEnd(end) for uid, end in ends.items()}, set(seen), in_queue, rollouts)
     assert read_tally(tmp_path).faults() == [fault]
     shown = command(tmp_path)
     assert shown.returncode == 1 and fault in shown.stdout
@@ -81,7 +98,7 @@ def test_what_does_not_sum_is_told(tmp_path: Path, drawn: dict, ends: dict, seen
 @pytest.mark.parametrize("end", [PromptEnd.TRAINED, PromptEnd.STALE, PromptEnd.EQUAL, PromptEnd.VOID])
 def test_surplus_that_was_kept_can_still_be_trained_or_age(tmp_path: Path, end: PromptEnd):
     made = ledger(tmp_path)
-    made.end_step(3, {"d": PromptEnd.SURPLUS}, {"c", "d"}, 4)  # again
+    made.end_step(3, {"d": PromptEnd.SURPLUS}, {"c", "d"}, 4)  # again; its rollouts were counted
     made.end_step(4, {"d": end}, {"c"}, 3)
     assert read_tally(tmp_path).faults() == [] and read_tally(tmp_path).ends["d"] is end
 

@@ -49,9 +49,9 @@ class RecordedRun(Run):
         self.sent = set(checkpoint[2]) - set(checkpoint[3]) if checkpoint else set()
         end_step = self.ledger.end_step
 
-        def end_both(step, ends, waiting, in_queue):
+        def end_both(step, ends, waiting, *counts):
             self.tell()
-            end_step(step, ends, waiting, in_queue)
+            end_step(step, ends, waiting, *counts)
             self.records.end_step(step, ends, waiting)
             self.records.end_round(step)
 

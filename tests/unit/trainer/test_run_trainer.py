@@ -218,6 +218,7 @@ def test_every_prompt_that_is_submitted_is_in_the_ledger(make, submitted, monkey
     assert tally.ends == {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL, "d": PromptEnd.OPEN}
     assert tally.faults() == [] and tally.step == 3 and len(tally.problems) == 3
     assert tally.rollouts == {"answer": 4} and tally.retries == {"a:80": 1}
+    assert tally.sizes == dict.fromkeys(("c", "d"), trainer.config.actor_rollout_ref.rollout.n)
 
 
 @pytest.fixture

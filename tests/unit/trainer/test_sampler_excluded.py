@@ -194,7 +194,7 @@ def test_the_trainer_is_told_what_ended_once(make, mode):
     assert ended.groups == len(queue.groups) and not queue.in_flight
     assert +ended.excluded == {"sandbox_failure": 1, "verifier_unknown": 1, "raised": 1, "void_turn": 1}
     assert ended.rollouts == 2 * (ended.groups - 2) + 3  # all but the group that raised; one has three
-    assert ended.ends.total() == ended.rollouts + 1 and ended.ends["raised"] == ended.ends["sandbox_failure"] == 1
+    assert ended.ends.total() == ended.rollouts and ended.raised == {"uid-2"} and ended.ends["sandbox_failure"] == 1
     assert buffer.take_ended().groups == 0
 
 

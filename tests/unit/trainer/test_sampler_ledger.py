@@ -42,7 +42,8 @@ class Run:
             queue.outcomes = iter([self.outcomes[f"uid-{first + i}"] for i in range(count)])
             before = set(queue.groups)
             real(count, global_steps=self.step)
-            self.ledger.draw({uid: uid for uid in queue.groups if uid not in before})
+            new = [uid for uid in queue.groups if uid not in before]
+            self.ledger.draw({uid: uid for uid in new}, [len(queue.groups[uid] or MIXED) for uid in new])
             return count
 
         self.submit = self.buffer.refill_fn = submit
@@ -63,7 +64,9 @@ class Run:
         warm_up = BATCH if self.mode != "sync" and not self.queue.groups else 0
         self.submit(warm_up + (self.buffer.num_to_submit(BATCH) if self.mode == "sync" else BATCH))
         batch, _ = self.buffer.sample(self.step, "train", BATCH)
-        self.ledger.end_step(self.step, *self.buffer.take_prompt_ends(), len(prompts_in_queue()))
+        ended, ends = self.buffer.take_ended(), self.buffer.take_prompt_ends()
+        rollouts = ended.ends, ended.lost, ended.raised
+        self.ledger.end_step(self.step, *ends, len(prompts_in_queue()), *rollouts)
         self.checkpoint = (self.step, self._queue(), list(self.told))
         if self.mode != "sync":
             self.buffer.get_sampleable_count(self.step, "train")  # as `on_step_end` of separate_async may
@@ -116,7 +119,7 @@ def test_the_ledger_sums_whenever_a_run_is_killed(tmp_path, make, mode, options,
     assert max(trained.values()) == 1, "a prompt was trained twice"
     ends = Counter(tally.ends.values())
     assert sum(ends.values()) == len(tally.ends) and ends[PromptEnd.EQUAL] and ends[PromptEnd.FAILED]
-    assert tally.step == STEPS
+    assert tally.step == STEPS and tally.rollouts["raised"] and tally.rollouts["answer"] > tally.rollouts["raised"]
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
