@@ -179,8 +179,7 @@ def main() -> None:
     parser.add_argument("--rl", type=Path, help="folder of the RL run (default: rl in that folder)")
     parser.add_argument("--step", type=int, help="default: the one whose time is the median of all")
     args = parser.parse_args()
-    # As recipe/retool/run_smollm2_dapo.sh has them. MALLOC_* take no effect, as malloc has read its own: they save
-    # memory and cost time, and the raw parts are plain PyTorch and vLLM.
+    # As recipe/retool/run_smollm2_dapo.sh has them. MALLOC_* take no effect, as malloc has read its own.
     os.environ.update(ENVIRONMENT | whole_cpu())
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from transformers import AutoTokenizer
