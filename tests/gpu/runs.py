@@ -219,6 +219,7 @@ def check_small(context: Context) -> Iterator[Row]:
     hardware = ["--sft=+hardware=no_flash_attn_sft", "--rl=+hardware=no_flash_attn"] if no_kernels else []
     rl = [f"trainer.total_training_steps={steps}", f"trainer.save_freq={steps}", COMPARED]
     command = [sys.executable, "-m", "verl_ext.quickstart", "--model=small", f"--out={out}", *stages, *hardware]
+    # The doctor would end the run where packages are not the lock's: the stage `machine` tells these.
     run([*command, *(f"--rl={setting}" for setting in rl)], context.folder / "small.log", DOCTOR="0")
     yield Row("data, SFT and RL", "", f"{time.monotonic() - start:.0f} s")
     for entry in json.loads((out / "stages.json").read_text()):

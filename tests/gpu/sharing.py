@@ -16,6 +16,7 @@ from tests.gpu.training import log_probs_of
 from verl_ext.memory.shape import ModelShape, read_shape
 
 SMOLLM2 = ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49_152, True)  # SmolLM2-135M's config.json
+ROUNDING = 1e-5  # of fp32, in which a CPU computes: there one order of sums may be twice as exact as another
 REPEATS = 5  # of an update, behind one that is not timed
 
 
@@ -63,9 +64,10 @@ def check_sharing(context: Context) -> Iterator[Row]:
         yield below(f"{case.name}, {text}: log-probs, mean difference from plain", difference, 0.05)
         if exact is not None:
             errors = {name: relative_error(gradient(model, way), exact) for name, way in ways.items()}
-            worst = max(errors.values()) / errors["plain"]
+            limit = max(1.2 * errors["plain"], ROUNDING)
             told = ", ".join(f"{name} {error:.2g}" for name, error in errors.items())
-            yield Row(f"{case.name}: error of the gradient", "< 1.2 x plain's", told, worst < 1.2)
+            expected = f"< 1.2 x plain's, or {ROUNDING:g}"
+            yield Row(f"{case.name}: error of the gradient", expected, told, max(errors.values()) < limit)
         yield Row(f"{case.name}: an update", "", ", ".join(measure(context, model, ways)))
         del model, batch, exact
         if context.is_cuda:

@@ -12,7 +12,7 @@ from verl_ext.settings.checks import is_in
 
 LARGE = 1e9  # parameters
 LARGE_LR = 1e-4  # a hundred times the recipes' learning rate of RL, ten times that of SFT
-SHARED_PROMPT = "shared_prompt"  # of verl_ext/trainer/shared_prompt.py
+SHARED_PROMPT = "shared_prompt"  # BACKEND of verl_ext/trainer/shared_prompt.py, which imports torch
 NCCL_TIMEOUT = "actor_rollout_ref.nccl_timeout"  # which verl_ext/trainer/limits.py obeys
 RECIPES = "1e-6 for RL or 1e-5 for SFT, as the recipes have it; the tiny model has 3e-4 and 3e-3"
 
