@@ -84,8 +84,8 @@ def test_trl_has_the_batch_of_the_small_run(load_script, tmp_path, monkeypatch, 
     assert ours[1].endswith("run_smollm2_dapo.sh") and static[1] == ours[1]
     assert [command[-1] == "algorithm.filter_groups.enable=false" for command in (ours, static)] == [False, True]
     (sizes,) = Launched.sizes
-    # 8 prompts x 8 samples, one update of micro-batches that are a group each
-    assert [sizes[key] for key in ("samples", "responses", "mini_batch", "micro_batch")] == [8, 64, 64, 8]
+    # 8 prompts x 8 samples, one update of micro-batches of two groups
+    assert [sizes[key] for key in ("samples", "responses", "mini_batch", "micro_batch")] == [8, 64, 64, 16]
     assert (sizes["response_tokens"], sizes["lr"], sizes["warmup_steps"]) == (192, 4e-5, 0)
     # 16 prompts x 8 in 2 s of ours; 64 responses in 2 s of TRL's
     assert "a step of verl-retool takes 1.00 x TRL's, and it generates 2.00 x as many" in capsys.readouterr().out
