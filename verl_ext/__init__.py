@@ -2,7 +2,7 @@
 
 `VERL_USE_EXTERNAL_MODULES=verl_ext` makes verl import this package at the end of `import verl`, in every process. It
 must stay cheap: all it does is to switch on the CPU platform where torch was built without an accelerator
-(verl_ext/cpu), to let YAMLs add numbers, to make checkpoints whole or absent (verl_ext/checkpoints), to register our
+(verl_ext/cpu), to let YAMLs calculate, to make checkpoints whole or absent (verl_ext/checkpoints), to register our
 objectives, to extend verl's trainers by the options of `retool.*` (verl_ext/trainer), to note which weights wrote
 which token and to keep warnings in the log (verl_ext/rollout), and to let requests name ranks of servers and tell of
 failures (verl_ext/fleet).
@@ -10,15 +10,18 @@ Agent loop, reward manager, sampler and SFT data set are loaded by verl from the
 Where verl is not installed, the sandbox is alone and this package does nothing.
 """
 
+import math
 from importlib.util import find_spec
 from types import ModuleType
 
 from verl_ext import moved
 
 
-def _let_yamls_add(omegaconf: ModuleType) -> None:
-    """`${retool.sum:a,b}` in a YAML: their sum. Ray's task runner resolves a run (verl's main_ppo.py:145)."""
-    omegaconf.OmegaConf.register_new_resolver("retool.sum", lambda *numbers: sum(numbers), replace=True)
+def _let_yamls_calculate(omegaconf: ModuleType) -> None:
+    """`${retool.sum:a,b}` and `${retool.product:a,b}`. Ray's task runner resolves a run (verl's main_ppo.py:145)."""
+    register = omegaconf.OmegaConf.register_new_resolver
+    register("retool.sum", lambda *numbers: sum(numbers), replace=True)
+    register("retool.product", lambda *numbers: math.prod(numbers), replace=True)
 
 
 moved.install()  # old names of modules, as users' YAMLs and runs of before have them
@@ -28,7 +31,7 @@ if find_spec("verl"):
     from verl_ext.cpu import activate_if_needed
     from verl_ext.trainer import extend_trainers
 
-    wrapt.register_post_import_hook(_let_yamls_add, "omegaconf")
+    wrapt.register_post_import_hook(_let_yamls_calculate, "omegaconf")
     # At once where verl is being imported already; without verl in the process (sandbox server, report) never.
     wrapt.register_post_import_hook(activate_if_needed, "verl")
     wrapt.register_post_import_hook("verl_ext.checkpoints.hooks:install", "verl")

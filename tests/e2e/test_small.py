@@ -26,7 +26,6 @@ STEPS = [
     *("--sft=trainer.total_training_steps=2", "--sft=data.train_batch_size=4", "--sft=trainer.save_freq=2"),
     *("--rl=trainer.total_training_steps=2", "--rl=trainer.save_freq=1", "--rl=data.train_batch_size=2"),
     *("--rl=actor_rollout_ref.actor.ppo_mini_batch_size=2", "--rl=actor_rollout_ref.rollout.n=4"),
-    "--rl=actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
     *("--rl=algorithm.filter_groups.max_num_gen_batches=6", "--rl=data.max_response_length=96"),
     "--rl=reward.reward_kwargs.overlong_buffer_cfg.len=64",
     # After 2 steps of SFT every answer is wrong: equal rewards, no gradient. Random ones make the updates real. SFT's

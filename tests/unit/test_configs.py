@@ -264,12 +264,13 @@ def test_a_process_that_only_imports_verl_can_resolve_a_run():
         "import pickle, sys, verl\nfrom omegaconf import OmegaConf\n"
         "print(OmegaConf.to_container(pickle.load(sys.stdin.buffer), resolve=True))"
     )
-    config = OmegaConf.create({"a": 2, "sum": "${retool.sum:${a},3}"})
+    config = OmegaConf.create({"a": 2, "sum": "${retool.sum:${a},3}", "product": "${retool.product:${a},3}"})
     environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "verl_ext"}
     done = subprocess.run(
         [sys.executable, "-c", code], input=pickle.dumps(config), env=environment, capture_output=True, timeout=50
     )
-    assert ast.literal_eval(done.stdout.decode().splitlines()[-1]) == {"a": 2, "sum": 5}, done.stderr.decode()
+    resolved = ast.literal_eval(done.stdout.decode().splitlines()[-1])
+    assert resolved == {"a": 2, "sum": 5, "product": 6}, done.stderr.decode()
 
 
 @pytest.mark.parametrize("run", RUNS)
