@@ -6,9 +6,10 @@ Needs a finished run of `quickstart.sh --model small`: its metrics, records and 
 to the times). Nothing else may run. Prints seconds of the step, of the parts, and their ratio.
 
 Generation: offline vLLM with the engine settings of the run's config, one request per model turn with the recorded
-number of tokens; a turn starts when the one before it has ended. Update: transformers' model, one forward and backward
-pass per group, as a row of the prompt and all responses, each of which sees the prompt and itself; cross-entropy of the
-responses' rows in chunks. Left out: the reward, tool calls, weights sent to vLLM, clip and step of the optimizer.
+number of tokens; a turn starts when the one before it has ended. Update: transformers' model, forward and backward, a
+prompt and its group's responses in one row, where each response sees the prompt and itself; one or two groups in a row,
+whichever is faster; cross-entropy of the responses' rows in chunks. Left out: the reward, tool calls, weights sent to
+vLLM, clip and step of the optimizer.
 """
 
 import argparse
@@ -72,32 +73,37 @@ def trained_groups(responses: Sequence[Response], number: int) -> list[list[Resp
 
 
 class Row(NamedTuple):
-    """A group as one row of T tokens: its prompt, then each response. M rows of logits are asked for."""
+    """Groups as one row of T tokens: a prompt, then each of its responses. M rows of logits are asked for."""
 
     ids: "Tensor"  # int64[1, T]
     positions: "Tensor"  # int64[1, T]
-    mask: "Tensor"  # bool[1, 1, T, T], what each token sees: the prompt and its own response up to itself
+    mask: "Tensor"  # bool[1, 1, T, T], what each token sees: its group's prompt and its own response up to itself
     places: "Tensor"  # int64[M], whose next token the model wrote
     labels: "Tensor"  # int64[M], that token
 
 
-def as_row(group: Sequence[Response]) -> Row:
+def as_row(groups: Sequence[Sequence[Response]]) -> Row:
     import torch
 
-    prompt = group[0].prompt
-    ids, positions, owner = list(prompt), list(range(len(prompt))), [0] * len(prompt)
-    places, labels = [], []
-    for number, response in enumerate(group, 1):
-        start = len(ids)
-        for turn_start, length in response.turns:
-            for place in range(turn_start, turn_start + length):
-                places.append(start + place - 1 if place else len(prompt) - 1)
-                labels.append(response.ids[place])
-        ids += response.ids
-        positions += range(len(prompt), len(prompt) + len(response.ids))
-        owner += [number] * len(response.ids)
-    owners = torch.tensor(owner)
-    sees = (owners[None] == owners[:, None]) | (owners[None] == 0)
+    ids, positions, places, labels = [], [], [], []
+    owner: list[tuple[int, int]] = []  # of each token: its group, and its response, 0 for the prompt
+    for group_number, group in enumerate(groups):
+        prompt, start_of_group = group[0].prompt, len(ids)
+        ids += prompt
+        positions += range(len(prompt))
+        owner += [(group_number, 0)] * len(prompt)
+        for number, response in enumerate(group, 1):
+            start = len(ids)
+            for turn_start, length in response.turns:
+                for place in range(turn_start, turn_start + length):
+                    places.append(start + place - 1 if place else start_of_group + len(prompt) - 1)
+                    labels.append(response.ids[place])
+            ids += response.ids
+            positions += range(len(prompt), len(prompt) + len(response.ids))
+            owner += [(group_number, number)] * len(response.ids)
+    of_group, of_response = torch.tensor(owner).unbind(1)
+    sees = (of_response[None] == of_response[:, None]) | (of_response[None] == 0)
+    sees &= of_group[None] == of_group[:, None]
     mask = sees & torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     return Row(
         torch.tensor([ids]), torch.tensor([positions]), mask[None, None], torch.tensor(places), torch.tensor(labels)
@@ -121,19 +127,23 @@ def forward_backward(model: Any, row: Row) -> float:
 
 
 def time_update(model_path: str, groups: Sequence[Sequence[Response]]) -> float:
-    """Seconds of a forward and backward pass over the groups, after one group as warm-up."""
+    """Seconds of a forward and backward pass over the groups, one or two in a row, after one row as warm-up."""
     import torch
     from transformers import AutoModelForCausalLM
 
     round_products()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="sdpa")
-    rows = [as_row(group) for group in groups]
-    forward_backward(model, rows[0])
-    started = time.perf_counter()
-    for row in rows:
-        forward_backward(model, row)
-    return time.perf_counter() - started
+    taken_s = {}
+    for together in (1, 2):
+        rows = [as_row(groups[start : start + together]) for start in range(0, len(groups), together)]
+        forward_backward(model, rows[0])
+        started = time.perf_counter()
+        for row in rows:
+            forward_backward(model, row)
+        taken_s[together] = time.perf_counter() - started
+    print("Raw update:", *(f"{each:.1f} s with {together} in a row;" for together, each in taken_s.items()))
+    return min(taken_s.values())
 
 
 def time_generation(model_path: str, responses: Sequence[Response], config: "DictConfig") -> float:

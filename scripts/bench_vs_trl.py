@@ -14,18 +14,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from verl_ext.quickstart.pipeline import SANDBOX_OPTIONS
-from verl_ext.quickstart.rungs import RUNGS
-from verl_ext.quickstart.supervise import Supervisor
-from verl_ext.records.store import cpu_seconds
-from verl_ext.runs.metrics import read_metrics
-from verl_ext.sandbox.launch import running_server
-from verl_ext.settings import compose_run
+REPO = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPO / "scripts"))
+
+from whole_cpu import whole_cpu  # noqa: E402
+
+from verl_ext.cpu import is_cpu_only  # noqa: E402
+from verl_ext.quickstart.pipeline import SANDBOX_OPTIONS  # noqa: E402
+from verl_ext.quickstart.rungs import RUNGS  # noqa: E402
+from verl_ext.quickstart.supervise import Supervisor  # noqa: E402
+from verl_ext.records.store import cpu_seconds  # noqa: E402
+from verl_ext.runs.metrics import read_metrics  # noqa: E402
+from verl_ext.sandbox.launch import running_server  # noqa: E402
+from verl_ext.settings import compose_run  # noqa: E402
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-REPO = Path(__file__).resolve().parents[1]
 WARM_UP = 2  # steps left out of the medians
 STATIC = "verl-retool, no dynamic sampling"
 TRAINERS = ("verl-retool", "TRL", STATIC)
@@ -188,7 +193,7 @@ def run_trl(
             *("--sizes", json.dumps(batch)),
         ],
         log=out / "log.txt",
-        env={"HF_HUB_OFFLINE": "1"},
+        env=whole_cpu() | {"HF_HUB_OFFLINE": "1", "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT"},
     )
     found = json.loads(figures.read_text())
     ends = [end - started for end in found["step_ends"]]
@@ -217,6 +222,8 @@ def main() -> None:
     for name, value in MODELS[args.model]._asdict().items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
+    if not is_cpu_only():
+        parser.error("TRL's side runs on the CPU, and ours would take the GPU of this machine. Take a CPU-only .venv")
     if args.steps <= WARM_UP + 1:
         parser.error(f"--steps is {args.steps}, but the first {WARM_UP} are left out; take at least {WARM_UP + 2}")
     folder = new_folder(args.out)

@@ -150,7 +150,7 @@ def test_groups_with_right_and_wrong_answers_are_trained_first(load_script):
     assert script.trained_groups([*equal, *mixed], 8) == [mixed, equal]
 
 
-def test_a_group_in_one_row_has_loss_and_gradients_of_its_sequences(load_script, monkeypatch):
+def test_two_groups_in_one_row_have_loss_and_gradients_of_their_sequences(load_script, monkeypatch):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -160,12 +160,13 @@ def test_a_group_in_one_row_has_loss_and_gradients_of_its_sequences(load_script,
     config = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=128, tie_word_embeddings=True, **config))
     group = [read(script), read(script, turns=[{"role": "model", "text": "wxyz", "tokens": 4}])]
+    other = [read(script, uid="b", prompt="Take away."), read(script, uid="b", prompt="Take away.")]
 
-    loss = script.forward_backward(model, script.as_row(group))
+    loss = script.forward_backward(model, script.as_row([group, other]))
     found = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
     plain = 0.0
-    for response in group:
+    for response in group + other:
         logits = model(torch.tensor([response.prompt + response.ids])).logits[0, len(response.prompt) - 1 : -1]
         log_probs = logits.log_softmax(-1)[range(len(response.ids)), response.ids]
         plain -= sum(log_probs[start : start + length].sum() for start, length in response.turns)
@@ -196,11 +197,22 @@ def test_what_has_the_whole_cpu_has_the_variables_of_the_launcher(load_script, t
     assert launched.keys() >= set(always)
 
 
-def test_ours_computes_as_exactly_as_trl(load_script, tmp_path, monkeypatch):
+def test_both_sides_compute_in_fp32_with_the_same_threads(load_script, tmp_path, monkeypatch):
     script = load_script("bench_vs_trl")
-    prepare(script, tmp_path, monkeypatch, ["--trl-python", "python", "--model", "small", "--trainers", "verl-retool"])
+    prepare(script, tmp_path, monkeypatch, ["--trl-python", "python", "--model", "small"])
     script.main()
-    assert Launched.environments[0]["ONEDNN_DEFAULT_FPMATH_MODE"] == "STRICT"
+    ours, trl, _ = Launched.environments
+    assert ours["ONEDNN_DEFAULT_FPMATH_MODE"] == trl["ONEDNN_DEFAULT_FPMATH_MODE"] == "STRICT"
+    assert trl["OMP_NUM_THREADS"] and trl["MALLOC_MMAP_THRESHOLD_"]  # which the launcher sets for ours
+
+
+def test_a_machine_with_a_gpu_is_refused_as_trl_runs_on_the_cpu(load_script, tmp_path, monkeypatch, capsys):
+    script = load_script("bench_vs_trl")
+    prepare(script, tmp_path, monkeypatch, ["--trl-python", "python"])
+    monkeypatch.setattr(script, "is_cpu_only", lambda: False)
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "TRL's side runs on the CPU" in capsys.readouterr().err and not Launched.started
 
 
 @pytest.mark.parametrize(("mode", "precision"), [("BF16", "medium"), ("STRICT", "highest")])
