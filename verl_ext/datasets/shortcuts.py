@@ -1,22 +1,39 @@
 """What rules score that do not understand a word problem: the least that an accuracy must beat to mean anything."""
 
 import itertools
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 _NUMBER = re.compile(r"(?<![\d.])\d[\d,]*(?:\.\d+)?")
 _CLOSE = Fraction(1, 10**6)
 
-
-def largest_minus_smallest(numbers: Sequence[Fraction], answer: Fraction) -> float:
-    """1.0 where the largest number of the text less the smallest is the answer."""
-    return float(abs(max(numbers) - min(numbers) - answer) < _CLOSE)
+Rule = Callable[[Sequence[Fraction]], Fraction]  # numbers of a text, in its order -> answer
 
 
-def sum_of_all(numbers: Sequence[Fraction], answer: Fraction) -> float:
-    """1.0 where the numbers of the text add up to the answer."""
-    return float(abs(sum(numbers) - answer) < _CLOSE)
+def _range(numbers: Sequence[Fraction]) -> Fraction:
+    return max(numbers) - min(numbers)
+
+
+def _quotient_or(otherwise: Rule) -> Rule:
+    """Largest over smallest where that is whole."""
+
+    def rule(numbers: Sequence[Fraction]) -> Fraction:
+        low, high = min(numbers), max(numbers)
+        return high / low if low and (high / low).denominator == 1 else otherwise(numbers)
+
+    return rule
+
+
+RULES: dict[str, Rule] = {
+    "largest minus smallest": _range,
+    "sum of all numbers": sum,
+    "product of all numbers": math.prod,
+    "largest over smallest if whole, else their difference": _quotient_or(_range),
+    "largest over smallest if whole, else the product of all": _quotient_or(math.prod),
+}
+RANDOM_PAIR = "random pair and operator"
 
 
 def random_pair(numbers: Sequence[Fraction], answer: Fraction) -> float:
@@ -29,20 +46,15 @@ def random_pair(numbers: Sequence[Fraction], answer: Fraction) -> float:
     return hits / tries
 
 
-SHORTCUTS = {
-    "largest minus smallest": largest_minus_smallest,
-    "sum of all numbers": sum_of_all,
-    "random pair and operator": random_pair,
-}
-
-
 def shortcut_rates(problems: Iterable[tuple[str, str]]) -> dict[str, float]:
     """Accuracy of each rule over (text, answer); a text with less than two numbers counts as wrong."""
-    rates: dict[str, list[float]] = {name: [] for name in SHORTCUTS}
-    for text, answer in problems:
-        numbers = [Fraction(found.replace(",", "")) for found in _NUMBER.findall(text)]
-        for name, rule in SHORTCUTS.items():
-            rates[name].append(rule(numbers, Fraction(answer)) if len(numbers) > 1 else 0.0)
+    rates: dict[str, list[float]] = {name: [] for name in (*RULES, RANDOM_PAIR)}
+    for text, said in problems:
+        numbers, answer = [Fraction(found.replace(",", "")) for found in _NUMBER.findall(text)], Fraction(said)
+        applies = len(numbers) > 1
+        for name, rule in RULES.items():
+            rates[name].append(float(applies and abs(rule(numbers) - answer) < _CLOSE))
+        rates[RANDOM_PAIR].append(random_pair(numbers, answer) if applies else 0.0)
     return {name: sum(values) / len(values) for name, values in rates.items()}
 
 

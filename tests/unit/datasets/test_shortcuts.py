@@ -20,17 +20,26 @@ def test_rates_are_means_over_all_problems():
         ("Ann has 9 pens and 4 cups. How many more?", "5"),  # 9 - 4; a pair: 1 of 8
         ("2 boxes, 1,000 pens and 3.5 coins. In all?", "1005.5"),
         ("One pen and 7 cups", "8"),  # a single number: no rule applies
+        ("12 pens in 4 cups", "3"),  # 12 / 4; a pair: 1 of 8
+        ("2 pens in each of 3 cups", "6"),  # a pair: 2 of 8
+        ("0 of 8 cups", "8"),  # nothing is divided by 0. A pair: 0 + 8, 8 + 0 and 8 - 0, of 8
     ]
-    rates = shortcut_rates(problems)
-    assert rates["largest minus smallest"] == pytest.approx(1 / 3)
-    assert rates["sum of all numbers"] == pytest.approx(1 / 3)
-    assert rates["random pair and operator"] == pytest.approx(1 / 8 / 3)
+    assert shortcut_rates(problems) == pytest.approx(
+        {
+            "largest minus smallest": 2 / 6,
+            "sum of all numbers": 2 / 6,
+            "product of all numbers": 1 / 6,
+            "largest over smallest if whole, else their difference": 3 / 6,
+            "largest over smallest if whole, else the product of all": 2 / 6,
+            "random pair and operator": (1 + 1 + 2 + 3) / 8 / 6,
+        }
+    )
     assert (
         describe_shortcuts({"x_ood": problems}).splitlines()[1].startswith("  x_ood: largest minus smallest 33.3%, sum")
     )
 
 
-def test_a_quarter_of_svamp_falls_to_largest_minus_smallest():
+def test_a_fifth_of_svamp_falls_to_largest_minus_smallest():
     rows = [json.loads(line) for line in (REPO / "data" / "svamp" / "svamp.jsonl").read_text().splitlines()]
     assert len(rows) == 1000 and all(row["problem"] and row["answer"] == row["answer"].strip() for row in rows)
     assert 0.2 < shortcut_rates([(row["problem"], row["answer"]) for row in rows])["largest minus smallest"] < 0.3
