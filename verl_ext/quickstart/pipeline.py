@@ -40,6 +40,7 @@ from verl_ext.runs import durable
 from verl_ext.runs.lock import LOCK, lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
 
+LICENCE_FILES = ("LICENSE", "NOTICE")
 EVALUATION_SAMPLES = 2  # responses per held-out problem
 ShowProgress = Callable[[Path], Watch]
 AFTERWARDS = " Then the same command goes on from here; --out DIR writes to another disk."
@@ -112,7 +113,10 @@ def train_rl(run: Quickstart) -> None:
 
 
 def merge(run: Quickstart, name: str) -> None:
-    """Merge the last checkpoint of "sft" or "rl" into a Hugging Face folder, as recipe/README.md does by hand."""
+    """Merge the last checkpoint of "sft" or "rl" into a Hugging Face folder, as recipe/README.md does by hand.
+
+    The licence of the model that training began with, and the notice of what was changed, go with it.
+    """
     if (step := checkpoints.tracked_step(run.out / name)) is None:
         raise CommandFailed(f"There is no checkpoint in {run.out / name}. Run `--stage {name}` first.")
     shards = checkpoints.path_of(run.out / name, step) / ("actor" if name == "rl" else "")
@@ -123,6 +127,9 @@ def merge(run: Quickstart, name: str) -> None:
         log=run.out / name / "merge.log",
         env={"VERL_USE_EXTERNAL_MODULES": "verl_ext"},
     )
+    for name in LICENCE_FILES:
+        if (file := Path(run.model_path or run.out / "model") / name).is_file():
+            shutil.copy(file, f"{target}.part")
     shutil.rmtree(target, ignore_errors=True)
     os.replace(f"{target}.part", target)
 

@@ -266,6 +266,8 @@ def test_merging_takes_the_last_whole_checkpoint_and_replaces_an_older_merge(mak
     (folder / "latest_checkpointed_iteration.txt").write_text("20\n")
     (folder / "merged").mkdir()
     (folder / "merged" / "old").touch()
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "NOTICE").write_text("changed: 4 bits")
 
     def act(command, env):
         target = Path(command[command.index("--target_dir") + 1])
@@ -279,7 +281,8 @@ def test_merging_takes_the_last_whole_checkpoint_and_replaces_an_older_merge(mak
     assert merge.command[1:6] == ["-m", "verl.model_merger", "merge", "--backend", "fsdp"]
     assert merge.command[merge.command.index("--local_dir") + 1] == str(folder / shards)
     assert merge.env == {"VERL_USE_EXTERNAL_MODULES": "verl_ext"}
-    assert [path.name for path in (folder / "merged").iterdir()] == ["new"]
+    assert {path.name for path in (folder / "merged").iterdir()} == {"new", "NOTICE"}
+    assert (folder / "merged" / "NOTICE").read_text() == "changed: 4 bits"
 
 
 def test_merging_without_a_checkpoint_says_what_to_run(make_run, tmp_path):
