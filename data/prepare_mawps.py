@@ -1,4 +1,4 @@
-"""MAWPS as SFT traces, RL problems and a test, from a fold's train.csv and dev.csv.
+r"""MAWPS as SFT traces, RL problems and a test, from a fold's train.csv and dev.csv.
 
     python data/prepare_mawps.py --input cv_mawps/fold0 --out outputs/mawps
 
@@ -6,7 +6,8 @@ The files are github.com/arkilpatel/SVAMP's, data/cv_mawps. They are not in this
 MAWPS itself (github.com/sroy9/mawps) names no licence. Equations become programs, which are run and must give the
 answer. 16 traces a step train on them; the run's own 8 steps would see 128:
 
-    DATA_DIR=outputs/mawps bash recipe/retool/run_smollm2_sft.sh trainer.total_training_steps=33
+    DATA_DIR=outputs/mawps OUTPUT_DIR=outputs/mawps/sft \
+        bash recipe/retool/run_smollm2_sft.sh trainer.total_training_steps=37
 """
 
 import argparse
