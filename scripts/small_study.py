@@ -26,6 +26,7 @@ from published import Published  # noqa: E402
 from whole_cpu import whole_cpu  # noqa: E402
 
 from verl_ext.cpu import is_cpu_only  # noqa: E402
+from verl_ext.datasets import arithmetic  # noqa: E402
 from verl_ext.evaluation.figures import align  # noqa: E402
 from verl_ext.evaluation.samples import Sample, read_dump  # noqa: E402
 from verl_ext.plots.charts import Chart, Series  # noqa: E402
@@ -49,6 +50,9 @@ ERRORS: dict[str, Callable[[Sample], bool]] = {
     "right": lambda sample: sample.acc == 1,
     "no answer": lambda sample: not sample.pred,
     "its last program failed": lambda sample: sample.tool_errors > 0 and _printed(sample) is None,
+    "no program: the right calculation, a wrong result": lambda sample: (
+        not _CODE.search(sample.output) and _calculated(sample) == _value(str(sample.gts))
+    ),
     "the answer is not what the program printed": lambda sample: _printed(sample) not in (None, _value(sample.pred)),
     "a number of its program is not in the problem": lambda sample: bool(_numbers_of_code(sample) - _given(sample)),
     "numbers of the problem, another formula": lambda sample: True,
@@ -66,8 +70,21 @@ def _printed(sample: Sample) -> float | None:
     return _value(outputs[-1]) if outputs else None
 
 
+def _calculation(sample: Sample) -> str:
+    """Of a response without Python, as `4 * 7 = 28` in its first line."""
+    return sample.output.partition("\n")[0].partition("=")[0]
+
+
+def _calculated(sample: Sample) -> float | None:
+    """What that calculation gives."""
+    try:
+        return float(arithmetic.evaluate(_calculation(sample)))
+    except ValueError:
+        return None
+
+
 def _numbers_of_code(sample: Sample) -> set[str]:
-    programs = _CODE.findall(sample.output) or [sample.output.partition("\n")[0].partition("=")[0]]
+    programs = _CODE.findall(sample.output) or [_calculation(sample)]
     return set(_NUMBER.findall(programs[-1]))
 
 
