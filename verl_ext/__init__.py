@@ -49,6 +49,7 @@ if find_spec("verl"):
     vllm = "verl.workers.rollout.vllm_rollout"
     wrapt.register_post_import_hook("verl_ext.rollout.weight_sockets:name_senders", f"{vllm}.vllm_rollout")
     wrapt.register_post_import_hook("verl_ext.rollout.weight_sockets:name_receivers", f"{vllm}.vllm_async_server")
+    wrapt.register_post_import_hook("verl_ext.rollout.weight_sockets:bound_waits", f"{vllm}.bucketed_weight_transfer")
     wrapt.register_post_import_hook(
         "verl_ext.rollout.logs:keep_warnings", "model_hosting_container_standards.logging_config"
     )

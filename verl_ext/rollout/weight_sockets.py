@@ -1,4 +1,5 @@
-"""The sockets in /tmp by which an actor's weights reach the vLLM server beside it: none of two runs is another's.
+"""The sockets in /tmp by which an actor's weights reach the vLLM server beside it: none of two runs is another's, and
+nobody waits without end at one.
 
 verl 0.9.1 names them by Ray's job id. That is 01000000 in every cluster of its own, so that of two runs on one machine
 the one that binds second takes the socket of the first: its server would hang, or get the other run's weights. Here the
@@ -11,8 +12,11 @@ from types import ModuleType
 from typing import Any
 
 import ray
+import zmq
 
 from verl_ext.versions import VERL, require_versions
+
+ANSWER_S = 600.0  # loading a bucket takes seconds, and what vLLM does behind the last one a minute at the most
 
 
 def name_senders(adapters: ModuleType) -> None:
@@ -44,3 +48,31 @@ def name_receivers(servers: ModuleType) -> None:
         os.environ["VERL_RAY_JOB_ID"] = f"{context.get_job_id()}-{context.get_node_id()[:16]}"
 
     server.__init__ = __init__
+
+
+def bound_waits(transfers: ModuleType) -> None:
+    """verl/workers/rollout/vllm_rollout/bucketed_weight_transfer.py:71 `BucketedWeightSender` waits for answers without
+    end. A server whose engine is dead, or could not load the weights, gives none: now the run ends with an error.
+    """
+    require_versions(VERL, "verl_ext/rollout/weight_sockets.py")
+    sender = transfers.BucketedWeightSender
+    init_socket, send_weights = sender._init_socket, sender.async_send_weights
+
+    @functools.wraps(init_socket)
+    def _init_socket(self: Any) -> None:
+        init_socket(self)
+        self.socket.setsockopt(zmq.SNDTIMEO, int(1000 * ANSWER_S))  # it waits here until the server is there
+        self.socket.setsockopt(zmq.RCVTIMEO, int(1000 * ANSWER_S))
+        self.socket.setsockopt(zmq.LINGER, 0)  # what nobody has taken does not keep the process from ending
+
+    @functools.wraps(send_weights)
+    async def async_send_weights(self: Any, weights: Any) -> None:
+        try:
+            await send_weights(self, weights)
+        except zmq.Again:
+            raise TimeoutError(
+                f"The vLLM server took no weights from {self.zmq_handle} in {ANSWER_S:.0f} s: its engine is dead, or "
+                "failed to load them. Its log says why. The same command goes on from the last checkpoint."
+            ) from None
+
+    sender._init_socket, sender.async_send_weights = _init_socket, async_send_weights

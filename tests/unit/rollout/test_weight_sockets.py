@@ -1,9 +1,13 @@
 """The sockets of two runs on one machine."""
 
+import asyncio
+import contextlib
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from verl_ext.rollout import weight_sockets
 
@@ -49,3 +53,59 @@ def test_verls_own_classes_are_the_ones_that_are_named(cpu_platform):
 
     for named in (vllm_rollout.ServerAdapter, vllm_async_server.vLLMHttpServer):
         assert named.__init__.__code__.co_filename.endswith("verl_ext/rollout/weight_sockets.py")
+
+
+@pytest.fixture
+def transfer(cpu_platform, tmp_path, monkeypatch):
+    """A sender of verl's that waits for .3 s, and the receiver beside it."""
+    from verl.workers.rollout.vllm_rollout import bucketed_weight_transfer as transfers
+
+    monkeypatch.setattr(weight_sockets, "ANSWER_S", 0.3)
+    handle = f"ipc://{tmp_path}/weights.sock"
+    sender = transfers.BucketedWeightSender(handle, bucket_size_mb=1, use_shm=True)
+    return sender, transfers.BucketedWeightReceiver(handle, torch.device("cpu"), use_shm=True)
+
+
+def weights(number=3):
+    return ((f"layer.{i}", torch.full((150_000,), float(i))) for i in range(number))  # .6 MB each: a bucket each
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("fails_at", [None, 1])
+def test_a_server_that_answers_nothing_ends_the_update(transfer, fails_at):
+    """None is there, or one whose loader raises at its second bucket."""
+    sender, receiver = transfer
+    loaded = []
+
+    def load(bucket, is_last):
+        if len(loaded) == fails_at:
+            raise MemoryError("no room")
+        loaded.append([name for name, _ in bucket])
+
+    receiving = threading.Thread(target=receive, args=(receiver, load))
+    if fails_at:
+        receiving.start()
+    with pytest.raises(TimeoutError, match="took no weights from ipc:.*weights.sock in 0 s: its engine is dead, or"):
+        asyncio.run(sender.async_send_weights(weights()))
+    if fails_at:
+        receiving.join()
+        assert loaded == [["layer.0"]]
+    assert sender.socket is None and sender.shm is None
+
+
+def receive(receiver, load):
+    with contextlib.suppress(MemoryError, BufferError):  # verl's, as the error holds on to the bucket
+        receiver.receive_weights(load)
+
+
+@pytest.mark.timeout(30)
+def test_a_server_that_answers_gets_all_weights(transfer):
+    sender, receiver = transfer
+    loaded = {}
+    receiving = threading.Thread(
+        target=receive, args=(receiver, lambda bucket, is_last: loaded.update((n, w[0].item()) for n, w in bucket))
+    )
+    receiving.start()
+    asyncio.run(sender.async_send_weights(weights()))
+    receiving.join()
+    assert loaded == {"layer.0": 0.0, "layer.1": 1.0, "layer.2": 2.0}
