@@ -127,7 +127,7 @@ def forward_backward(model: Any, row: Row) -> float:
 
 
 def time_update(model_path: str, groups: Sequence[Sequence[Response]]) -> float:
-    """Seconds of a forward and backward pass over the groups, one or two in a row, after one row as warm-up."""
+    """Seconds of a forward and backward pass over the groups, by rows of one or two groups, whichever is faster."""
     import torch
     from transformers import AutoModelForCausalLM
 

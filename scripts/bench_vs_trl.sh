@@ -18,6 +18,12 @@ if [[ ${1-} == --help ]]; then
   exit 0
 fi
 
+if (source recipe/retool/common.sh && has_gpu); then
+  echo "bench_vs_trl.sh: TRL's side runs on the CPU, and ours would take this machine's GPU. Set RETOOL_HARDWARE=cpu," \
+    "in a clone without a .venv for GPUs." >&2
+  exit 2
+fi
+
 MODEL=tiny RUN=
 for ((i = 1; i <= $#; i++)); do
   next=$((i + 1))

@@ -10,6 +10,7 @@ not studied again: another machine can go on with FILE.
 
 import argparse
 import json
+import math
 import re
 import subprocess
 import sys
@@ -50,9 +51,7 @@ ERRORS: dict[str, Callable[[Sample], bool]] = {
     "right": lambda sample: sample.acc == 1,
     "no answer": lambda sample: not sample.pred,
     "its last program failed": lambda sample: sample.tool_errors > 0 and _printed(sample) is None,
-    "no program: the right calculation, a wrong result": lambda sample: (
-        not _CODE.search(sample.output) and _calculated(sample) == _value(str(sample.gts))
-    ),
+    "no program: the right calculation, a wrong result": lambda sample: _calculates_the_answer(sample),
     "the answer is not what the program printed": lambda sample: _printed(sample) not in (None, _value(sample.pred)),
     "a number of its program is not in the problem": lambda sample: bool(_numbers_of_code(sample) - _given(sample)),
     "numbers of the problem, another formula": lambda sample: True,
@@ -75,12 +74,14 @@ def _calculation(sample: Sample) -> str:
     return sample.output.partition("\n")[0].partition("=")[0]
 
 
-def _calculated(sample: Sample) -> float | None:
-    """What that calculation gives."""
+def _calculates_the_answer(sample: Sample) -> bool:
+    """Without a program, and what that calculation gives is the answer of the data."""
+    truth = _value(str(sample.gts))
     try:
-        return float(arithmetic.evaluate(_calculation(sample)))
+        value = arithmetic.evaluate(_calculation(sample))
     except ValueError:
-        return None
+        return False
+    return truth is not None and not _CODE.search(sample.output) and math.isclose(value, truth, rel_tol=1e-6)
 
 
 def _numbers_of_code(sample: Sample) -> set[str]:
@@ -113,7 +114,7 @@ def error_table(studies: Mapping[str, Mapping]) -> list[list[str]]:
     """Share of responses of each kind, before and after RL, of each run."""
     table = [["of all responses, before -> after RL", *studies]]
     for kind in ERRORS:
-        sides = [[study["errors"][when][kind] for when in ("before", "after")] for study in studies.values()]
+        sides = [[study["errors"][when].get(kind, 0.0) for when in ("before", "after")] for study in studies.values()]
         table.append([kind, *(" -> ".join(f"{share:.1%}" for share in side) for side in sides)])
     return table
 

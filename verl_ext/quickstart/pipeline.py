@@ -127,8 +127,8 @@ def merge(run: Quickstart, name: str) -> None:
         log=run.out / name / "merge.log",
         env={"VERL_USE_EXTERNAL_MODULES": "verl_ext"},
     )
-    for name in LICENCE_FILES:
-        if (file := Path(run.model_path or run.out / "model") / name).is_file():
+    for licence in LICENCE_FILES:
+        if (file := Path(run.model_path or run.out / "model") / licence).is_file():  # a folder; not so on the hub
             shutil.copy(file, f"{target}.part")
     shutil.rmtree(target, ignore_errors=True)
     os.replace(f"{target}.part", target)

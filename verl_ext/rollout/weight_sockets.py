@@ -1,5 +1,5 @@
 """The sockets in /tmp by which an actor's weights reach the vLLM server beside it: none of two runs is another's, and
-nobody waits without end at one.
+no sender waits without end.
 
 verl 0.9.1 names them by Ray's job id. That is 01000000 in every cluster of its own, so that of two runs on one machine
 the one that binds second takes the socket of the first: its server would hang, or get the other run's weights. Here the
@@ -16,7 +16,7 @@ import zmq
 
 from verl_ext.versions import VERL, require_versions
 
-ANSWER_S = 600.0  # loading a bucket takes seconds, and what vLLM does behind the last one a minute at the most
+ANSWER_S = 600.0  # loading a bucket takes seconds; before the first one the server must be there
 
 
 def name_senders(adapters: ModuleType) -> None:
@@ -72,7 +72,7 @@ def bound_waits(transfers: ModuleType) -> None:
         except zmq.Again:
             raise TimeoutError(
                 f"The vLLM server took no weights from {self.zmq_handle} in {ANSWER_S:.0f} s: its engine is dead, or "
-                "failed to load them. Its log says why. The same command goes on from the last checkpoint."
+                "failed to load them. Its log says why. Repair that; the same command goes on from the last checkpoint."
             ) from None
 
     sender._init_socket, sender.async_send_weights = _init_socket, async_send_weights
