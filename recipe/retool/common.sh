@@ -109,6 +109,8 @@ all_cores() {
   # step. Huge pages make a new block cheaper.
   export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-2097152} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-67108864}
   export THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}
+  # Blocks that the threads of a step free are for the next step's, whichever threads these are.
+  export MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-1}
 }
 
 # quickstart_sft CONFIG FOLDER TOOLS RANKS: SFT of the quickstart's model in outputs/FOLDER; TOOLS has prepare.py and build_model.py.
