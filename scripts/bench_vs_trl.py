@@ -184,6 +184,7 @@ def run_trl(
 ) -> dict[str, float]:
     """scripts/bench_trl_side.py in TRL's environment."""
     figures, batch = out / "figures.json", sizes(compose_run(*MODELS[model].config))
+    variables = whole_cpu() if model == "small" else {}  # as that model's launcher sets them for ours
     started = time.time()
     supervisor.run(
         [
@@ -192,11 +193,7 @@ def run_trl(
             *("--sizes", json.dumps(batch)),
         ],
         log=out / "log.txt",
-        env=(whole_cpu() if model == "small" else {})
-        | {
-            "HF_HUB_OFFLINE": "1",
-            "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT",
-        },
+        env=variables | {"HF_HUB_OFFLINE": "1", "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT"},
     )
     found = json.loads(figures.read_text())
     ends = [end - started for end in found["step_ends"]]

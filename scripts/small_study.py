@@ -70,12 +70,12 @@ def _printed(sample: Sample) -> float | None:
 
 
 def _calculation(sample: Sample) -> str:
-    """Of a response without Python, as `4 * 7 = 28` in its first line."""
+    """What a response without Python calculates: `4 * 7`, where its first line is `4 * 7 = 28`."""
     return sample.output.partition("\n")[0].partition("=")[0]
 
 
 def _calculates_the_answer(sample: Sample) -> bool:
-    """Without a program, and what that calculation gives is the answer of the data."""
+    """The response has no program, and its calculation gives the right answer, whatever result it states."""
     truth = _value(str(sample.gts))
     try:
         value = arithmetic.evaluate(_calculation(sample))
@@ -114,7 +114,9 @@ def error_table(studies: Mapping[str, Mapping]) -> list[list[str]]:
     """Share of responses of each kind, before and after RL, of each run."""
     table = [["of all responses, before -> after RL", *studies]]
     for kind in ERRORS:
-        sides = [[study["errors"][when].get(kind, 0.0) for when in ("before", "after")] for study in studies.values()]
+        sides = [
+            [study["errors"][when].get(kind, math.nan) for when in ("before", "after")] for study in studies.values()
+        ]
         table.append([kind, *(" -> ".join(f"{share:.1%}" for share in side) for side in sides)])
     return table
 

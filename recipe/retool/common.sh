@@ -109,7 +109,7 @@ all_cores() {
   # step. Huge pages make a new block cheaper.
   export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-2097152} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-67108864}
   export THP_MEM_ALLOC_ENABLE=${THP_MEM_ALLOC_ENABLE:-1}
-  # Blocks that the threads of a step free are for the next step's, whichever threads these are.
+  # One arena for all threads: memory that one thread frees is there for the others. With more, the actor grows with every step.
   export MALLOC_ARENA_MAX=${MALLOC_ARENA_MAX:-1}
 }
 

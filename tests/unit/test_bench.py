@@ -178,7 +178,7 @@ def test_two_groups_in_one_row_have_loss_and_gradients_of_their_sequences(load_s
 
 @pytest.mark.parametrize("given", [{}, {"OMP_NUM_THREADS": "3", "ONEDNN_DEFAULT_FPMATH_MODE": "STRICT"}])
 def test_what_has_the_whole_cpu_has_the_variables_of_the_launcher(load_script, tmp_path, monkeypatch, given):
-    always = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "VLLM_CPU_KVCACHE_SPACE", "MALLOC_MMAP_THRESHOLD_")
+    always = ("OMP_NUM_THREADS", "GOMP_SPINCOUNT", "VLLM_CPU_KVCACHE_SPACE", "MALLOC_ARENA_MAX")
     names = (*always, "ONEDNN_DEFAULT_FPMATH_MODE")
     for name in names:
         monkeypatch.delenv(name, raising=False)
