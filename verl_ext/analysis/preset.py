@@ -17,7 +17,7 @@ from verl_ext.objectives.group_mean import group_mean
 from verl_ext.objectives.icepop import pop
 from verl_ext.objectives.maxrl import maxrl
 from verl_ext.objectives.mean import unit_factors
-from verl_ext.objectives.mis import response_ratio
+from verl_ext.objectives.mis import masked, response_ratio
 from verl_ext.objectives.olmorl import truncate
 from verl_ext.objectives.terms import MAX_LOG_RATIO, Terms, Tokens
 from verl_ext.settings import CONFIGS, compose_run
@@ -148,7 +148,12 @@ class Preset:
         else:
             ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
         lower, _, upper = str(correction.rollout_is_threshold).rpartition("_")
-        weights = pop(ratio, float(lower), float(upper)) if lower else truncate(ratio, float(upper))
+        if not lower:
+            weights = truncate(ratio, float(upper))
+        elif self._mode == "retool_mis":
+            weights = masked(ratio, float(upper))  # the lower bound is verl's form of none
+        else:
+            weights = pop(ratio, float(lower), float(upper))
         return torch.where(batch.mask, weights, 0)
 
 

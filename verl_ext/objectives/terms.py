@@ -72,6 +72,7 @@ def clipped(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Terms
 
 
 def weighted(terms: Terms, weights: Tensor) -> Terms:
-    """Terms times weights that have no gradient; a token of weight 0 is dropped."""
+    """Terms times weights that have no gradient; a token of weight 0 is dropped, and counts as that alone."""
     kept = weights.detach()
-    return terms._replace(objective=terms.objective * kept, dropped=kept == 0)
+    dropped = kept == 0
+    return Terms(terms.objective * kept, terms.clipped_low & ~dropped, terms.clipped_high & ~dropped, dropped)

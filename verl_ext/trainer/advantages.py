@@ -20,6 +20,7 @@ from transfer_queue import KVBatchMeta
 from verl_ext.objectives.maxrl import maxrl
 from verl_ext.objectives.mean import unit_factors
 from verl_ext.objectives.tir_otb import OF_TOKENS, at_last_own, tir_otb
+from verl_ext.trainer.queue import real_keys
 from verl_ext.versions import VERL, require_versions
 
 ESTIMATORS = ["maxrl", "tir_otb"]  # names of algorithm.adv_estimator, beside verl's; the doctor reads them here
@@ -168,15 +169,23 @@ def _sum_pi_squared(keys: Sequence[str], width: int) -> Tensor:
     return torch.nested.to_padded_tensor(data["sum_pi_squared"], 0.0, (len(keys), width))
 
 
-def scale(batch: KVBatchMeta, *, unit: str, updates: int, without: Sequence[bool]) -> dict[str, float]:
+def scale(batch: KVBatchMeta, *, mode: str, unit: str, updates: int, without: Sequence[bool]) -> dict[str, float]:
     """Multiply the advantages of a batch in verl's queue by the factors of `unit`, and by 0 where `without` is true.
 
+    verl fills a batch up, so that ranks and updates get equally many rows, and counts these rows in a mean over
+    responses: there advantages are multiplied by rows per response, too.
+
+    Args:
+        mode: one of `objectives.mean.MODES`.
+        updates: mini-batches of the batch.
     Returns:
         The factor of each response whose advantages were multiplied, by its key.
     """
+    padded = len(batch.keys) / len(real_keys(batch)) if mode != "token-mean" else 1.0
     if unit == "mini_batch":
-        keys = [key for key, is_out in zip(batch.keys, without, strict=True) if is_out]
-        factors = torch.zeros(len(keys))
+        factors = torch.where(torch.tensor(list(without)), 0.0, padded)
+        keys = [key for key, factor in zip(batch.keys, factors.tolist(), strict=True) if factor != 1]
+        factors = factors[factors != 1]
     else:
         keys = list(batch.keys)
     if not keys:

@@ -18,6 +18,7 @@ from verl.workers.utils.padding import response_from_nested
 from verl_ext.runs.batch_file import RecordedBatch, path_of, write_batch
 from verl_ext.settings import RecordBatches
 from verl_ext.trainer.advantages import keep_sum_pi_squared
+from verl_ext.trainer.queue import real_keys
 
 
 class BatchRecorder:
@@ -55,7 +56,7 @@ class BatchRecorder:
         workers.compute_log_prob(batch)
         batch.extra_info = before
         keep_sum_pi_squared(batch)
-        keys = _real(batch)
+        keys = real_keys(batch)
         fields = ["log_probs", "response_mask", "sum_pi_squared"]
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
         log_prob = response_from_nested(data["log_probs"], data["response_mask"])
@@ -70,7 +71,7 @@ class BatchRecorder:
         updates: int,
     ) -> None:
         """Writes what `log_probs` found before the first and after the last update, and the rest of the batch."""
-        keys = _real(batch)
+        keys = real_keys(batch)
         fields = ["response_mask", "rollout_log_probs", "rm_scores", "extra_fields"]
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=fields)
         rows = sorted({key.rpartition("_")[0]: row for row, key in enumerate(keys)}.values())  # one of each session
@@ -100,8 +101,3 @@ class BatchRecorder:
             updates=updates,
         )
         write_batch(path_of(self._folder, step), recorded, torch.tensor([len(masks[row]) for row in rows]))
-
-
-def _real(batch: KVBatchMeta) -> list[str]:
-    """Keys without verl's padding."""
-    return [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]

@@ -246,19 +246,24 @@ def check_objective(config: DictConfig) -> None:
             f"actor_rollout_ref.actor.policy_loss.{key} is no key of an objective."
             + (f" Did you mean {near[0]}?" if near else f" Expected one of {', '.join(sorted(known))}.")
         )
-    if config.algorithm.adv_estimator == "tir_otb":
-        correction = config.algorithm.rollout_correction
+    estimator, correction = config.algorithm.adv_estimator, config.algorithm.rollout_correction
+    if estimator in OF_TOKENS:
         if config.actor_rollout_ref.model.get("use_fused_kernels"):
             raise ValueError(
-                "algorithm.adv_estimator=tir_otb needs the whole distribution of each token, which "
+                f"algorithm.adv_estimator={estimator} needs the whole distribution of each token, which "
                 "actor_rollout_ref.model.use_fused_kernels=true does not compute. Set it to false."
             )
         if correction.bypass_mode or not actor.calculate_sum_pi_squared:
             raise ValueError(
-                "algorithm.adv_estimator=tir_otb needs the actor's pass for old log-probs, got rollout_correction."
+                f"algorithm.adv_estimator={estimator} needs the actor's pass for old log-probs, got rollout_correction."
                 f"bypass_mode={correction.bypass_mode} and actor.calculate_sum_pi_squared="
                 f"{actor.calculate_sum_pi_squared}; expected false and true. objective=tir_otb sets both."
             )
+    elif actor.calculate_sum_pi_squared and correction.bypass_mode:
+        raise ValueError(
+            "actor.calculate_sum_pi_squared=true with algorithm.rollout_correction.bypass_mode=true: it is computed in "
+            "the actor's pass for old log-probs, which bypass_mode leaves out. Set one of them to false."
+        )
     if name not in LOSSES:
         if section.get("unit", "mini_batch") != "mini_batch":
             raise ValueError(f"policy_loss.unit={section['unit']} needs one of our objectives, got loss_mode={name}.")

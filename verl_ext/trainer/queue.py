@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import transfer_queue as tq
+from transfer_queue import KVBatchMeta
 
 PARTITION = "train"
 
@@ -14,6 +15,12 @@ def _tags() -> Mapping[str, Mapping]:
 def prompts_in_queue() -> set[str]:
     """uids of the training prompts that no batch has taken: pending, running, or ended and waiting."""
     return {key for key, tag in _tags().items() if tag.get("is_prompt")}
+
+
+def real_keys(batch: KVBatchMeta) -> list[str]:
+    """Keys without verl's padding, the outputs of a session in their order."""
+    keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
+    return sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
 
 
 def clear_leftovers() -> int:
@@ -33,12 +40,18 @@ def clear_leftovers() -> int:
 def copy_rollouts(partition_id: str, sources: Sequence[str], snapshot: dict[str, dict]) -> list[str]:
     """Put each rollout once more into the queue, and into what the sampler saw of it; returns the keys of the copies.
 
-    A copy is a further output of its session, `{uid}_{session}_{index + 1}`.
+    A copy is a further output of its session, `{uid}_{session}_{index}`, after the last that the session has.
     """
+    last = dict.fromkeys((key.rpartition("_")[0] for key in sources), 0)  # session -> index of its last output
+    for key in snapshot:
+        session, _, index = key.rpartition("_")
+        if session in last:
+            last[session] = max(int(index), last[session])
     copies = []
     for key in sources:
-        session, _, index = key.rpartition("_")
-        copies.append(f"{session}_{int(index) + 1}")
+        session = key.rpartition("_")[0]
+        last[session] += 1
+        copies.append(f"{session}_{last[session]}")
     data = tq.kv_batch_get(keys=sources, partition_id=partition_id)
     tags = [dict(snapshot[key]) for key in sources]
     tq.kv_batch_put(keys=copies, partition_id=partition_id, fields=data, tags=tags)

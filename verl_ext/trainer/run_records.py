@@ -25,6 +25,7 @@ from verl_ext.outcome import PromptEnd
 from verl_ext.records import recorder
 from verl_ext.records.recorder import Fates, costs_nothing
 from verl_ext.settings import RecorderSettings
+from verl_ext.trainer.queue import real_keys
 
 RECORD = "record"  # column: step * 2**32 + number of the response in the step; -1 of those that are not recorded
 STEP_BITS = 32
@@ -123,7 +124,7 @@ class RunRecords:
             tokenizer: gives the text of a token.
             left_out: key -> why a rollout of the batch's groups is not in the loss.
         """
-        began, keys = time.process_time(), _real(batch)
+        began, keys = time.process_time(), real_keys(batch)
         sessions = [key.rpartition("_")[0] for key in keys]
         self._taken |= {session: self._advantages[key] for session, key in zip(sessions, keys, strict=True)}
         self._fillers |= set(fillers)
@@ -222,12 +223,6 @@ def _turns(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:
         turns[start:end], at = turn, end
     turns[at:] = turn + 1
     return turns
-
-
-def _real(batch: KVBatchMeta) -> list[str]:
-    """Keys without verl's padding, the outputs of a session in their order."""
-    keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
-    return sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
 
 
 def _uid(key: str) -> str:

@@ -220,7 +220,7 @@ class RunTrainer(RunValidation):
         super().on_sample_end()
 
     def _compute_metrics(self, *args: Any, **kwargs: Any) -> None:
-        """The last thing of a step, behind its checkpoint and its validation."""
+        """The last thing of a step, after its checkpoint and its validation."""
         super()._compute_metrics(*args, **kwargs)
         if self._records:
             self._records.end_round(self.global_steps)
@@ -255,8 +255,10 @@ class RunTrainer(RunValidation):
         fillers = getattr(self.replay_buffer, "fillers", ())
         baseline_only = getattr(self.replay_buffer, "baseline_only", ())
         without = [key.split("_")[0] in fillers or key in baseline_only for key in batch.keys]
-        unit = self.config.actor_rollout_ref.actor.policy_loss.get("unit", "mini_batch")
-        factors = scale(batch, unit=unit, updates=self._updates_per_step(), without=without)
+        actor = self.config.actor_rollout_ref.actor
+        unit = actor.policy_loss.get("unit", "mini_batch")
+        of_mean = {"mode": actor.loss_agg_mode, "unit": unit, "updates": self._updates_per_step()}
+        factors = scale(batch, **of_mean, without=without)
         if self._records:
             self._records.note_advantages(notes, factors)
         return batch

@@ -21,3 +21,12 @@ def test_four_tokens_by_hand():
     assert loss == pytest.approx(-0.3215, abs=1e-12)
     assert gradient == pytest.approx([0.0, -0.1375, 0.0, 0.0], abs=1e-12)
     assert terms.dropped.tolist() == [[False, False, False, True]]
+
+
+def test_a_token_is_clipped_or_dropped_and_not_both():
+    """r 1.5 with A 1, and .7 with -1, are clipped where pop is not 0."""
+    given = tokens([1.5, 1.5, 0.7, 0.7], [1.0, 1.0, -1.0, -1.0], weights=[1.0, 0.0, 1.0, 0.0])
+    _, _, terms = evaluate(icepop, given, **BOUNDS)
+    assert terms.clipped_high.tolist() == [[True, False, False, False]]
+    assert terms.clipped_low.tolist() == [[False, False, True, False]]
+    assert terms.dropped.tolist() == [[False, True, False, True]]

@@ -122,16 +122,19 @@ def advantages(make, monkeypatch):
         lengths=None,
         objective=None,
         mask=(1, 0, 1),
+        padding=(),
         **others,
     ):
         """`rewards`: key -> reward of a response of three tokens, the second of which a tool wrote: `mask`.
 
-        `lengths`: key -> tokens of a response, all its own, instead; `others`: further columns, values by row.
+        `lengths`: key -> tokens of a response, all its own, instead; `padding`: keys of verl's; `others`: further
+        columns, values by row.
         """
         settings = [f"algorithm.adv_estimator={estimator}", "algorithm.use_kl_in_reward=false", *overrides]
         trainer, _ = make(*settings, objective=objective)
         trainer.replay_buffer.fillers, trainer.replay_buffer.baseline_only = set(fillers), set(baseline_only)
         masks = [torch.ones(lengths[key], dtype=torch.long) if lengths else torch.tensor(mask) for key in rewards]
+        masks = [own * (key not in padding) for key, own in zip(rewards, masks, strict=True)]
         scores = [torch.zeros(len(own)) for own in masks]
         for score, reward in zip(scores, rewards.values(), strict=True):
             score[-1] = reward
@@ -157,7 +160,9 @@ def advantages(make, monkeypatch):
 
         monkeypatch.setattr(tq, "kv_batch_get", get)
         monkeypatch.setattr(tq, "kv_batch_put", put)
-        batch = tq.KVBatchMeta(partition_id="train", keys=[*rewards], tags=[{} for _ in rewards])
+        batch = tq.KVBatchMeta(
+            partition_id="train", keys=[*rewards], tags=[{"is_padding": key in padding} for key in rewards]
+        )
         trainer._records = records = RunRecords.__new__(RunRecords)
         records._cpu_s = 0.0
         trainer._compute_advantage(batch, {})

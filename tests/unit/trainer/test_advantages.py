@@ -97,6 +97,15 @@ def test_a_filler_has_no_advantage_in_any_unit(advantages):
     assert first(found) == [0.5, -0.5, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("objective", ["grpo", "dapo"])
+def test_verls_padding_is_in_no_mean_over_responses(advantages, objective):
+    """verl divides by 6 rows where there are 4 responses; a mean over tokens has no token of padding in it."""
+    rewards, padding = TWO_GROUPS | {"x_0_0": 0.0, "y_0_0": 0.0}, {"x_0_0", "y_0_0"}
+    found = advantages(rewards, {"b"}, "grpo", NO_STD, objective=objective, padding=padding)
+    one = {"grpo": 6 / 4, "dapo": 1.0}[objective]
+    assert first(found) == pytest.approx([one, -one, 0.0, 0.0, 0.0, 0.0])
+
+
 # The optimal token baseline -------------------------------------------------------------------------------------------
 
 
@@ -166,7 +175,8 @@ def test_the_pass_for_old_log_probs_is_asked_for_it(make, monkeypatch):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.utils import tensordict_utils as tu
 
-    trainer, _ = make("actor_rollout_ref.actor.calculate_sum_pi_squared=true")
+    off = "algorithm.rollout_correction.bypass_mode=false"
+    trainer, _ = make("actor_rollout_ref.actor.calculate_sum_pi_squared=true", off)
     asked, put = [], {}
 
     def verls(self, batch, metrics):

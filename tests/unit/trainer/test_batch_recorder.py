@@ -116,6 +116,21 @@ def test_other_steps_and_later_batches_of_a_step_cost_nothing(recorded, tmp_path
     assert trainer.actor_rollout_wg.asked == [] and not (tmp_path / "recorded_batches").exists()
 
 
+def test_of_several_outputs_of_a_session_the_last_is_recorded_in_whatever_order_the_batch_has_them(
+    recorded, queue, tmp_path
+):
+    import torch
+
+    from verl_ext.runs.batch_file import read_batch
+
+    trainer, batch = recorded
+    queue["a_1_1"]["rm_scores"] = torch.tensor([0.0, 0.0, 1.0])
+    batch.reorder([2, 1, 0, 3])
+    trainer.global_steps = 2
+    trainer._update_actor(batch, {})
+    assert sorted(read_batch(tmp_path, 2).scores.tolist()) == [1.0, 1.0]
+
+
 def test_it_is_off_unless_it_is_asked_for(make):
     assert make()[0]._recorder is None
 
