@@ -67,7 +67,7 @@ SHARED = (
     "trainer.save_freq=-1",
     "trainer.resume_mode=disable",
 )
-COLD, OPEN = 2, 2  # steps before the window, and behind it
+COLD, OPEN = 2, 2  # steps before the window, and after it
 BYTES = 4  # of a parameter, a key, a value: fp32
 COLUMNS = {  # of the table -> figure, what it is multiplied by, digits
     "sampled tokens/s": ("sampled_per_s", 1, 0),

@@ -6,7 +6,7 @@
     python scripts/bench_records.py --ray --step-s 2.5 --steps 10  # as a Ray actor, with what Ray takes in its process
 
 The rows are those of an agent loop's rollouts, made, packed and written by the code of a run. Of each part the median
-of --steps steps, behind two to warm up.
+of --steps steps, after two to warm up.
 """
 
 import argparse

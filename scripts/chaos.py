@@ -42,7 +42,7 @@ from verl_ext.runs.lock import LOCK, lock_folder  # noqa: E402
 from verl_ext.runs.machine import environment  # noqa: E402
 from verl_ext.settings import compose_run  # noqa: E402
 
-FAULT_STEP = 2  # behind which a fault comes
+FAULT_STEP = 2  # after which a fault comes
 IN_STEP_S = 0.5  # and so much later, when requests are under way
 MOST_STARTS = 3
 TRL = REPO / "outputs" / "bench_vs_trl" / "venv" / "bin" / "python"  # scripts/bench_vs_trl.sh makes it

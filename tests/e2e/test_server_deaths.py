@@ -86,7 +86,7 @@ async def turns(fleet: SimpleNamespace, hit: Any) -> tuple[list[Any], list[list[
     """All requests at once, and `hit(handles)` when every server has written a part of some.
 
     Returns:
-        Outputs, the attempts of each, and when each ended, in seconds behind the hit.
+        Outputs, the attempts of each, and when each ended, in seconds after the hit.
     """
     from vllm.sampling_params import RequestOutputKind
 

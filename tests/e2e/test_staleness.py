@@ -2,7 +2,7 @@
 
 Six steps in verl's mode `separate_async` for each tau, with a sandbox so slow that responses outlast updates. Every
 version is a checkpoint. Plain transformers in fp32 redo the log-probs of every response that was trained on, with the
-weights that its spans name and with those of the version before and the one behind.
+weights that its spans name and with those of the version before and the one after.
 
 `RETOOL_STALENESS=1 pytest -m slow tests/e2e/test_staleness.py` takes about two minutes a tau.
 """
@@ -47,7 +47,7 @@ OVERRIDES = (
 )
 
 
-PLACES = ("not behind an update", "in a turn behind an update", "in a turn that an update broke off")
+PLACES = ("not after an update", "in a turn after an update", "in a turn that an update broke off")
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """`retool.fleet.weight_update` on a real vLLM server, by verl's own replica and checkpoint engine; no trainer.
 
 With `keep` requests run through two updates. Plain transformers in fp32 redo their log-probs over a cache that is mixed
-in the same way: each position is computed with the weights that sampled the token behind it.
+in the same way: each position is computed with the weights that sampled the token after it.
 """
 
 import asyncio

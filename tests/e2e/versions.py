@@ -97,7 +97,7 @@ class Actor:
 def redone(
     models: list[torch.nn.Module], prompt: list[int], ids: list[int], runs: list[tuple[int, int]]
 ) -> list[float]:
-    """Log-probs of `ids`: each position by the weights that sampled the token behind it, over the cache so far."""
+    """Log-probs of `ids`: each position by the weights that sampled the token after it, over the cache so far."""
     from transformers import DynamicCache
 
     sequence, cache, result, start = torch.tensor([prompt + ids]), DynamicCache(), [], 0

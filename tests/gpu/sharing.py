@@ -17,7 +17,7 @@ from verl_ext.memory.shape import ModelShape, read_shape
 
 SMOLLM2 = ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49_152, True)  # SmolLM2-135M's config.json
 ROUNDING = 1e-5  # of fp32, in which a CPU computes: there one order of sums may be twice as exact as another
-REPEATS = 5  # of an update, behind one that is not timed
+REPEATS = 5  # of an update, after one that is not timed
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ def test_a_reward_that_is_not_the_answers_is_found(stock):
 def test_a_call_is_the_end_of_a_turn_from_its_last_code_on(stock):
     assert stock.calls_of(said("1", "2") + r"\boxed{2}") == ([("1", "2")], 2)
     assert stock.calls_of("a <code> b <code>1</code>") == ([("1", None)], 1)
-    behind = said("print(914)", "914") + r"\boxed{914}030-8111)</code>"  # seen in a run: its last turn has no call
-    assert stock.calls_of(behind) == ([("print(914)", "914")], 2)
+    after = said("print(914)", "914") + r"\boxed{914}030-8111)</code>"  # seen in a run: its last turn has no call
+    assert stock.calls_of(after) == ([("print(914)", "914")], 2)
     assert stock.calls_of("\n<interpreter>\n7\n</interpreter>\n") == ([], 2), "the model may write a reply itself"
 
 

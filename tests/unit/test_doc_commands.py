@@ -1,6 +1,6 @@
 """The commands of the pages can be typed: options parse, overrides fit their run, and the 32B block is in order.
 
-Nothing is run: each command's own parser reads what the page has behind its name.
+Nothing is run: each command's own parser reads what the page has after its name.
 """
 
 import argparse

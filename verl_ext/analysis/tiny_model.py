@@ -138,7 +138,7 @@ class TinyModel:
             positions = positions + 1
 
     def _step(self, weights: Weights, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """The hidden state behind one more token of each row, whose keys and values are kept."""
+        """The hidden state after one more token of each row, whose keys and values are kept."""
         rows, length = torch.arange(len(tokens)), int(positions.max()) + 1
         seen = (torch.arange(length) <= positions[:, None])[:, None, None]
 

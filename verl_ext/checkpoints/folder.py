@@ -161,7 +161,7 @@ def choose(mode: str, path: str | os.PathLike | None, folder: Path, say: Say = l
 def set_back(folder: Path, chosen: Path, say: Say = logger.info) -> None:
     """Name a checkpoint of the run from which it goes on, where a later one is named: the run leaves that behind.
 
-    Its journals forget what came behind the chosen step. So `auto` must not go on from a later checkpoint, before this
+    Its journals forget what came after the chosen step. So `auto` must not go on from a later checkpoint, before this
     start has saved one.
     """
     step, tracked = step_of(chosen), tracked_step(folder)

@@ -29,7 +29,7 @@ def read_worked(source: str, *, split: str) -> tuple[list[Worked], Report]:
 
 
 def read_test(source: str, *, split: str) -> list[Problem]:
-    """All problems, with the number behind `####` as answer."""
+    """All problems, with the number after `####` as answer."""
     return [Problem(question, gold(answer), name) for question, answer, name in _rows(source, split)]
 
 

@@ -133,7 +133,7 @@ def _trace(messages: list[dict[str, Any]], tools: Any, name: str, protocol: str)
     response: list[dict[str, Any]] = []
     for message in messages[length:]:
         if message["role"] in TOOL_ROLES:
-            if response and not response[-1]["tool_calls"]:  # the interpreter, behind code between tags
+            if response and not response[-1]["tool_calls"]:  # the interpreter, after code between tags
                 response[-1] = _with_call(response[-1]["content"])
             response.append(make_message("tool", message["content"].strip()))
         elif message["role"] == "assistant" and message.get("tool_calls"):

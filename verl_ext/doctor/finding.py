@@ -35,7 +35,7 @@ class Finding:
 
 
 def _finding(level: Level, text: str) -> Finding:
-    """Of `what is wrong -> what to do`; a line break of the source, behind which it is indented, is a space."""
+    """Of `what is wrong -> what to do`; a line break of the source, after which it is indented, is a space."""
     text = re.sub(r"\n {8,}", " ", text)  # the line breaks of an error that is quoted stay
     message, _, advice = (text, "", "") if level is Level.OK else text.rpartition(" -> ")
     return Finding(level, "", message, advice.strip())

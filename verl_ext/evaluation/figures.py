@@ -29,7 +29,7 @@ from verl_ext.outcome import EVALUATION_FAILURES
 def _majority(samples: Sequence[Sample], k: int) -> float:
     """The acc of the most frequent `pred` of k samples: the mean over disjoint blocks of k in dump order.
 
-    The rest behind the last whole block is left out. Unbiased, since samples are exchangeable.
+    The rest after the last whole block is left out. Unbiased, since samples are exchangeable.
     """
     blocks = [samples[start : start + k] for start in range(0, len(samples) - k + 1, k)]
     accs = [majority_acc([row.pred for row in block], [row.acc for row in block]) for block in blocks]

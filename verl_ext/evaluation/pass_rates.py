@@ -28,7 +28,7 @@ def match_prompts(prompts: Iterable[Sequence[dict[str, str]]], inputs: Iterable[
     """Rows of a data file that each input text of dumped samples was made from; none where the file does not have it.
 
     A dump has the prompt as the chat template rendered it, and no number of the row. What the template puts before and
-    behind the last user message is the same for all prompts of a run: it is learned from a few samples.
+    after the last user message is the same for all prompts of a run: it is learned from a few samples.
 
     Args:
         prompts: messages of each row.
@@ -40,14 +40,14 @@ def match_prompts(prompts: Iterable[Sequence[dict[str, str]]], inputs: Iterable[
     frames = _frames(rows, texts[:: max(1, len(texts) // PROBES)])
     matches: dict[str, list[int]] = {text: [] for text in texts}
     for text in texts:
-        for before, behind in frames:
-            if not matches[text] and text.startswith(before) and text.endswith(behind):
-                matches[text] = rows.get(text[len(before) : len(text) - len(behind)], [])
+        for before, after in frames:
+            if not matches[text] and text.startswith(before) and text.endswith(after):
+                matches[text] = rows.get(text[len(before) : len(text) - len(after)], [])
     return matches
 
 
 def _frames(contents: Iterable[str], texts: Sequence[str]) -> list[tuple[str, str]]:
-    """What stands before and behind a content in most of the texts; then in most of the others, and so on."""
+    """What stands before and after a content in most of the texts; then in most of the others, and so on."""
     possible = []
     for text in texts:
         within = [content for content in contents if content and content in text]

@@ -69,7 +69,7 @@ class Members:
 
     @contextmanager
     def weights_change(self) -> Iterator[None]:
-        """A block in which all servers get weights; those that were added get their first ones, and join behind it."""
+        """A block in which all servers get weights; those that were added get their first ones, and join after it."""
         with self._lock:
             new, self._ready = self._ready, []
             self._set([*self._checkpoints.replicas, *new])

@@ -114,7 +114,7 @@ class Router:
         return {slot for slot, penalty in penalties.items() if penalty <= limit}
 
     def _place(self, rollout: str, usable: set[str]) -> str:
-        """The first usable slot behind the rollout's hash that has room; there is one, as 1 < c."""
+        """The first usable slot after the rollout's hash that has room; there is one, as 1 < c."""
         total = sum(self._load[slot] for slot in usable) + 1
         room = math.ceil(LOAD_FACTOR * total / len(usable))
         start = bisect.bisect(self._ring, (_position(rollout), ""))

@@ -28,7 +28,7 @@ class FleetServer(WatchedServer):
     """A server that says of each token which weights sampled it. An update breaks its running requests off (`abort`).
 
     verl's `abort` waits up to 60 s until every request has had an output (:1043), which for our agent loop is its last.
-    And verl reads a request's version when the request has ended (:689), which may be behind the update.
+    And verl reads a request's version when the request has ended (:689), which may be after the update.
     """
 
     pause: Mapping[str, Any] = {"mode": "abort", "clear_cache": True}  # for an update: of vLLM's `pause_generation`
@@ -104,7 +104,7 @@ class FleetServer(WatchedServer):
         return {"aborted_count": 0, "request_ids": []}  # which nothing reads
 
     async def resume_engine_generation(self) -> None:
-        """Go on behind an update (:1006); here the running requests cross it."""
+        """Go on after an update (:1006); here the running requests cross it."""
         if self.node_rank == 0:
             await self._read_all_outputs()
             states = self.engine.output_processor.request_states.values()
@@ -117,8 +117,8 @@ class FleetServer(WatchedServer):
     async def _read_all_outputs(self) -> None:
         """Wait until vLLM's front end has counted every token that the engine sampled before it paused.
 
-        The engine's answer to the pause came behind its last tokens, on the same way, so that they are in the queue of
-        the front end's one reader. An empty message behind them is taken out when all before it are counted.
+        The engine's answer to the pause came after its last tokens, on the same way, so that they are in the queue of
+        the front end's one reader. An empty message after them is taken out when all before it are counted.
         """
         queue = self.engine.engine_core.outputs_queue
         queue.put_nowait(EngineCoreOutputs())
@@ -158,7 +158,7 @@ class DrainServer(StandaloneServer):
 
 
 class KeepServer(StandaloneServer):
-    """Running requests stand still during an update, and go on behind it with their KV cache."""
+    """Running requests stand still during an update, and go on after it with their KV cache."""
 
     pause = {"mode": "keep", "clear_cache": False}
 

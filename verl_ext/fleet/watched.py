@@ -136,7 +136,7 @@ def start_reaper(pids: list[int]) -> subprocess.Popen:
     """A shell that kills processes when this one is gone: killed, it could not end its engine, which has the GPU.
 
     A process is known by its number and its start, as numbers are given again: field 22 of /proc/PID/stat, which is the
-    20th behind the name.
+    20th after the name.
     """
     known = [f"{pid}:{Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[19]}" for pid in pids]
     command = ["sh", "-c", _REAPER, "sh", *known]

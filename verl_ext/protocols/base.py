@@ -64,7 +64,7 @@ class Call:
 class ToolProtocol(Protocol):
     """One way to write calls. `tools` is always name -> schema in OpenAI's form, of the tools a sample may use."""
 
-    stop: str | None  # the engine stops a turn behind this text; None: at end tokens only
+    stop: str | None  # the engine stops a turn after this text; None: at end tokens only
     call_ends_turn: bool  # a turn with a call closes with the end token, and the tool answers in a turn of its own
 
     def schemas(self, tools: Mapping[str, dict]) -> list[dict] | None:
@@ -104,14 +104,14 @@ class ChatReply:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, role: str, template_kwargs: Mapping[str, Any] | None = None):
         self._tokenizer, self._role, self._kwargs = tokenizer, role, dict(template_kwargs or {})
-        self._frames: dict[int, list[str]] = {}  # number of replies -> text before, between and behind them
+        self._frames: dict[int, list[str]] = {}  # number of replies -> text before, between and after them
 
     def render(self, texts: Sequence[str]) -> list[str]:
-        """From behind the end token of the model's turn up to where its next begins: frame, text, frame, ..., frame."""
+        """From after the end token of the model's turn up to where its next begins: frame, text, frame, ..., frame."""
         if len(texts) not in self._frames:
             self._frames[len(texts)] = self._frame(len(texts))
-        before, *behind = self._frames[len(texts)]
-        return [before, *chain.from_iterable(zip(texts, behind, strict=True))]
+        before, *after = self._frames[len(texts)]
+        return [before, *chain.from_iterable(zip(texts, after, strict=True))]
 
     def _frame(self, count: int) -> list[str]:
         calls = [
@@ -129,8 +129,8 @@ class ChatReply:
             tokenize=False,
             **self._kwargs,
         )
-        _, _, behind = text.partition(self._MODEL)
-        _, end, behind = behind.partition(self._tokenizer.eos_token)
+        _, _, after = text.partition(self._MODEL)
+        _, end, after = after.partition(self._tokenizer.eos_token)
         if not end:
             raise ValueError(
                 f"The chat template does not end the assistant's turn with the tokenizer's end token "
@@ -138,11 +138,11 @@ class ChatReply:
             )
         frames = []
         for i in range(count):
-            frame, found, behind = behind.partition(self._REPLY.format(i))
+            frame, found, after = after.partition(self._REPLY.format(i))
             if not found:
                 raise ValueError(f"The chat template drops messages of the role {self._role!r}: {text!r}.")
             frames.append(frame)
-        return [*frames, behind]
+        return [*frames, after]
 
 
 class SegmentEncoder:

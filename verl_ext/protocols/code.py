@@ -41,7 +41,7 @@ class CodeProtocol:
         return [Call(CODE_TOOL, {"code": code}, start)]
 
     def reply(self, outputs: Sequence[str], *, ended: bool) -> list[str]:
-        """An `<interpreter>` block; behind an end token, in a user's turn, as the assistant's is over."""
+        """An `<interpreter>` block; after an end token, in a user's turn, as the assistant's is over."""
         (output,) = outputs
         before, after = "\n<interpreter>\n", "\n</interpreter>\n"
         if ended:

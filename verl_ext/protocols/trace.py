@@ -85,7 +85,7 @@ def _segments(turn: _Turn, schemas: dict, protocol: ToolProtocol, eos: str) -> l
     if refused or len(parsed) != len(turn.calls):
         raise ValueError(f"the agent loop would refuse the call {text[-200:]!r}: {'; '.join(map(str, refused))}")
     if protocol.stop is not None and text.index(protocol.stop) + len(protocol.stop) < len(text):
-        raise ValueError(f"text behind the first {protocol.stop} of a turn, where a rollout would have stopped")
+        raise ValueError(f"text after the first {protocol.stop} of a turn, where a rollout would have stopped")
     outputs = [format_output(output, "") for output in turn.outputs]
     end = [Segment([eos], True)] * ended
     return [_own(text, eos), *end, Segment(protocol.reply(outputs, ended=ended), False)]

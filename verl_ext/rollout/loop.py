@@ -218,7 +218,7 @@ class RetoolAgentLoop(AgentLoopBase):
         """How many tokens hold the turn up to its stop: all, unless the engine missed the stop and went on.
 
         The engine looks for stop strings within a request. The asynchronous client merges the requests of a turn that
-        was aborted and resumed, so only this function sees a stop that was split between them. Tokens behind the stop
+        was aborted and resumed, so only this function sees a stop that was split between them. Tokens after the stop
         were sampled without the tool's answer, and are dropped. A last token may carry characters past the stop.
         """
         stop = self.protocol.stop

@@ -246,7 +246,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     def _send(self, group: _RunningGroup, sample: dict[str, Any]) -> None:
         """To the recorder, together with what ends soon after: a message costs more than a group."""
         self._unsent.append((group, sample))
-        if not any(each.validate == group.validate for each in self._under_way):  # behind it step or run may be over
+        if not any(each.validate == group.validate for each in self._under_way):  # after it step or run may be over
             self._send_all()
         elif len(self._unsent) == 1:
             asyncio.get_running_loop().call_later(self._send_after_s, self._send_all)

@@ -18,7 +18,7 @@ FOLDER = "recorded_batches"
 
 
 class RecordedBatch(NamedTuple):
-    """Responses of B rows and T tokens, padded with 0 behind the end of each; T is the longest one's length.
+    """Responses of B rows and T tokens, padded with 0 after the end of each; T is the longest one's length.
 
     Copies that fill a group, and verl's padding, are not in it.
 

@@ -47,7 +47,7 @@ def path_of(run: Path, kind: str, step: int, *, validate: bool = False) -> Path:
 
 
 def files_of(run: Path, kind: str = "trajectories") -> list[RecordFile]:
-    """The files of a kind ("*": of all) by step, a step's validation behind its training; [] where there are none."""
+    """The files of a kind ("*": of all) by step, a step's validation after its training; [] where there are none."""
     named = [(path, _NAME.fullmatch(path.name)) for path in (run / FOLDER).glob(f"{kind}/*.parquet")]
     found = [RecordFile(path, int(match[2]), match[1] == "val") for path, match in named if match]
     return sorted(found, key=lambda file: (file.step, file.validate))

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 Rows = Iterable[Mapping[str, Any]] | pa.Table
 Notes = Mapping[bytes, str] | None
 Check = Callable[[Path, pa.Schema], None]
-PART = ".tmp"  # end of the name of a file that is being written, behind its writer's process
+PART = ".tmp"  # end of the name of a file that is being written, after its writer's process
 _CHUNK = 256  # rows that are in memory at once
 _BATCH = 64  # rows that are in memory at once where a file is read row by row
 _GROUP_BYTES = 2**24  # about those of a row group of the file, at the most: who reads takes them one by one

@@ -103,7 +103,7 @@ def test_a_system_message_belongs_to_the_prompt(make_dataset, tokenizer):
         ([user(), assistant("<code></code>"), interpreter("1"), assistant("b")], "empty <code></code>"),
         (
             [user(), assistant("<code>1</code> and <code>2</code>"), interpreter("1"), assistant("b")],
-            "text behind the first </code>",
+            "text after the first </code>",
         ),
         ([user(), assistant("<code>1</code>")], "the answer has </code>, where a rollout would have run code"),
         ([user(), assistant("2<|im_end|>")], r"the end token <\|im_end\|> within a turn.*'2<\|im_end\|>'"),

@@ -50,6 +50,6 @@ def world(monkeypatch):
     world = make_world(monkeypatch)
     yield world
     world.may_leave.set()
-    for thread in threading.enumerate():  # behind the test, its Ray would be the real one, and start a cluster
+    for thread in threading.enumerate():  # after the test, its Ray would be the real one, and start a cluster
         if thread.name.startswith(("start server", "stop server")):
             thread.join(30)

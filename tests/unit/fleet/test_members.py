@@ -148,7 +148,7 @@ def test_a_command_that_waits_for_an_update_holds_no_other_up(world, tmp_path):
             with pytest.raises(commands.NoAnswer, match="did not answer"):
                 commands.ask(tmp_path, ["remove", "0"], answer_s=0.2)
             assert [row["server"] for row in commands.ask(tmp_path, ["list"], answer_s=30)] == [0, 1]
-    wait_until(lambda: [*states(world)] == [1])  # done behind the update, although nobody waits
+    wait_until(lambda: [*states(world)] == [1])  # done after the update, although nobody waits
 
 
 def test_commands_are_obeyed_after_one_that_a_full_disk_took_no_answer_to(world, tmp_path, monkeypatch, caplog):

@@ -199,7 +199,7 @@ def test_a_request_that_comes_during_an_update_waits_for_the_new_weights(scene):
 
 
 def test_an_update_waits_for_requests_on_their_way_into_the_engine(scene):
-    """One that came in behind the pause would have the old version's salt, and tokens of the new one."""
+    """One that came in after the pause would have the old version's salt, and tokens of the new one."""
 
     async def script(server, engine):
         request = ask(server, "a", 2)

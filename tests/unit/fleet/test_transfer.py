@@ -114,7 +114,7 @@ def test_an_actor_that_fails_ends_the_update_at_once_and_kills_no_replica(make, 
         return verls(method, **arguments) if method == ["prepare"] else [fail()]
 
     monkeypatch.setattr(manager.actor_wg, method, fail_in_time)
-    rescue = threading.Timer(3, manager.dead.update, [replicas])  # the watch, behind update_s
+    rescue = threading.Timer(3, manager.dead.update, [replicas])  # the watch, after update_s
     rescue.start()
     with pytest.raises(ValueError, match="out of memory"):
         manager.update_weights(global_steps=4)

@@ -44,7 +44,7 @@ def test_rollouts_by_end_and_requests_that_lost_their_server_are_summed(tmp_path
     shown = command(tmp_path)
     summed = "rollouts: 8 answer, 2 raised, 1 max_tokens, 1 aborted\nrequests that lost their server: 4 a:80, 3 b:80\n"
     assert summed in shown.stdout and shown.returncode == 0, shown.stdout
-    PromptLedger(tmp_path).resume(3, set("cdef"))  # what came behind the checkpoint is forgotten
+    PromptLedger(tmp_path).resume(3, set("cdef"))  # what came after the checkpoint is forgotten
     assert read_tally(tmp_path).retries == {"a:80": 2} and read_tally(tmp_path).rollouts["answer"] == 8
 
 

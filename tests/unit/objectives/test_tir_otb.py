@@ -41,7 +41,7 @@ def test_a_group_of_one_has_0():
 
 
 def test_a_score_stands_at_the_policys_last_token():
-    """Behind it a tool's token, padding, or nothing; a response without a token of the policy has none."""
+    """After it a tool's token, padding, or nothing; a response without a token of the policy has none."""
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 1], [0, 0, 0]]).bool()
     found = at_last_own(float64([1.0, 2.0, 3.0, 4.0]), mask)
     assert found.tolist() == [[0, 1, 0], [2, 0, 0], [0, 0, 3], [0, 0, 0]]

@@ -20,7 +20,7 @@ from verl_ext.protocols.code import CodeProtocol, extract_code
         ("<code>```\na = '''\n```\n'''\n```</code>", "a = '''\n```\n'''", "only the outer fence"),
         ("Use <code> tags. <code>print(2)</code>", "print(2)", "the last block that opens"),
         ("<code>s = '</code>'</code>", "s = '</code>'", "up to the last stop"),
-        ("<code>print(3)</code>\n", "print(3)", "characters behind the stop, from a token that carried them"),
+        ("<code>print(3)</code>\n", "print(3)", "characters after the stop, from a token that carried them"),
     ],
 )
 def test_extract_code_takes_the_call_the_text_ends_in(text, code, why):

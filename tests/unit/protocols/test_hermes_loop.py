@@ -59,7 +59,7 @@ def turn(encode, tokenizer):
 
 
 def reply(*outputs):
-    """What the tiny tokenizer's template puts behind the model's end token."""
+    """What the tiny tokenizer's template puts after the model's end token."""
     return "\n" + "".join(f"<|im_start|>tool\n{text}<|im_end|>\n" for text in outputs) + "<|im_start|>assistant\n"
 
 

@@ -76,7 +76,7 @@ def start(code, *arguments):
 
 
 def run(code, *arguments):
-    """Run `code` behind the preamble to its end; returns the JSON that it prints last."""
+    """Run `code` after the preamble to its end; returns the JSON that it prints last."""
     process = start(code, *arguments)
     stdout, stderr = process.communicate(timeout=30)
     assert process.returncode == 0, stderr

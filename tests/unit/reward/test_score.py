@@ -175,7 +175,7 @@ SYMBOLIC = [
     (r"\frac{\sqrt{4}}{4}", "1/2", True, "a fraction is no ratio"),
     (r"\log_4 2", r"\frac{1}{2}", True, "a fraction is no ratio"),
     ("pi/4", r"\frac{\pi}{4}", True, "ASCII pi"),
-    (r"\sqrt2+10^{-80}", r"\sqrt2", False, "a difference far behind the point"),
+    (r"\sqrt2+10^{-80}", r"\sqrt2", False, "a difference far after the point"),
     (r"\frac{x^2}{2}+c", r"\frac{x^2}{2}+C", True, "constant of an integral"),
     (r"\frac{x^2}{2}", r"\frac{x^2}{2}+C", False, "a missing constant"),
     (r"\sqrt{2}_7", r"\sqrt2", False, "a base that the gold has not"),

@@ -1,4 +1,4 @@
-"""What a run says is still said when vLLM is imported behind verl, as where warm_python is not used."""
+"""What a run says is still said when vLLM is imported after verl, as where warm_python is not used."""
 
 import os
 import subprocess

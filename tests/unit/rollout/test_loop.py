@@ -152,7 +152,7 @@ def test_a_stop_that_an_abort_has_split_is_found_again(roll_out, tokenizer, enco
     assert output.response_ids == call + encode(BLOCK_2) + answer
     assert output.response_logprobs[: len(call)] == [-(i + 1) / 1000 for i in range(len(call))]
     block = slice(len(call), len(call) + len(encode(BLOCK_2)))
-    assert output.response_logprobs[block] == [0.0] * len(encode(BLOCK_2)), "those behind the stop went with its tokens"
+    assert output.response_logprobs[block] == [0.0] * len(encode(BLOCK_2)), "those after the stop went with its tokens"
     assert len(output.response_logprobs) == len(output.response_ids)
     assert output.extra_fields["finish_reason"] == "answer"
     assert server.calls[1]["prompt_ids"] == output.prompt_ids + call + encode(BLOCK_2)

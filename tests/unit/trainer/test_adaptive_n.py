@@ -117,7 +117,7 @@ def test_a_group_in_flight_at_a_checkpoint_counts_for_its_problem_in_the_run_tha
     sampling.assign(40, ["x", "y"], [prompt("a"), prompt("b")], [None, None])
     sampling.observe("x", [1, 1])
     sampling.end_step(40)
-    sampling.assign(41, ["z"], [prompt("c")], [None])  # behind the checkpoint: drawn again, under another name
+    sampling.assign(41, ["z"], [prompt("c")], [None])  # after the checkpoint: drawn again, under another name
     resumed = AdaptiveSampling(SETTINGS, StepJournal(tmp_path / "pass_rates.jsonl"))
     resumed.resume(40)
     for uid in ("x", "y", "z"):

@@ -23,7 +23,7 @@ class Replica:
 
 @pytest.fixture
 def started(make, cpu_platform, monkeypatch, tmp_path):
-    """A trainer behind verl's `_setup`, which is faked; its watcher is never let loose."""
+    """A trainer after verl's `_setup`, which is faked; its watcher is never let loose."""
     from verl.trainer.ppo.v1.trainer_separate_async import PPOTrainerSeparateAsync
     from verl.workers.rollout.llm_server import LLMServerManager
     from verl.workers.rollout.replica import RolloutReplicaRegistry

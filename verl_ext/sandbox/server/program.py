@@ -63,7 +63,7 @@ def become_program(
 def run_session(call: dict[str, Any], folder: str) -> int:
     """Run the calls of a session, of which the first is here; returns the exit code of one that forked, in the fork.
 
-    A return code counts only behind a token, which the worker gets before any submitted code runs: what that code
+    A return code counts only after a token, which the worker gets before any submitted code runs: what that code
     writes to CONTROL_FD by itself is no return code.
     """
     box: list[Any] = [os.urandom(TOKEN_BYTES)]

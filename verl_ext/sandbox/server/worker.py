@@ -78,7 +78,7 @@ class Worker:
     """Serves requests from one socket, one at a time, until it closes or something goes wrong.
 
     Request: LENGTH, and with it a memory file that holds marshal of {code, stdin, files, echo_last_expression} in so
-    many bytes, for the program, and behind them marshal of {run_timeout, memory_limit_MB, fetch_files, session}. Once
+    many bytes, for the program, and after them marshal of {run_timeout, memory_limit_MB, fetch_files, session}. Once
     there is a program to blame, the worker seals the file, which nobody can undo. Answer: LENGTH, JSON of `run`'s
     result or of {"error": why, "lost": whether a program that ran may be the cause}, then the bytes whose counts the
     JSON gives: stdout, stderr, fetched files in order. After one with `spent` the worker ends.
