@@ -29,6 +29,7 @@ sys.path.insert(0, str(REPO / "scripts"))
 from chaos import SIDES, has_step, measure  # noqa: E402
 from chaos_faults import TWO_ENGINES, Fault, Scene, engine_killed, kill_sandbox  # noqa: E402
 
+from verl_ext.ledger.prompts import read_tally  # noqa: E402
 from verl_ext.ledger.servers import read_servers  # noqa: E402
 from verl_ext.records import store  # noqa: E402
 from verl_ext.runs import jsonl  # noqa: E402
@@ -95,7 +96,7 @@ def _note_usage(scene: Scene, path: Path) -> None:
 
 
 def growth(usages: Sequence[dict], key: str) -> tuple[float, float]:
-    """Least of the second fifth of a run, behind its start, and of its last: a server that is replaced holds less for
+    """Least of the second fifth of a run, after its start, and of its last: a server that is replaced holds less for
     a while, and the two that are there at the same time hold more.
     """
     fifth = max(1, len(usages) // 5)
@@ -120,10 +121,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     calls = sum(
         call["attempts"] is not None for row in store.rows(out / "run", columns=["calls"]) for call in row["calls"]
     )
-    servers = read_servers(out / "run")
+    servers, retries = read_servers(out / "run"), read_tally(out / "run").retries
     checks = {
         f"deaths of the sandbox: {died['sandbox']}": died["sandbox"] == SANDBOX_DEATHS,
-        f"{servers.line()} (expected {SERVER_DEATHS} deaths)": servers.died >= SERVER_DEATHS and not servers.faults(),
+        f"{servers.line()} (expected {SERVER_DEATHS} deaths)": servers.died >= SERVER_DEATHS
+        and not servers.faults(retries),
         f"tool calls: {calls:,} (expected {args.calls:,})": calls >= args.calls,
         f"the run ends: {result['ends']}": result["ends"] == "yes",
         f"prompts lost: {result['lost']}, doubled: {result['doubled']}": not (result["lost"] or result["doubled"]),

@@ -34,7 +34,7 @@ def main() -> None:
     faults = tally.faults()
     if servers:
         print(servers.line())
-        faults += servers.faults()
+        faults += servers.faults(tally.retries)
     print(*(faults or ["It sums: every prompt has one end or is open, none is lost or doubled."]), sep="\n")
     sys.exit(1 if faults else 0)
 

@@ -16,6 +16,7 @@ class ServerTally:
     """The servers of a run, all its starts together; those of an earlier start ended with it.
 
     Attributes:
+        known: all that the run ever had.
         alive: of the newest start.
         doubled: servers that died or were removed twice, or were never started, or were started twice.
         vacant: servers of the newest start that died and that no other one has replaced.
@@ -27,6 +28,7 @@ class ServerTally:
     replaced: int = 0
     removed: int = 0
     failed_starts: int = 0
+    known: set[str] = field(default_factory=set)
     alive: set[str] = field(default_factory=set)
     doubled: list[str] = field(default_factory=list)
     vacant: int = 0
@@ -39,6 +41,7 @@ class ServerTally:
         elif event in ("started", "replaced"):
             self.doubled += [server] * (server in self.alive)
             self.alive.add(server)
+            self.known.add(server)
             self.started += 1
             if event == "replaced":
                 self.replaced += 1
@@ -57,9 +60,16 @@ class ServerTally:
         else:
             raise ValueError(f"the event {event!r} is none of run, started, replaced, died, removed, start_failed")
 
-    def faults(self) -> list[str]:
-        """What does not sum, a sentence each."""
+    def faults(self, lost: Iterable[str] = ()) -> list[str]:
+        """What does not sum, a sentence each.
+
+        Args:
+            lost: servers that requests were lost with, by the ledger of prompts. That each is told dead is not asked:
+                a run may be killed before.
+        """
         faults = []
+        if strangers := sorted({*lost} - self.known):
+            faults.append(f"requests lost {len(strangers)} servers that the run never had: {', '.join(strangers[:3])}.")
         if self.doubled:
             faults.append(f"{len(self.doubled)} servers died, left or started twice: {', '.join(self.doubled[:3])}.")
         if self.unfounded:

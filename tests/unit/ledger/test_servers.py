@@ -74,3 +74,13 @@ def test_another_event_is_no_server(tmp_path: Path):
     servers(tmp_path, ("exploded", "a"))
     with pytest.raises(ValueError, match="an object with `event`"):
         read_servers(tmp_path)
+
+
+def test_a_request_cannot_have_been_lost_with_a_server_that_the_run_never_had(tmp_path: Path):
+    servers(tmp_path, ("run", ""), ("started", "a"), ("died", "a"), ("run", ""), ("started", "b"))
+    PromptLedger(tmp_path).end_step(1, {}, (), 0, retries={"a": 2})
+    assert command(tmp_path).returncode == 0
+    PromptLedger(tmp_path).end_step(2, {}, (), 0, retries={"x": 1})
+    shown = command(tmp_path)
+    assert shown.returncode == 1
+    assert "requests lost 1 servers that the run never had: x." in shown.stdout
