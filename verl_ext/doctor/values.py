@@ -6,7 +6,7 @@ from verl_ext.doctor.finding import Finding, all_well, fail, warn
 from verl_ext.doctor.names import estimators_of_groups
 from verl_ext.doctor.run import ACTOR, FLASH_ATTN, ROLLOUT, ULYSSES, Run
 from verl_ext.fleet import balancer, health, weight_update
-from verl_ext.memory.shape import DENSE, read_model_type
+from verl_ext.memory.shape import DENSE, has_images, read_model_type
 from verl_ext.memory.words import count
 from verl_ext.settings.checks import is_in
 
@@ -56,7 +56,7 @@ BOUNDS = (
 
 
 def check_values(run: Run) -> Iterator[Finding]:
-    problems = [*_check_numbers(run), *_check_optimizer(run), *_check_backend(run)]
+    problems = [*_check_numbers(run), *_check_optimizer(run), *_check_backend(run), *_check_images(run)]
     problems += _check_algorithm(run) if run.is_rl else ()
     yield from all_well(problems, "learning rate, sampling, clipping and sizes are such as a run can mean")
 
@@ -109,6 +109,18 @@ def _check_backend(run: Run) -> Iterator[Finding]:
         wrong = f"it takes attention {FLASH_ATTN}, use_remove_padding=true and {ULYSSES}=1"
     if wrong:
         yield fail(f"{backend} is {SHARED_PROMPT}, but {wrong} -> Set {run.model}.use_fused_kernels=false.")
+
+
+def _check_images(run: Run) -> Iterator[Finding]:
+    """What the servers of verl_ext/fleet/server.py would refuse when they have loaded the model."""
+    mode = run.get(weight_update.KEY, "abort")
+    try:
+        seen = mode != "abort" and has_images(run.model_path or "")
+    except ValueError:  # no JSON: `Run.shape_or_why` says so
+        return
+    if seen:
+        yield fail(f"""{weight_update.KEY} is {mode}, but {run.model_path} reads images (vision_config of its
+            config.json), and vLLM caches those without regard to versions -> Set {weight_update.KEY}=abort.""")
 
 
 def _check_algorithm(run: Run) -> Iterator[Finding]:

@@ -153,6 +153,11 @@ def read_model_type(model: str) -> str | None:
     return (_read_config(model) or {}).get("model_type")
 
 
+def has_images(model: str) -> bool:
+    """Whether a model folder is of one that reads images, too. Raises json.JSONDecodeError."""
+    return "vision_config" in (_read_config(model) or {})
+
+
 def _read_config(model: str) -> dict[str, Any] | None:
     path = Path(model).expanduser() / "config.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None

@@ -113,6 +113,18 @@ def test_log_probs_of_a_mixed_cache_are_not_computed_again(make_run, only_ok):
         only_ok(check_values(make_run("tiny_dapo", *keep, f"algorithm.rollout_correction.{takes_them}")))
 
 
+def test_requests_with_images_do_not_cross_an_update(make_run, tmp_path, only_ok):
+    own = ["trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=false"]
+    own += [f"actor_rollout_ref.model.path={tmp_path}"]
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5", "vision_config": {}, "text_config": {}}')
+    for mode in ("drain", "keep"):
+        found = check_values(make_run("tiny_dapo", *own, f"retool.fleet.weight_update={mode}"))
+        (finding,) = [each for each in found if each.level == Level.FAIL]
+        assert f"weight_update is {mode}, but {tmp_path} reads images" in finding.message
+        assert finding.advice == "Set retool.fleet.weight_update=abort."
+    only_ok(check_values(make_run("tiny_dapo", *own)))
+
+
 @pytest.mark.parametrize(
     ("name", "hardware", "section"),
     [("smollm2_dapo", "cpu_small", "actor_rollout_ref.model"), ("smollm2_sft", "cpu_small_sft", "model")],
