@@ -47,7 +47,8 @@ class _Request(LLMServerClient):
         while True:
             left = max(PAUSE_S, deadline - time.monotonic())
             try:
-                name, server = await asyncio.wait_for(super()._acquire_server(request_id, **extra), left)
+                async with asyncio.timeout(left):  # `wait_for` would run it in a context of its own (balancer.py)
+                    name, server = await super()._acquire_server(request_id, **extra)
             except TimeoutError:
                 raise NoServerLeft(f"the router did not answer for {self.limits.wait_s:g} s") from None
             except (RuntimeError, *GONE) as error:  # the latter of the router

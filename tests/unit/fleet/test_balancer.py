@@ -127,18 +127,26 @@ class Handle:
 NAMES = ["acquire_server", "release_server", "require_acquire_fields", "require_release_fields"]
 
 
-def client(router, monkeypatch, *names):
-    """verl's client over servers that raise what `broken` has for them."""
+def client(router, monkeypatch, *names, watched=False):
+    """verl's client over servers that raise what `broken` has for them; `watched`: that of `retool.fleet.health`."""
     from verl.workers.rollout import llm_server
+    from verl.workers.rollout.replica import TokenOutput
+
+    from verl_ext.fleet.client import FleetClient
 
     broken = {}
 
     async def generate(handle, **request):
         if handle in broken:
             raise broken[handle]
-        return SimpleNamespace(extra_fields={})
+        return TokenOutput(token_ids=[2], stop_reason="completed")
 
-    made = llm_server.LLMServerClient(OmegaConf.create({"actor_rollout_ref": run().actor_rollout_ref}))
+    config = OmegaConf.create({"actor_rollout_ref": run().actor_rollout_ref})
+    made = (
+        FleetClient(config, limits=SimpleNamespace(wait_s=5, attempts=3))
+        if watched
+        else llm_server.LLMServerClient(config)
+    )
     made._load_balancer = Handle(router, *NAMES, *names)
     for of in router._slots.values():
         for slot, name in of.items():
@@ -163,9 +171,10 @@ async def served(client, router, rollouts):
     return answers
 
 
-async def test_a_server_that_fails_at_once_gets_one_request_of_a_hundred(asked, monkeypatch, cpu_platform):
+@pytest.mark.parametrize("watched", [False, True])
+async def test_a_server_that_fails_at_once_gets_one_request_of_a_hundred(asked, monkeypatch, cpu_platform, watched):
     router = make("one", "two")
-    made, broken = client(router, monkeypatch, "failed")
+    made, broken = client(router, monkeypatch, "failed", watched=watched)
     broken["one"] = RuntimeError("CUDA error")
     assert await served(made, router, map(str, range(100))) == 99
     assert router.get_total_inflight() == 0
