@@ -71,7 +71,8 @@ class SandboxClient:
 
     Args:
         urls: base URLs such as "http://127.0.0.1:8080"; each call goes to the one with the fewest calls in flight,
-            and after a failure to another. One that refuses calls is left alone for as long as a call pauses.
+            and after a failure to another. One that refuses calls rests for as long as a call pauses; one that does
+            not answer, for as long as a program may run, too.
         max_concurrency: calls in flight from this client, to all servers together; further ones wait.
         max_attempts: requests per call; only infrastructure failures are tried again (connection, 408, 429, 5xx,
             SandboxError, an answer that cannot be read). Where servers have answered before, a call whose attempts are
@@ -100,8 +101,7 @@ class SandboxClient:
         if max_concurrency < 1 or max_attempts < 1:
             raise ValueError(f"expected at least 1, got {max_concurrency=}, {max_attempts=}")
         self._urls = [url.rstrip("/") for url in urls]
-        self._in_flight = [0] * len(self._urls)
-        self._refusals = [0] * len(self._urls)  # in a row
+        self._in_flight, self._refusals = [0] * len(urls), [0] * len(urls)  # refusals in a row
         self._rests_until = [0.0] * len(self._urls)
         self._slots = asyncio.Semaphore(max_concurrency)
         self._max_attempts, self._backoff_s = max_attempts, backoff_s
@@ -212,9 +212,10 @@ class SandboxClient:
                 failure = exc
                 losses[server] = losses[server] + 1 if exc.may_have_run and not exc.blameless else 0
                 failed_servers.add(server)
-                if not exc.may_have_run and time.monotonic() >= self._rests_until[server]:
+                now, hangs = time.monotonic(), isinstance(exc.__cause__, TimeoutError)
+                if (hangs or not exc.may_have_run) and now >= self._rests_until[server]:
                     self._refusals[server] += 1
-                    self._rests_until[server] = time.monotonic() + self._pause_s(self._refusals[server])
+                    self._rests_until[server] = now + self._pause_s(self._refusals[server]) + hangs * timeout_s
                 if session and exc.may_have_run:
                     break
                 if session and not session.calls:  # no server has it yet: another may take it
@@ -361,8 +362,7 @@ def _failure(message: str, attempts: int = 0) -> RunResult:
 
 
 def _is_http_url(url: str) -> bool:
-    parts = urlsplit(url)
-    return parts.scheme in ("http", "https") and bool(parts.hostname)
+    return urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname)
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:

@@ -239,6 +239,20 @@ async def test_a_dead_server_does_not_attract_the_calls(start, down):
     await client.aclose()
 
 
+async def test_a_server_that_hangs_does_not_hold_every_call_up(start, monkeypatch):
+    """It rests for as long as a program may run, and is asked again then."""
+    monkeypatch.setattr("verl_ext.sandbox.client.ANSWER_GRACE_S", 0.0)
+    hung, server = await start(hang), await start(answer)
+    client = SandboxClient([hung.url, server.url], queue_timeout_s=4, backoff_s=0.01)
+    for number in (1, 2):
+        client._rests_until[0], client._in_flight[1] = 0.0, 1  # so that the first call goes to the one that hangs
+        assert (await client.run("1", timeout_s=2)).attempts == 2
+        client._in_flight[1] = 0
+        assert [(await client.run("1", timeout_s=2)).attempts for _ in range(10)] == [1] * 10
+        assert len(hung.bodies) == number
+    await client.aclose()
+
+
 async def test_a_server_that_is_back_gets_calls_again(start):
     back = await start(lambda: web.Response(status=503), answer)
     other = await start(answer)
