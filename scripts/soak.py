@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     servers, retries = read_servers(out / "run"), read_tally(out / "run").retries
     checks = {
         f"deaths of the sandbox: {died['sandbox']}": died["sandbox"] == SANDBOX_DEATHS,
-        f"{servers.line()} (expected {SERVER_DEATHS} deaths)": servers.died >= SERVER_DEATHS
+        f"{servers.line()} (expected {SERVER_DEATHS} deaths)": servers.died == servers.replaced == SERVER_DEATHS
         and not servers.faults(retries),
         f"tool calls: {calls:,} (expected {args.calls:,})": calls >= args.calls,
         f"the run ends: {result['ends']}": result["ends"] == "yes",

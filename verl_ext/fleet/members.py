@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from verl_ext.fleet import commands
 from verl_ext.fleet.commands import Command, Refused
 from verl_ext.fleet.modes import needs_servers_that_may_change
-from verl_ext.fleet.replicas import free_gpus, place_of, start_in_time, start_replica, stop_replica
+from verl_ext.fleet.replicas import GIVE_UP_S, free_gpus, place_of, start_in_time, start_replica, stop_replica
 
 if TYPE_CHECKING:
     from verl.checkpoint_engine import CheckpointEngineManager
@@ -209,6 +209,8 @@ class Members:
             (replica,) = [each for each in replicas if each.replica_rank == server]
             router = self._servers.global_load_balancer  # first: where it does not answer, nothing has changed
             ray.get(router.remove_servers.remote([replica.server_address]), timeout=ROUTER_S)
+            if replica in self._dead:
+                raise Refused(f"Server {server} has just died, and is replaced.")
             self._set([each for each in replicas if each is not replica])
             self._leaving[server] = replica
         threading.Thread(target=self._stop, args=(replica,), name=f"stop server {server}", daemon=True).start()
@@ -222,6 +224,7 @@ class Members:
         except Exception as error:  # it may be dead already: it is stopped in any case
             hangs = isinstance(error, TimeoutError)
             logger.warning("fleet: server %d did not let go of its requests", server, exc_info=True)
+            self._get_back(replica)
         try:
             stop_replica(replica, place_of(replica) if hangs else None)
             logger.info("fleet: server %d has left", server)
@@ -229,6 +232,14 @@ class Members:
             logger.exception("fleet: server %d gets no requests, and what it holds was not freed", server)
         finally:
             del self._leaving[server]
+
+    def _get_back(self, replica: "RolloutReplica") -> None:
+        """The tokens of a server whose engine hangs or is dead; its front end has them (`FleetServer.give_up`)."""
+        try:
+            ray.get(replica.server_handle.give_up.remote(), timeout=GIVE_UP_S)
+            time.sleep(GRACE_S)
+        except (AttributeError, ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+            logger.warning("fleet: server %d did not hand back its requests: %r", replica.replica_rank, error)
 
     @property
     def _dead(self) -> Collection["RolloutReplica"]:

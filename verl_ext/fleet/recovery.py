@@ -23,7 +23,7 @@ from verl.workers.rollout.replica import RolloutReplica
 
 from verl_ext.fleet.client import GONE
 from verl_ext.fleet.health import Health, Pulse, State
-from verl_ext.fleet.replicas import place_of, start_in_time, start_replica, stop_replica
+from verl_ext.fleet.replicas import GIVE_UP_S, place_of, start_in_time, start_replica, stop_replica
 from verl_ext.fleet.transfer import FleetCheckpointManager, are_alike, is_death, read
 from verl_ext.ledger.servers import ServerJournal
 from verl_ext.settings import HealthSettings
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
-GIVE_UP_S = 15.0  # for a server to hand back its requests; one whose own process hangs does not
 ON_THEIR_WAY_S = 1.0  # for these answers, until the process is killed
-START_PAUSE_S = 10.0  # between two tries to start a replacement
+START_PAUSE_S = 10.0  # between two tries to start a replacement; doubles, up to
+MAX_START_PAUSE_S = 600.0  # so that a lost GPU does not spend the replacements of the run at once
 ROUTER_S = 10.0  # for the router to answer a round; it takes milliseconds
 LOCK_S = 1.0  # between two looks whether the watching goes on
 MAX_UNTOLD = 60  # rounds in a row in which the router could not be reached; the next one ends the run
@@ -96,13 +96,19 @@ class Fleet:
 
     @classmethod
     def of_run(
-        cls, folder: Path, limits: HealthSettings, weights: FleetCheckpointManager, servers: LLMServerManager
+        cls, folder: Path | None, limits: HealthSettings, weights: FleetCheckpointManager, servers: LLMServerManager
     ) -> "Fleet":
-        """With servers as verl starts them, and the run's journal of servers."""
-        journal = ServerJournal(folder)
-        journal.begin([each.server_address for each in weights.replicas])
-        start = partial(start_replica, servers)
-        return cls(limits, weights, servers.global_load_balancer, start, stop_replica, journal.note)
+        """With servers as verl starts them.
+
+        Args:
+            folder: of the run, for its journal of servers; None: nothing is written.
+        """
+        start, note = partial(start_replica, servers), lambda *event: None
+        if folder:
+            journal = ServerJournal(folder)
+            journal.begin([each.server_address for each in weights.replicas])
+            note = journal.note
+        return cls(limits, weights, servers.global_load_balancer, start, stop_replica, note)
 
     # The trainer's thread --------------------------------------------------------------------------------------------
 
@@ -322,6 +328,7 @@ class Fleet:
         self._stop_replica(replica, place_of(replica) if hangs else None)
 
     async def _replace(self, name: str) -> None:
+        pause_s = START_PAUSE_S
         while self._starts < self._limits.max_replacements:
             self._starts += 1
             try:
@@ -330,7 +337,8 @@ class Fleet:
             except Exception as error:  # of vLLM, Ray, the machine: what keeps a server from starting may pass
                 logger.exception("a server in place of %s did not start", name)
                 self._events.append(("start_failed", f"in place of {name}", repr(error)))
-                await asyncio.sleep(START_PAUSE_S)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_START_PAUSE_S)
                 continue
             logger.info("server %s takes the place of %s, and waits for weights", replica.server_address, name)
             self._events.append(("replaced", replica.server_address, f"in place of {name}"))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from verl.workers.rollout.replica import RolloutReplica
 
 logger = logging.getLogger(__name__)
+GIVE_UP_S = 15.0  # for a server to hand back its requests; one whose own process hangs does not
 KILL_S = 15.0  # for Ray to start a task on a node
 FREE_S = 30.0  # for Ray to take the GPUs of a server back; it takes some tenths of a second
 

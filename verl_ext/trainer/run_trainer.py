@@ -125,7 +125,10 @@ class RunTrainer(RunValidation):
         if settings := read_settings(self.config, "recorder", RecorderSettings):
             self._records = RunRecords(settings, self.config)
         super().init()
-        if self.trainer_mode == "separate_async" and not self._enable_hybrid_replicas:
+        only_validates = self.config.trainer.get(
+            "val_only", False
+        )  # perhaps beside the run, whose commands are not its
+        if self.trainer_mode == "separate_async" and not self._enable_hybrid_replicas and not only_validates:
             self._members = Members(self.standalone_server_manager, self.standalone_checkpoint_manager)
 
     def _setup(self) -> None:
@@ -135,7 +138,9 @@ class RunTrainer(RunValidation):
             manager, verls = self.standalone_server_manager, self.standalone_checkpoint_manager
             weights = FleetCheckpointManager(verls.config, verls.actor_wg, verls.replicas)
             self.standalone_checkpoint_manager = weights
-            self._fleet = Fleet.of_run(Path(self.config.trainer.default_local_dir), limits, weights, manager)
+            folder = Path(self.config.trainer.default_local_dir)
+            only_validates = self.config.trainer.get("val_only", False)  # the journal is of the run's own servers
+            self._fleet = Fleet.of_run(None if only_validates else folder, limits, weights, manager)
             self._fleet.watch()
             self._fleet.ends_waiting(self.replay_buffer)
 

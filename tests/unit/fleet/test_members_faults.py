@@ -8,10 +8,10 @@ import time
 import pytest
 from omegaconf import OmegaConf
 
-from tests.unit.fleet.members_scene import refused, states, wait_until
+from tests.unit.fleet.members_scene import call, refused, states, wait_until
 
 
-def test_a_removed_server_that_hangs_is_killed_where_it_is(world, monkeypatch):
+def test_a_removed_server_that_hangs_hands_its_requests_back_and_is_killed_where_it_is(world, monkeypatch):
     from verl_ext.fleet import members
 
     stopped = []
@@ -24,9 +24,19 @@ def test_a_removed_server_that_hangs_is_killed_where_it_is(world, monkeypatch):
         await asyncio.sleep(3600)
 
     replica.abort_all_requests = hang
+    replica.server_handle.give_up = call(lambda: stopped.append("handed back"))
     world.members.remove(1)
-    wait_until(lambda: stopped)
-    assert stopped == [(replica, ("node", 1))]
+    wait_until(lambda: len(stopped) == 2)
+    assert stopped == ["handed back", (replica, ("node", 1))]
+
+
+def test_a_server_that_dies_while_it_is_removed_is_left_to_the_watch(world):
+    """The watch stops it and starts another: a second one must not."""
+    replica, world.checkpoints.dead = world.checkpoints.replicas[1], set()
+    out = world.router.remove_servers.remote
+    world.router.remove_servers = call(lambda names: out(names) and world.checkpoints.dead.add(replica))
+    assert refused(world.members.remove, 1).startswith("Server 1 has just died")
+    assert replica in world.checkpoints.replicas and world.members.rows()
 
 
 def test_a_removed_server_that_cannot_be_stopped_does_not_leave_for_ever(world, monkeypatch, caplog):

@@ -316,3 +316,22 @@ def test_replacements_have_an_end(scene, caplog):
 
     scene(script, max_replacements=2)
     assert "retool.fleet.health.max_replacements=2 are spent" in caplog.text
+
+
+def test_tries_to_start_one_get_rarer(scene, monkeypatch):
+    """A GPU that is gone must not spend the replacements of the run in a minute."""
+    from verl_ext.fleet import recovery
+
+    pauses, sleep = [], asyncio.sleep
+    monkeypatch.setattr(recovery, "START_PAUSE_S", 0.011)
+    monkeypatch.setattr(recovery, "MAX_START_PAUSE_S", 0.033)
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pauses.append(seconds) or sleep(seconds))
+
+    async def script(made):
+        made.failing_starts = 99
+        made.replicas[0].server.mode = "dead"
+        await made.rounds(1)
+        await made.until(lambda: not made.fleet._burials)
+
+    scene(script, max_replacements=4)
+    assert [each for each in pauses if each in (0.011, 0.022, 0.033)] == [0.011, 0.022, 0.033, 0.033]

@@ -63,6 +63,16 @@ def test_servers_are_watched_and_asked_by_a_client_that_goes_on_elsewhere(starte
     assert read_servers(tmp_path).alive == {"1.2.3.4:5"}
 
 
+def test_a_validation_of_the_run_leaves_its_journal_of_servers_as_it_is(started, tmp_path):
+    from verl_ext.ledger.servers import read_servers
+
+    trainer = started(*ON, "trainer.val_only=true")
+    assert read_servers(tmp_path) is None
+    trainer._fleet._events.append(("died", "1.2.3.4:5", "its engine is dead"))
+    trainer._fleet._write_events()
+    assert read_servers(tmp_path) is None and not trainer._fleet._events
+
+
 def test_without_it_all_is_verls(started, tmp_path):
     from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
