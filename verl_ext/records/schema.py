@@ -105,7 +105,8 @@ TOKENS = pa.schema(
     }
 )
 
-# `what` the trainer did: log_probs, update, weight_sync, wait, save, validate
+# `what` the trainer did: log_probs (of the reference, too), score (by a model on the same GPUs), update, weight_sync,
+# wait, save, validate
 TIMELINE = pa.schema({"step": pa.int32(), "what": pa.string(), "start_s": _S, "end_s": _S})
 
 SCHEMAS = {"trajectories": TRAJECTORIES, "tokens": TOKENS, "timeline": TIMELINE, "waiting": TRAJECTORIES}

@@ -251,6 +251,14 @@ class RunTrainer(RunValidation):
         keep_sum_pi_squared(batch)
         return batch
 
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self._span("log_probs"):
+            return super()._compute_ref_log_prob(batch, metrics)
+
+    def _compute_reward_colocate(self, batch: KVBatchMeta, metrics: dict | None = None) -> KVBatchMeta:
+        with self._span("score"):
+            return super()._compute_reward_colocate(batch, metrics)
+
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         """With the unit of the mean. Fillers get advantage 0, whatever the estimator and their rewards, and so do
         rollouts that are in the baseline alone (`DapoReplayBuffer`).

@@ -269,3 +269,16 @@ def test_records_forget_later_steps_also_without_a_sampler_of_ours_but_not_for_a
     said = told(only)
     only.fit(None)
     assert calls.validations == [(2, "all problems")] and [name for name, *_ in said] == ["end_step", "close"]
+
+
+def test_the_pass_of_the_reference_and_scores_of_a_model_beside_the_actor_are_intervals(make, told, monkeypatch):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    trainer, _ = make()
+    said = told(trainer)
+    for name in ("_compute_ref_log_prob", "_compute_reward_colocate"):
+        monkeypatch.setattr(PPOTrainer, name, lambda self, batch, metrics: batch)
+        assert getattr(trainer, name)("batch", {}) == "batch"
+    trainer._records.end_round(1)
+    ((_, _, intervals),) = [each for each in said if each[0] == "times"]
+    assert [each["what"] for each in intervals] == ["log_probs", "score"]
