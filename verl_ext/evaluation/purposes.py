@@ -5,7 +5,7 @@ A program has the first purpose that fits, read from the top:
 
     other tool     a JSON object: the arguments of a tool that is no interpreter
     not Python     it cannot be parsed
-    no computation no operator, comparison or loop, and no call but `print`: the model talks to itself
+    no computation no operator (but a number's sign), comparison, loop, or call but `print`: the model talks to itself
     checking       an `assert`, a printed comparison (`print(a == b)`), or a name with check, verif, valid or correct
     simulation     `random`: an answer by drawing
     algebra        sympy, or a call of solve, simplify, factor, expand, diff, integrate, Eq or symbols
@@ -53,8 +53,10 @@ def purpose(code: str) -> str:
 
     imports = [alias.name for node in of(ast.Import) for alias in node.names]
     imports += [node.module or "" for node in of(ast.ImportFrom)]
-    packages = {name.partition(".")[0] for name in imports}
+    packages = {part for name in imports for part in name.split(".")}
     called = {id(call): getattr(call.func, "id", getattr(call.func, "attr", "")) for call in of(ast.Call)}
+    operators = of(ast.BinOp, ast.AugAssign, ast.BoolOp, ast.Compare)
+    operators += [node for node in of(ast.UnaryOp) if not isinstance(node.operand, ast.Constant)]
     names = {node.id for node in of(ast.Name)} | {node.name for node in of(ast.FunctionDef)} | set(called.values())
     printed = [part for call in of(ast.Call) if called[id(call)] == "print" for part in call.args]
     inside = [child for loop in of(ast.For, ast.While) for child in ast.walk(loop)]
@@ -64,11 +66,11 @@ def purpose(code: str) -> str:
         for call in of(ast.Call, among=list(ast.walk(function)))
     )
     fits = {
-        "no computation": not of(ast.BinOp, ast.Compare, *_LOOPS) and set(called.values()) <= {"print"},
+        "no computation": not operators and not of(*_LOOPS) and set(called.values()) <= {"print"},
         "checking": of(ast.Assert)
         or of(ast.Compare, among=printed)
         or any(re.search("check|verif|valid|correct", name, re.IGNORECASE) for name in names),
-        "simulation": "random" in packages | names,
+        "simulation": "random" in packages | names | {node.attr for node in of(ast.Attribute)},
         "algebra": "sympy" in packages or _ALGEBRA & set(called.values()),
         "enumeration": "itertools" in packages
         or of(ast.If, among=inside)
@@ -82,8 +84,8 @@ def purpose(code: str) -> str:
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Of judged responses: `right/PURPOSE` and `wrong/PURPOSE`, shares of their calls that have code, as a malformed
     one has none; `first call`, the mean share of a response that stands before its first call that ran;
-    `repaired`, the share of the responses with an error of their code in which a later call ran well. Left out is what
-    there is nothing to take a share of."""
+    `repaired`, the share of the responses with an error of their code in which a call of a later turn ran well. Left
+    out is what there is nothing to take a share of."""
     found: dict[str, float] = {}
     for name, right in (("right", True), ("wrong", False)):
         side = [row for row in rows if (row["acc"] == 1) == right]
@@ -93,8 +95,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     for row in rows:
         start = json.loads(row["tool_use"] or "{}").get("first_call_token")
         first += [start / row["response_tokens"]] if start is not None and row["response_tokens"] else []
-        faults = [call["fault"] for call in row["calls"] or []]
-        if "model" in faults:
-            later = (row["calls"] or [])[faults.index("model") :]
-            repaired.append(any(call["status"] == "ok" for call in later))
+        calls = [call for call in row["calls"] or [] if call["code"]]
+        if errors := [call["turn"] for call in calls if call["fault"] == "model"]:
+            repaired.append(any(call["status"] == "ok" and call["turn"] > errors[0] for call in calls))
     return found | {name: fmean(each) for name, each in (("first call", first), ("repaired", repaired)) if each}

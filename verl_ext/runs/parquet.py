@@ -99,12 +99,10 @@ def read(path: Path, columns: Sequence[str] | None = None, check: Check = _takes
         return file.read(columns=None if columns is None else list(columns))
 
 
-def stream(
-    path: Path, columns: Sequence[str] | None = None, check: Check = _takes_any, most: int = _BATCH
-) -> Iterator[dict[str, Any]]:
-    """As `read`, `most` rows in memory at a time."""
+def stream(path: Path, columns: Sequence[str] | None = None, check: Check = _takes_any) -> Iterator[dict[str, Any]]:
+    """As `read`, `_BATCH` rows in memory at a time."""
     with _opened(path, check) as file:
-        for batch in file.iter_batches(most, columns=None if columns is None else list(columns)):
+        for batch in file.iter_batches(_BATCH, columns=None if columns is None else list(columns)):
             yield from batch.to_pylist()
 
 

@@ -18,6 +18,7 @@ import msgspec
 from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
@@ -43,7 +44,8 @@ STYLES, SCRIPTS = (*charts.STYLES, STATIC / "view.css"), (*charts.SCRIPTS, STATI
 
 async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
     """Refuses other hosts, and puts HEADERS on every answer."""
-    hosts = [f"{name}:{request.app.state.port}" for name in (HOST, "localhost")]
+    # Browsers leave :80 out.
+    hosts = [f"{name}:{request.app.state.port}".removesuffix(":80") for name in (HOST, "localhost")]
     if request.headers.get("host") in hosts:
         response = await answer(request)
     else:
@@ -75,6 +77,8 @@ def open_step(request: Request) -> Response:
     """The records of a step, or those of the nearest step that has some."""
     run, step = run_of(request), request.path_params["step"]
     found = [(abs(data.step_of(key) - step), key.startswith("val"), key) for key in run.files()]
+    if not found or min(found)[0]:
+        refuse_damaged(run, f"step_{step:06d}", f"val_{step:06d}")
     if not found:
         raise HTTPException(404, f"{run.name} has no records of rollouts, so step {step} cannot be opened.")
     far, _, key = min(found)
@@ -200,14 +204,22 @@ def run_of(request: Request) -> data.Run:
 def key_of(request: Request, run: data.Run) -> str:
     key, files = request.path_params["key"], run.files()
     if key not in files:
+        refuse_damaged(run, key)
         raise HTTPException(404, f"{run.name} has no readable records {key!r}. It has {', '.join(files) or 'none'}.")
     return key
+
+
+def refuse_damaged(run: data.Run, *keys: str) -> None:
+    for key, fault in run.faults():
+        if key in keys:
+            raise HTTPException(404, f"{key} of {run.name} is damaged, or cannot be read now: {fault}")
 
 
 def group_of(request: Request) -> tuple[data.Run, str, list[dict[str, Any]]]:
     run = run_of(request)
     key, uid = key_of(request, run), request.query_params.get("uid", "")
     if not (rows := run.ask("SELECT * FROM records WHERE uid = $uid ORDER BY session", {"uid": uid}, keys=[key])):
+        refuse_damaged(run, key)  # which may have been found by this query
         raise HTTPException(404, f"{key} of {run.name} has no group {uid!r}.")
     return run, key, rows
 
@@ -236,6 +248,12 @@ TEMPLATES.globals |= {"address": address, "inline": charts.inline, "policy": cha
                       "scripts": SCRIPTS, "group": group, "curves": curves, "timeline": timeline,
                       "purposes": purposes, "token_columns": tokens.COLOURED}  # fmt: skip
 
+
+class Number(IntegerConvertor):
+    regex = "[0-9]{1,9}"  # `int` refuses more than 4,300 digits
+
+
+register_url_convertor("number", Number())
 ROUTES = {
     "/": overview,
     "/state.json": state,
@@ -243,14 +261,14 @@ ROUTES = {
     "/code": code_page,
     "/problem": problem_page,
     "/problems": problems_page,
-    "/run/{run:int}/export.eval": eval_file,
-    "/run/{run:int}/step/{step:int}": open_step,
-    "/run/{run:int}/all": step_page,
-    "/run/{run:int}/{key}": step_page,
-    "/run/{run:int}/{key}/group": group_page,
-    "/run/{run:int}/{key}/sample": sample_page,
-    "/run/{run:int}/{key}/timeline": timeline_page,
-    "/run/{run:int}/{key}/timeline.json": timeline_page,
+    "/run/{run:number}/export.eval": eval_file,
+    "/run/{run:number}/step/{step:number}": open_step,
+    "/run/{run:number}/all": step_page,
+    "/run/{run:number}/{key}": step_page,
+    "/run/{run:number}/{key}/group": group_page,
+    "/run/{run:number}/{key}/sample": sample_page,
+    "/run/{run:number}/{key}/timeline": timeline_page,
+    "/run/{run:number}/{key}/timeline.json": timeline_page,
 }
 
 

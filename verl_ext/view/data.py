@@ -87,9 +87,14 @@ class Run:
 
     def broken(self) -> list[str]:
         """What is wrong with each file that cannot be read."""
-        faults = [fault for file in store.files_of(self.folder, "*") if (fault := self._fault_of(file.path))]
+        faults = [fault for _, fault in self.faults("*")]
         self.metrics()
         return faults + self._metrics[2]
+
+    def faults(self, kind: str = "trajectories") -> list[tuple[str, str]]:
+        """(key, what is wrong) of each file of a kind that cannot be read."""
+        paths = [file.path for file in store.files_of(self.folder, kind)]
+        return [(path.stem, fault) for path in paths if (fault := self._fault_of(path))]
 
     def _fault_of(self, path: Path, columns: Sequence[str] | None = ()) -> str | None:
         """What is wrong with a file, "" where it is gone; by its footer, or, with `columns=None`, by all of it."""

@@ -19,7 +19,8 @@ def write_eval(run: Run, keys: Sequence[str], out: Path) -> int:
     """Write rollouts as a log of inspect_ai, which `inspect view` opens, a few in memory at a time.
 
     Source: the log format, version 2, of inspect_ai 0.3.285: a zip with header.json, summaries.json and a file for each
-    sample. A group is a sample, its rollouts the epochs; one that was not judged has an error and no score.
+    sample. A group is a sample, its rollouts the epochs; one that was not judged has an error and no score. A log that
+    lacks rollouts, as a file of the run is damaged, has the status "error".
 
     Returns:
         The number of rollouts.
@@ -32,7 +33,8 @@ def write_eval(run: Run, keys: Sequence[str], out: Path) -> int:
                 ids[sample["id"]] = None
                 accs += [] if row["acc"] is None else [row["acc"]]
                 summary = {name: sample[name] for name in ("id", "epoch", "target", "scores")}
-                summary |= {"completed": True, "input": sample["input"][:1000]}
+                error = (sample["error"] or {}).get("message")
+                summary |= {"completed": True, "input": sample["input"][:1000], "error": error}
                 summaries.write((b"," if number else b"[") + encode(summary))
                 number, epochs = number + 1, max(epochs, sample["epoch"])
                 file.writestr(f"samples/{sample['id']}_epoch_{sample['epoch']}.json", encode(sample))
@@ -47,6 +49,8 @@ def write_eval(run: Run, keys: Sequence[str], out: Path) -> int:
         results = {"total_samples": number, "completed_samples": len(accs), "scores": [scores]}
         start = {"version": 2, "eval": task, "plan": {}}
         header = start | {"status": "success", "results": results, "stats": {"started_at": now, "completed_at": now}}
+        if faults := [fault for _, fault in run.faults()]:
+            header |= {"status": "error", "error": _error(" ".join(faults))}
         for name, content in (("_journal/start.json", start), ("header.json", header)):
             file.writestr(name, encode(content))
         summaries.write(b"]" if number else b"[]")
@@ -73,7 +77,6 @@ def _sample(row: dict[str, Any], name: str) -> dict[str, Any]:
     score = {"value": row["acc"], "answer": verdict.get("extracted"), "explanation": verdict.get("text")}
     choice = {"message": said, "stop_reason": "max_tokens" if row["end_reason"] == RolloutEnd.MAX_TOKENS else "stop"}
     kept = "key step problem id domain score outcome outcome_why end_reason fault advantage".split()
-    failure = f"{row['end_reason']}: {row['exception'] or 'not judged'}"
     return {
         "id": name,
         "epoch": row["session"] + 1,
@@ -83,8 +86,12 @@ def _sample(row: dict[str, Any], name: str) -> dict[str, Any]:
         "output": {"model": "policy", "choices": [choice], "completion": said["content"]},
         "scores": {"acc": score} if judged else {},
         "metadata": {name: row.get(name) for name in kept},
-        "error": None if judged else {"message": failure, "traceback": failure, "traceback_ansi": failure},
+        "error": None if judged else _error(f"{row['end_reason']}: {row['exception'] or 'not judged'}"),
     }
+
+
+def _error(message: str) -> dict[str, str]:
+    return dict.fromkeys(("message", "traceback", "traceback_ansi"), message)
 
 
 def trace(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ def _of_file(run: Run, key: str, _: State | None) -> dict[str, float]:
     """Once for each state of a file."""
     sql = (
         "SELECT acc, response_tokens, tool_use,"
-        " list_transform(calls, lambda c: {'code': c.code, 'status': c.status, 'fault': c.fault}) AS calls"
+        " list_transform(calls, lambda c: {'turn': c.turn, 'code': c.code, 'status': c.status, 'fault': c.fault})"
+        " AS calls"
         f" FROM records WHERE acc IS NOT NULL ORDER BY hash(uid, session) LIMIT {SAMPLE}"
     )
     return purposes.summary(run.ask(sql, keys=[key]))

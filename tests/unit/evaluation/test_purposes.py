@@ -15,10 +15,13 @@ from verl_ext.evaluation import purposes
         ("\0", "not Python"),
         ("(" * 5000, "not Python"),
         ("print('the answer is 7')", "no computation"),
+        ("x = -7\nprint(x, 'is', not True)", "no computation"),
         ("x = 7\nassert x * 2 == 14", "checking"),
         ("print(3 * 4 == 12)", "checking"),
         ("def is_valid(n):\n    return n % 2\nprint(is_valid(3))", "checking"),
         ("import random\nprint(random.random() < 0.5 and 1)", "simulation"),
+        ("import numpy as np\nprint(np.random.randint(9))", "simulation"),
+        ("from numpy.random import randint\nprint(randint(9))", "simulation"),
         ("from sympy import symbols\nprint(symbols('x') ** 2)", "algebra"),
         ("print([a for a in range(9) if a % 2])", "enumeration"),
         ("for a in range(9):\n    if a * a == 49:\n        print(a)", "enumeration"),
@@ -28,6 +31,10 @@ from verl_ext.evaluation import purposes
         ("import numpy as np\nprint(np.linalg.det([[1, 2], [3, 4]]))", "numerics"),
         ("print(12 * 7 + 3)", "calculation"),
         ("print(sum([1, 2]))", "calculation"),
+        ("x = 5\nx += 2\nprint(x)", "calculation"),
+        ("n = 5\nprint(-n)", "calculation"),
+        ("a = True\nb = False\nprint(a and b)", "calculation"),
+        ("a = True\nprint(not a)", "calculation"),
     ],
 )
 def test_a_program_has_the_first_purpose_that_fits(code: str, purpose: str) -> None:
@@ -35,8 +42,12 @@ def test_a_program_has_the_first_purpose_that_fits(code: str, purpose: str) -> N
 
 
 def row(acc: float, *calls: tuple[str | None, str | None], start: int = 10, tokens: int = 40) -> dict:
+    """A call, as code and fault, in each turn of the model: every second one."""
     use = json.dumps({"first_call_token": start if calls else None})
-    said = [{"code": code, "status": "error" if fault else "ok", "fault": fault} for code, fault in calls]
+    said = [
+        {"turn": 2 * number, "code": code, "status": "error" if fault else "ok", "fault": fault}
+        for number, (code, fault) in enumerate(calls)
+    ]
     return {"acc": acc, "calls": said, "tool_use": use, "response_tokens": tokens}
 
 
@@ -63,3 +74,13 @@ def test_a_malformed_call_has_no_code_and_no_purpose() -> None:
 
 def test_an_infrastructure_failure_is_no_error_to_repair() -> None:
     assert "repaired" not in purposes.summary([row(0.0, ("1 + 1", "infrastructure"), ("1 + 1", None))])
+
+
+def test_a_call_of_the_same_turn_and_a_malformed_one_repair_and_lack_nothing() -> None:
+    sibling = row(0.0, ("1 +", "model"), ("1 + 1", None))
+    for call in sibling["calls"]:
+        call["turn"] = 0
+    assert purposes.summary([sibling])["repaired"] == 0.0  # it was written before the error was seen
+    malformed = row(1.0, (None, "model"), ("1 + 1", None))
+    assert "repaired" not in purposes.summary([malformed])
+    assert purposes.summary([row(1.0, (None, "model"), ("1 +", "model"), ("1 + 1", None)), sibling])["repaired"] == 0.5

@@ -13,6 +13,7 @@ from tests.unit.view.conftest import PORT, charts_of
 from tests.unit.view.synthetic import write_step
 from verl_ext.records import store
 from verl_ext.view import data
+from verl_ext.view.app import create_app
 
 
 def test_a_click_opens_the_step_or_the_nearest_with_records(client: TestClient) -> None:
@@ -29,7 +30,27 @@ def test_a_step_has_a_dot_per_sample_with_its_verdict(client: TestClient, run_fo
     assert Counter(re.findall(r'class="dot (\w+)"', page)) == kinds
     assert page.count('<tr><th scope="row">') == 5
     assert re.findall(r'aria-label="sample (\d)', page) == ["0", "1", "2", "3"] * 5
-    assert "all 4 judged samples have the score 1" in page
+    assert "all 4 judged samples have the score 1" in page and "does not meet" not in page
+
+
+def test_what_misses_a_filter_is_said_not_only_pale(client: TestClient) -> None:
+    page = client.get("/run/0/step_000002?exception=no+sandbox").text
+    labels = re.findall(r'class="dot (\w+(?: miss)?)"[^>]* aria-label="([^"]*)"', page)
+    assert [label for kind, label in labels if "miss" not in kind] == ["sample 3, not judged"]
+    missed = [label for kind, label in labels if "miss" in kind]
+    assert len(missed) == 3 and all(label.endswith(", does not meet the filter") for label in missed)
+
+
+def test_a_field_of_a_filter_has_the_text_that_was_asked_for(viewer, run_folder: Path) -> None:
+    sign = '"\u2714\ufe0f" <b>'
+    path = store.path_of(run_folder, "trajectories", 2)
+    store.rewrite(path, lambda rows: [row | {"exception": sign, "prompt": sign, "domain": sign} for row in rows])
+    asked = dict.fromkeys(("text", "exception", "domain"), sign)
+    page = viewer(run_folder).get("/run/0/step_000002", params=asked).text
+    assert "20 of 20 rollouts" in page
+    fields = [*re.findall(r'<input [^>]*value="([^"]*)"', page), *re.findall(r'<option value="([^"]+)" selected', page)]
+    assert [html.unescape(each) for each in fields] == [sign] * 3 and "<b>" not in page
+    assert "text: &#34;✔&lt;U+FE0F&gt;&#34; &lt;b&gt;" in page  # what is read says what cannot be seen
 
 
 @pytest.mark.parametrize("host", ["evil.example", f"evil.example:{PORT}", "127.0.0.1", "127.0.0.1:1", ""])
@@ -45,6 +66,13 @@ def test_localhost_is_answered_and_nothing_may_be_loaded_from_elsewhere(client: 
     assert policy.startswith("default-src 'none'; script-src 'self'; ") and "unsafe" not in policy
     assert not re.findall(r'(?:src|href)="(?:https?:)?//', answer.text)
     assert client.post("/").status_code == 405
+
+
+def test_the_port_that_browsers_leave_out_is_answered(run_folder: Path) -> None:
+    client = TestClient(create_app([data.Run(run_folder, "run_a", 0)], 80), base_url="http://127.0.0.1")
+    answer = client.get("/")
+    assert answer.request.headers["host"] == "127.0.0.1" and answer.status_code == 200
+    assert client.get("/", headers={"Host": "evil.example"}).status_code == 421
 
 
 def test_a_live_run_shows_its_new_step(client: TestClient, run_folder: Path) -> None:
@@ -64,6 +92,11 @@ def test_an_unknown_address_says_what_there_is(client: TestClient) -> None:
     ):
         answer = client.get(address)
         assert 400 <= answer.status_code < 500 and says in answer.text
+
+
+@pytest.mark.parametrize("address", ["/run/{}/all", "/run/{}/step_000002", "/run/0/step/{}"])
+def test_a_number_of_thousands_of_digits_is_an_unknown_address(client: TestClient, address: str) -> None:
+    assert client.get(address.format("1" * 5000)).status_code == 404
 
 
 def test_an_error_of_ours_is_named_on_a_page_like_the_others(client: TestClient, monkeypatch) -> None:

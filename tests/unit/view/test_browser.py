@@ -230,6 +230,13 @@ async def test_keys_and_names_suffice(tab, serve, run_folder: Path) -> None:
     await tab.key("End")
     last = await tab.js("document.querySelectorAll('.tokens span').length")
     assert (await tab.js("document.getElementById('token').textContent")).startswith(f"position {last - 1} ·")
+    pick = "document.querySelector('[name=colour]')"
+    await tab.js(f"{pick}.focus(); window.same = true")
+    await tab.key("ArrowUp")  # from `advantage`: a look through the options is no choice yet
+    await asyncio.sleep(0.5)
+    assert await tab.js(f"window.same && {pick}.value") == "ratio"
+    await tab.follow(f"{pick}.form.querySelector('button').click()")
+    assert "colour=ratio" in await tab.js("location.search")
     nameless = (
         "[...document.querySelectorAll('a, button, input:not([type=hidden]), select')].filter((e) =>"
         " !(e.textContent.trim() || e.getAttribute('aria-label') || e.labels?.length)).map((e) => e.outerHTML)"

@@ -76,7 +76,11 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(client: TestClient, run_f
         answer = client.get(page)
         assert answer.status_code == 200 and str(path) in answer.text
     assert "of 80 rollouts" in client.get("/run/0/all").text
-    assert client.get("/run/0/step_000002").status_code == 404
+    for page in ("/run/0/step_000002", "/run/0/step_000002/group?uid=s2-p1", "/run/0/step/2"):
+        answer = client.get(page)
+        assert answer.status_code == 404
+        assert f"step_000002 of run_a is damaged, or cannot be read now: {path}" in answer.text
+    assert client.get("/run/0/step/3").status_code == client.get("/run/0/step/90").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -96,6 +100,8 @@ def test_a_file_that_is_damaged_inside_is_named_and_the_rest_is_shown(client: Te
     content = bytearray(path.read_bytes())
     content[4:2000] = bytes(1996)  # the footer is whole
     path.write_bytes(content)
+    group = client.get("/run/0/step_000002/group?uid=s2-p1")  # finds it
+    assert group.status_code == 404 and f"is damaged, or cannot be read now: {path}" in group.text
     answer = client.get("/run/0/all?text=Hence")
     assert answer.status_code == 200 and "of 80 rollouts" in answer.text and str(path) in answer.text
 
@@ -110,7 +116,7 @@ def test_what_an_error_hides_that_passes_is_shown_after(client: TestClient, monk
     assert "Too many open files" in client.get("/").text
     passed.append(True)
     page = client.get("/").text
-    assert "Too many" not in page and "5 steps with records" in page and "accuracy" in page
+    assert "Too many" not in page and "4 steps and 1 validation with records" in page and "accuracy" in page
 
 
 def test_a_file_that_is_gone_when_it_is_read_is_not_called_damaged(client, run_folder: Path, monkeypatch) -> None:
@@ -122,7 +128,7 @@ def test_a_file_that_is_gone_when_it_is_read_is_not_called_damaged(client, run_f
     files_of = store.files_of
     monkeypatch.setattr(store, "files_of", lists)
     page = client.get("/").text
-    assert 'role="alert"' not in page and "4 steps with records" in page
+    assert 'role="alert"' not in page and "3 steps and 1 validation with records" in page
 
 
 def test_a_query_answers_though_files_vanish_each_time_it_is_tried(client, run_folder: Path, monkeypatch) -> None:
@@ -142,10 +148,10 @@ def test_a_quickstart_that_was_opened_in_its_sft_shows_its_rl_once_there_is_one(
     (tmp_path / "sft" / "metrics-1.jsonl").write_text('{"step": 1, "data": {"train/loss": 0.5}}\n')
     client = viewer(tmp_path)
     page = client.get("/").text
-    assert "SFT loss" in page and "0 steps with records" in page
+    assert "SFT loss" in page and "0 steps and 0 validations with records" in page
     write_run(tmp_path / "rl")
     page = client.get("/").text
-    assert "SFT loss" not in page and "5 steps with records" in page
+    assert "SFT loss" not in page and "4 steps and 1 validation with records" in page
 
 
 def test_a_step_that_is_written_again_is_read_again(client: TestClient, run_folder: Path) -> None:

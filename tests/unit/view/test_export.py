@@ -45,11 +45,13 @@ def test_an_eval_log_has_every_rollout_with_its_score_or_its_error(client: TestC
         summaries = json.loads(log.read("summaries.json"))
         assert len(rows) == 100
         assert len(log.namelist()) == len(rows) + 3
-    assert {(each["id"], each["epoch"], each["input"], str(each["scores"])) for each in summaries} == {
-        (each["id"], each["epoch"], each["input"], str(each["scores"])) for each in samples.values()
+    assert {(each["id"], each["epoch"], each["input"], str(each["scores"]), each["error"]) for each in summaries} == {
+        (each["id"], each["epoch"], each["input"], str(each["scores"]), each["error"] and each["error"]["message"])
+        for each in samples.values()
     }
+    assert "sandbox_failure: ConnectError: no sandbox" in {each["error"] for each in summaries}
     judged = [row["acc"] for row in rows if row["acc"] is not None]
-    assert header["version"] == 2 and header["results"]["total_samples"] == 100
+    assert header["version"] == 2 and header["status"] == "success" and header["results"]["total_samples"] == 100
     assert header["results"]["scores"][0]["metrics"]["mean"]["value"] == statistics.fmean(judged)
     for row in rows:
         sample = samples[row["key"], row["uid"], row["session"]]
@@ -62,6 +64,20 @@ def test_an_eval_log_has_every_rollout_with_its_score_or_its_error(client: TestC
         answers = [message for message in sample["messages"] if message["role"] == "tool"]
         assert [message["tool_call_id"] for message in answers] == [call["id"] for call in calls]
         assert sample["output"]["completion"] == row["turns"][-1]["text"]
+
+
+@pytest.mark.parametrize("at", [slice(4, 2000), slice(-100, None)])  # inside, and the footer
+def test_an_eval_log_that_lacks_a_damaged_file_says_so(client: TestClient, run_folder: Path, at: slice) -> None:
+    path = store.path_of(run_folder, "trajectories", 2)
+    content = bytearray(path.read_bytes())
+    content[at] = bytes(len(content[at]))
+    path.write_bytes(content)
+    with zipfile.ZipFile(io.BytesIO(client.get("/run/0/export.eval").content)) as log:
+        header = json.loads(log.read("header.json"))
+    assert header["results"]["total_samples"] == 80 and header["status"] == "error"
+    assert str(path) in header["error"]["message"] and header["error"].keys() == {
+        "message", "traceback", "traceback_ansi"
+    }  # fmt: skip
 
 
 def test_a_trace_has_every_interval_in_microseconds_and_none_of_a_thread_overlap(

@@ -48,4 +48,3 @@ if (lens) {
     event.preventDefault();
   });
 }
-for (const control of document.querySelectorAll("select[data-go]")) control.addEventListener("change", () => control.form.submit());
