@@ -63,7 +63,7 @@ class Cell(NamedTuple):
         return f"{self.objective}_{self.mode}_{self.seed}"
 
 
-_OF_TRAINER = ("run_trainer", "objective", "advantages", "sampler", "group_rules", "queue")
+_OF_TRAINER = ("run_updates", "objective", "advantages", "sampler", "group_rules", "queue")
 CODE = ("verl_ext/objectives/*.py", *(f"verl_ext/trainer/{name}.py" for name in _OF_TRAINER))  # what a result is of
 
 

@@ -2,9 +2,9 @@
 
 `sampler.py` takes batches by `group_rules.py` from `queue.py`, and logs `step_counts.py`; `exclusions.py` watches what
 they leave out.
-`run_trainer.py`, with `run_validation.py`, calls the options, each in a file of its own: `adaptive_n.py`,
-`validation.py`, `failed_samples.py`, `early_stop.py`, `batch_recorder.py`, `repeatable.py`. `run_records.py` and, in
-the actor's processes, `token_notes.py` tell the recorder (verl_ext/records).
+`run_trainer.py`, with `run_updates.py` and `run_validation.py`, calls the options, each in a file of its own:
+`adaptive_n.py`, `validation.py`, `failed_samples.py`, `early_stop.py`, `batch_recorder.py`, `repeatable.py`.
+`run_records.py` and, in the actor's processes, `token_notes.py` tell the recorder (verl_ext/records).
 `objective.py` and `advantages.py` register what verl_ext/objectives has, and check that a run's keys fit it.
 `lr_schedule.py` and `wsd_engine.py` have a learning-rate schedule, `limits.py` what ranks and servers wait for.
 `shared_prompt.py` with `linear_log_probs.py`, and `gradient_accumulation.py` make an update of the actor cheaper.

@@ -1,14 +1,13 @@
 """Where verl's v1 trainers meet the options of `retool.*`: adaptive n, early stop, a repeatable run, records, fleet.
 
-A rise of infrastructure failures is logged; `run_validation.py` keeps them out of validations. With all options off
-and no failure, every method here does what verl's own does. Line numbers are of verl 0.9.1,
-trainer/ppo/v1/trainer_base.py.
+A rise of infrastructure failures is logged; `run_validation.py` keeps them out of validations. `run_updates.py` makes
+updates of a batch. With all options off and no failure, every method here does what verl's own does. Line numbers are
+of verl 0.9.1, trainer/ppo/v1/trainer_base.py.
 """
 
 import logging
-import math
 import os
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from verl_ext.settings import (
 )
 from verl_ext.settings.checks import check, read_settings
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveSampling, problem_id
-from verl_ext.trainer.advantages import OF_GROUPS, keep_sum_pi_squared, noted, scale
+from verl_ext.trainer.advantages import OF_GROUPS
 from verl_ext.trainer.batch_recorder import BatchRecorder
 from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import ExclusionWatch
@@ -49,6 +48,7 @@ from verl_ext.trainer.objective import check_objective, make_shares
 from verl_ext.trainer.queue import clear_leftovers, prompts_in_queue
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
 from verl_ext.trainer.run_records import RunRecords, check_recorder
+from verl_ext.trainer.run_updates import RunUpdates
 from verl_ext.trainer.run_validation import RunValidation
 from verl_ext.trainer.validation import ValidationPlan
 
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 
-class RunTrainer(RunValidation):
+class RunTrainer(RunUpdates, RunValidation):
     """Base, beside a trainer of verl, of the classes that `extend_trainers` makes.
 
     Raises:
@@ -205,10 +205,6 @@ class RunTrainer(RunValidation):
             move_measured(metrics)
         return batch
 
-    def _span(self, what: str) -> AbstractContextManager:
-        """An interval of the step's timeline."""
-        return self._records.span(what) if self._records else nullcontext()
-
     def on_sample_begin(self) -> None:
         super().on_sample_begin()
         self._waiting = self._span("wait")
@@ -238,44 +234,6 @@ class RunTrainer(RunValidation):
         if missing:
             self._add_prompts_to_generate(missing)
 
-    # Objective -------------------------------------------------------------------------------------------------------
-
-    def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """verl's v1 trainers never ask for `sum_pi_squared`, which an optimal token baseline needs (line 1653)."""
-        with self._span("log_probs"):
-            if not self.config.actor_rollout_ref.actor.calculate_sum_pi_squared:
-                return super()._compute_old_log_prob(batch, metrics)
-            batch.extra_info["calculate_sum_pi_squared"] = True
-            batch = super()._compute_old_log_prob(batch, metrics)
-        batch.extra_info["calculate_sum_pi_squared"] = False  # the update does not need it
-        keep_sum_pi_squared(batch)
-        return batch
-
-    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        with self._span("log_probs"):
-            return super()._compute_ref_log_prob(batch, metrics)
-
-    def _compute_reward_colocate(self, batch: KVBatchMeta, metrics: dict | None = None) -> KVBatchMeta:
-        with self._span("score"):
-            return super()._compute_reward_colocate(batch, metrics)
-
-    def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """With the unit of the mean. Fillers get advantage 0, whatever the estimator and their rewards, and so do
-        rollouts that are in the baseline alone (`DapoReplayBuffer`).
-        """
-        with noted() as notes:
-            batch = super()._compute_advantage(batch, metrics)
-        fillers = getattr(self.replay_buffer, "fillers", ())
-        baseline_only = getattr(self.replay_buffer, "baseline_only", ())
-        without = [key.split("_")[0] in fillers or key in baseline_only for key in batch.keys]
-        actor = self.config.actor_rollout_ref.actor
-        unit = actor.policy_loss.get("unit", "mini_batch")
-        of_mean = {"mode": actor.loss_agg_mode, "unit": unit, "updates": self._updates_per_step()}
-        factors = scale(batch, **of_mean, without=without)
-        if self._records:
-            self._records.note_advantages(notes, factors)
-        return batch
-
     # What is submitted -----------------------------------------------------------------------------------------------
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
@@ -297,50 +255,6 @@ class RunTrainer(RunValidation):
             problems = map(problem_id, _column(batch, "raw_prompt"))
             self._ledger.draw(dict(zip(_column(batch, "uid"), problems, strict=True)), numbers or configured)
         return super()._submit_batch_to_rollout(batch)
-
-    def _updates_per_step(self) -> int:
-        prompts = self.config.data.train_batch_size // self.parameter_sync_step
-        return math.ceil(prompts / self.config.actor_rollout_ref.actor.ppo_mini_batch_size)
-
-    def _get_required_batch_multiple(self, dp_size: int) -> int:
-        """With groups of unequal size a mini-batch is a share of the batch (line 1593 counts `rollout.n` per prompt).
-
-        So the number of updates does not depend on the number of responses, and no update has padding alone, without a
-        token to average over.
-        """
-        return dp_size * self._updates_per_step() if self._sampling else super()._get_required_batch_multiple(dp_size)
-
-    def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """After what the records take of the batch: the update changes none of it."""
-        if not self._records:
-            return self._update_for_lab(batch, metrics)
-        sampler = self.replay_buffer
-        fillers, left_out = getattr(sampler, "fillers", ()), getattr(sampler, "left_out", {})
-        self._records.take(self.global_steps, batch, fillers, self.tokenizer, left_out)
-        with self._span("update"):
-            return self._update_for_lab(batch, metrics)
-
-    def _update_for_lab(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """Between the two looks of the batch recorder, where the batch is recorded."""
-        if not self._recorder or not self._recorder.is_due(self.global_steps, self.local_trigger_step):
-            return self._update(batch, metrics)
-        before = self._recorder.log_probs(self.actor_rollout_wg, batch)
-        batch = self._update(batch, metrics)
-        after = self._recorder.log_probs(self.actor_rollout_wg, batch)
-        self._recorder.save(self.global_steps, batch, before, after, self._updates_per_step())
-        return batch
-
-    def _update(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
-        """Line 1809 takes ppo_mini_batch_size x rollout.n as the responses of a mini-batch."""
-        if not self._sampling:
-            return super()._update_actor(batch, metrics)
-        actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
-        configured = actor.ppo_mini_batch_size, rollout.n
-        actor.ppo_mini_batch_size, rollout.n = len(batch) // self._updates_per_step(), 1
-        try:
-            return super()._update_actor(batch, metrics)
-        finally:
-            actor.ppo_mini_batch_size, rollout.n = configured
 
     # Validation ------------------------------------------------------------------------------------------------------
 

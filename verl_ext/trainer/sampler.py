@@ -56,7 +56,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
     right answers, 0 < right < G, not on rewards. A group of right answers that differ in length penalties alone is
     filtered, as in the paper, although its rewards differ. The paper samples until the batch is full of useful groups,
     and has no fillers. Here a step that has spent its prompts takes equal groups as fillers, and `fillers` names them.
-    The trainer sets the advantages of a filler to 0 (trainer/run_trainer.py), so that a filler trains nothing. The
+    The trainer sets the advantages of a filler to 0 (trainer/run_updates.py), so that a filler trains nothing. The
     tokens of a filler stay in the denominator of the token mean: if half of a mini-batch's tokens are fillers', the
     policy gradient is half of what the useful half alone would give.
 

@@ -20,7 +20,7 @@ def test_every_trainer_of_verls_registry_is_extended_once(cpu_platform, mode):
     from verl_ext.trainer.run_trainer import RunTrainer
 
     trainer_class = get_trainer_cls(mode)
-    assert issubclass(trainer_class, RunTrainer) and trainer_class.__mro__[3].__module__.endswith(f"trainer_{mode}")
+    assert issubclass(trainer_class, RunTrainer) and trainer_class.__mro__[4].__module__.endswith(f"trainer_{mode}")
     extend_trainers(v1)
     assert get_trainer_cls(mode) is trainer_class
 
