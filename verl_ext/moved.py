@@ -67,7 +67,7 @@ MODULES = {  # old name -> new name, below verl_ext
     "sft_trace": "protocols.trace",
     "trainer.settings": "settings",
 }
-PACKAGES = ("agent_loop", "data")  # imported on the way to an old name: the name behind them is the one to warn of
+PACKAGES = ("agent_loop", "data")  # imported on the way to an old name: the name after them is the one to warn of
 COMMANDS = {"pipeline": "quickstart.__main__"}  # of `python -m`
 _OLD_LOG = "retool.trajectory_log"
 OLD_LOOPS, LOOPS = "verl_ext/agent_loop/agent_loops.yaml", "verl_ext/rollout/agent_loops.yaml"  # a file, named in YAMLs

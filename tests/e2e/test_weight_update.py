@@ -194,7 +194,7 @@ def test_an_update_breaks_requests_off_at_once_and_waits_for_no_output(fleet, mo
 
 
 @pytest.mark.parametrize("fleet", ["drain"], indirect=True)
-def test_running_requests_end_before_an_update_and_others_begin_behind_it(fleet, models):
+def test_running_requests_end_before_an_update_and_others_begin_after_it(fleet, models):
     import ray
 
     ray.get(fleet.server.__ray_call__.remote(watch))

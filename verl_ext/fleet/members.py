@@ -210,7 +210,7 @@ class Members:
             router = self._servers.global_load_balancer  # first: where it does not answer, nothing has changed
             ray.get(router.remove_servers.remote([replica.server_address]), timeout=ROUTER_S)
             if replica in self._dead:
-                raise Refused(f"Server {server} has just died, and is replaced.")
+                raise Refused(f"Server {server} has just died.")
             self._set([each for each in replicas if each is not replica])
             self._leaving[server] = replica
         threading.Thread(target=self._stop, args=(replica,), name=f"stop server {server}", daemon=True).start()
@@ -224,7 +224,8 @@ class Members:
         except Exception as error:  # it may be dead already: it is stopped in any case
             hangs = isinstance(error, TimeoutError)
             logger.warning("fleet: server %d did not let go of its requests", server, exc_info=True)
-            self._get_back(replica)
+            if self._newcomers is not None:  # watched: only then its requests return with what they have
+                self._get_back(replica)
         try:
             stop_replica(replica, place_of(replica) if hangs else None)
             logger.info("fleet: server %d has left", server)

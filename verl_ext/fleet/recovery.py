@@ -337,7 +337,8 @@ class Fleet:
             except Exception as error:  # of vLLM, Ray, the machine: what keeps a server from starting may pass
                 logger.exception("a server in place of %s did not start", name)
                 self._events.append(("start_failed", f"in place of {name}", repr(error)))
-                await asyncio.sleep(pause_s)
+                if self._starts < self._limits.max_replacements:
+                    await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_START_PAUSE_S)
                 continue
             logger.info("server %s takes the place of %s, and waits for weights", replica.server_address, name)

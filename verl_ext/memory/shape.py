@@ -154,8 +154,14 @@ def read_model_type(model: str) -> str | None:
 
 
 def has_images(model: str) -> bool:
-    """Whether a model folder is of one that reads images, too. Raises json.JSONDecodeError."""
-    return "vision_config" in (_read_config(model) or {})
+    """Whether a model folder is of one that reads images, too, and has what turns them into numbers.
+
+    Raises:
+        json.JSONDecodeError: its config.json is no JSON.
+    """
+    names = ("preprocessor_config.json", "processor_config.json")
+    has_processor = any((Path(model).expanduser() / name).is_file() for name in names)
+    return has_processor and "vision_config" in (_read_config(model) or {})
 
 
 def _read_config(model: str) -> dict[str, Any] | None:

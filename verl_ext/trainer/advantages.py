@@ -173,15 +173,16 @@ def scale(batch: KVBatchMeta, *, mode: str, unit: str, updates: int, without: Se
     """Multiply the advantages of a batch in verl's queue by the factors of `unit`, and by 0 where `without` is true.
 
     verl fills a batch up, so that ranks and updates get equally many rows, and counts these rows in a mean over
-    responses: there advantages are multiplied by rows per response, too.
+    responses: there advantages are multiplied by rows per response, too. verl's own terms, entropy and KL, keep its
+    count.
 
     Args:
-        mode: one of `objectives.mean.MODES`.
+        mode: `actor.loss_agg_mode`.
         updates: mini-batches of the batch.
     Returns:
         The factor of each response whose advantages were multiplied, by its key.
     """
-    padded = len(batch.keys) / len(real_keys(batch)) if mode != "token-mean" else 1.0
+    padded = len(batch.keys) / len(real_keys(batch)) if mode.startswith("seq-mean") else 1.0
     if unit == "mini_batch":
         factors = torch.where(torch.tensor(list(without)), 0.0, padded)
         keys = [key for key, factor in zip(batch.keys, factors.tolist(), strict=True) if factor != 1]

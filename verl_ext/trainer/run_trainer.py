@@ -88,7 +88,9 @@ class RunTrainer(RunUpdates, RunValidation):
         self._members: Members | None = None  # where servers come and go
         self._failed_samples = FailedSamples.from_config(config)
         self._last_saved = 0  # step of the newest checkpoint
-        if config.trainer.get("val_only", False):  # of any checkpoint of the run: what the run learned stays as it is
+        # Of any checkpoint of a run, perhaps beside it: what the run wrote stays, and its commands are not taken.
+        self._only_validates = config.trainer.get("val_only", False)
+        if self._only_validates:
             return
 
         if hasattr(self.replay_buffer, "take_ended"):  # a sampler of ours
@@ -125,10 +127,7 @@ class RunTrainer(RunUpdates, RunValidation):
         if settings := read_settings(self.config, "recorder", RecorderSettings):
             self._records = RunRecords(settings, self.config)
         super().init()
-        only_validates = self.config.trainer.get(
-            "val_only", False
-        )  # perhaps beside the run, whose commands are not its
-        if self.trainer_mode == "separate_async" and not self._enable_hybrid_replicas and not only_validates:
+        if self.trainer_mode == "separate_async" and not self._enable_hybrid_replicas and not self._only_validates:
             self._members = Members(self.standalone_server_manager, self.standalone_checkpoint_manager)
 
     def _setup(self) -> None:
@@ -139,8 +138,7 @@ class RunTrainer(RunUpdates, RunValidation):
             weights = FleetCheckpointManager(verls.config, verls.actor_wg, verls.replicas)
             self.standalone_checkpoint_manager = weights
             folder = Path(self.config.trainer.default_local_dir)
-            only_validates = self.config.trainer.get("val_only", False)  # the journal is of the run's own servers
-            self._fleet = Fleet.of_run(None if only_validates else folder, limits, weights, manager)
+            self._fleet = Fleet.of_run(None if self._only_validates else folder, limits, weights, manager)
             self._fleet.watch()
             self._fleet.ends_waiting(self.replay_buffer)
 
@@ -166,7 +164,7 @@ class RunTrainer(RunUpdates, RunValidation):
             clear_leftovers()
             waited = self._ledger.resume(self.global_steps, prompts_in_queue())
             self.replay_buffer.seen_before = waited
-        if self._records and not self.config.trainer.get("val_only", False):  # which leaves later steps as they are
+        if self._records and not self._only_validates:
             decided = {uid: end for uid, end in waited.items() if end is not PromptEnd.OPEN}
             self._records.resume(self.global_steps, decided)
         folder = Path(self.config.trainer.default_local_dir)

@@ -1,7 +1,8 @@
 """How a run's batch becomes updates: advantages with the unit of their mean, mini-batches of unequal groups. Base of
 `RunTrainer`.
 
-With no option, every method does what verl's own does. Line numbers are of verl 0.9.1, trainer/ppo/v1/trainer_base.py.
+With no option, and without padding in a mean over responses, every method does what verl's own does. Line numbers are
+of verl 0.9.1, trainer/ppo/v1/trainer_base.py.
 """
 
 import math

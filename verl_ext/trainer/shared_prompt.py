@@ -197,7 +197,7 @@ def name_rows() -> None:
             inputs["prompt_lengths"] = prompt_lengths.tolist()
             spans = zip((offsets[:-1] + prompt_lengths - 1).tolist(), (offsets[1:] - 1).tolist(), strict=True)
             rows = torch.cat([torch.arange(*span) for span in spans])
-        else:  # SFT: the loss is on the token after (verl/workers/utils/losses.py:45)
+        else:  # SFT: the loss is on the next token (verl/workers/utils/losses.py:45)
             rows = micro_batch["loss_mask"].values().roll(-1).nonzero()[:, 0]
         inputs["rows"] = rows.to(inputs["input_ids"].device)
         return inputs, output_args

@@ -156,5 +156,5 @@ def test_annotations_become_statements_over_earlier_results(answer, code):
     assert program(answer) == code
 
 
-def test_the_answer_stands_behind_the_hashes():
+def test_the_answer_stands_after_the_hashes():
     assert gold("a #### b\n#### $1,080.") == "1080"

@@ -117,6 +117,7 @@ def test_requests_with_images_do_not_cross_an_update(make_run, tmp_path, only_ok
     own = ["trainer.v1.trainer_mode=separate_async", "actor_rollout_ref.hybrid_engine=false"]
     own += [f"actor_rollout_ref.model.path={tmp_path}"]
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_5", "vision_config": {}, "text_config": {}}')
+    (tmp_path / "preprocessor_config.json").write_text("{}")
     for mode in ("drain", "keep"):
         found = check_values(make_run("tiny_dapo", *own, f"retool.fleet.weight_update={mode}"))
         (finding,) = [each for each in found if each.level == Level.FAIL]

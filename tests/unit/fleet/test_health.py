@@ -72,7 +72,7 @@ def test_a_slow_engine_that_answers_now_and_then_lives_on():
         assert scene.until(scene.now + 1) is State.WELL
 
 
-def test_silence_while_weights_change_is_no_death_and_is_forgotten_behind_it():
+def test_silence_while_weights_change_is_no_death_and_is_forgotten_after_it():
     scene = Scene()
     scene.until(30)
     assert scene.until(125, answers=False, updating=True) is State.WELL
@@ -88,7 +88,7 @@ def test_silence_before_an_update_does_not_count_in_it():
     assert scene.until(140, updating=True) is State.WELL
 
 
-def test_an_engine_that_is_stopped_in_an_update_is_dead_behind_the_updates_limit():
+def test_an_engine_that_is_stopped_in_an_update_is_dead_after_the_updates_limit():
     scene = Scene()
     scene.until(30)
     assert scene.until(130, answers=False, updating=True) is not State.DEAD

@@ -25,6 +25,7 @@ def test_a_removed_server_that_hangs_hands_its_requests_back_and_is_killed_where
 
     replica.abort_all_requests = hang
     replica.server_handle.give_up = call(lambda: stopped.append("handed back"))
+    world.members._newcomers = []  # it is watched
     world.members.remove(1)
     wait_until(lambda: len(stopped) == 2)
     assert stopped == ["handed back", (replica, ("node", 1))]

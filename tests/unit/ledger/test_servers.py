@@ -62,7 +62,7 @@ def test_servers_that_do_not_sum_are_told(tmp_path: Path, events: list, fault: s
     assert shown.returncode == 1 and fault in shown.stdout and "It sums" not in shown.stdout
 
 
-def test_a_start_of_the_run_behind_a_half_written_line_begins_a_new_one(tmp_path: Path):
+def test_a_start_of_the_run_after_a_half_written_line_begins_a_new_one(tmp_path: Path):
     servers(tmp_path, ("run", ""), ("started", "a"))
     with (tmp_path / FILE).open("a") as file:
         file.write('{"at": 1, "event": "di')  # power went off

@@ -169,7 +169,7 @@ def test_a_cut_counts_the_tokens_that_the_text_then_has(tokenizer):
         ("It is \\boxed{2}.", []),
     ],
 )
-def test_an_unclosed_call_is_no_answer_unless_one_is_boxed_behind_it(tokenizer, text, kinds):
+def test_an_unclosed_call_is_no_answer_unless_one_is_boxed_after_it(tokenizer, text, kinds):
     tools = {"code_interpreter": CODE_SCHEMA}
     assert [call.kind for call in CodeProtocol(tokenizer).parse(text, tools, ended=True)] == kinds
     assert CodeProtocol(tokenizer).parse(text, tools, ended=False) == []  # cut off by the budget

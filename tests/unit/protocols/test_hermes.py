@@ -214,7 +214,7 @@ def test_no_text_of_a_model_raises(tokenizer, body, repair_json):
             json.dumps(item.arguments, allow_nan=False, ensure_ascii=False).encode()
 
 
-def test_an_unclosed_call_is_no_answer_unless_one_is_boxed_behind_it(parse):
+def test_an_unclosed_call_is_no_answer_unless_one_is_boxed_after_it(parse):
     for text in (
         '<tool_call>\n{"name": "add"',
         'So it is \\boxed{2}. I check: <tool_call>\n{"name": "add"',

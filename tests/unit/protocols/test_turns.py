@@ -55,7 +55,7 @@ def test_a_call_says_where_it_begins_and_needs_the_tool(protocol):
     assert protocol.schemas(TOOLS) is None and protocol.stop == "</code>" and protocol.call_ends_turn is False
 
 
-def test_a_reply_behind_an_end_token_is_a_turn_of_the_user(protocol, tokenizer):
+def test_a_reply_after_an_end_token_is_a_turn_of_the_user(protocol, tokenizer):
     assert protocol.reply(["42"], ended=False) == ["\n<interpreter>\n", "42", "\n</interpreter>\n"]
     before, output, after = protocol.reply(["42"], ended=True)
     start, _, end = ChatReply(tokenizer, "user").render([""])

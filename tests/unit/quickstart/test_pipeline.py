@@ -19,7 +19,7 @@ from verl_ext.quickstart.supervise import CommandFailed
 STEP_NAMES = ["data", "sft", "merge_sft", "rl", "merge_rl", "eval_before", "eval_after"]
 
 
-def test_steps_stand_behind_what_they_need():
+def test_steps_stand_after_what_they_need():
     names = [step[0] for step in pipeline.STEPS]
     assert names == STEP_NAMES
     for position, (_, stage, _, _, needs) in enumerate(pipeline.STEPS):

@@ -118,7 +118,7 @@ def test_unverified_response_is_kept_for_grading_again(make_manager, monkeypatch
     assert (str(rows[0]["index"]), rows[0]["data_source"]) == ("7", "tiny")
 
 
-def test_padding_behind_a_response_is_not_scored(make_manager, monkeypatch):
+def test_padding_after_a_response_is_not_scored(make_manager, monkeypatch):
     manager, seen = make_manager(), []
     monkeypatch.setattr(manager, "_decode", lambda token_ids, spans: seen.append(token_ids) or r"\boxed{42}")
     score(manager, "abc", padding=5)

@@ -158,7 +158,7 @@ def test_a_stop_that_an_abort_has_split_is_found_again(roll_out, tokenizer, enco
     assert server.calls[1]["prompt_ids"] == output.prompt_ids + call + encode(BLOCK_2)
 
 
-def test_a_stop_with_one_token_behind_it_is_found_again(roll_out, tokenizer, encode, answer):
+def test_a_stop_with_one_token_after_it_is_found_again(roll_out, tokenizer, encode, answer):
     call = encode(CALL)
     output, *_ = roll_out(tokenizer, [call + encode("3"), answer], ["2"])
     assert output.response_ids == call + encode(BLOCK_2) + answer

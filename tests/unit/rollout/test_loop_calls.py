@@ -112,7 +112,7 @@ def test_a_malformed_call_is_answered_to_the_model(roll_out, tokenizer, encode, 
     assert output.extra_fields["finish_reason"] == "answer"
 
 
-def test_code_without_a_closing_tag_is_answered_behind_the_end_of_the_turn(roll_out, tokenizer, encode, answer):
+def test_code_without_a_closing_tag_is_answered_after_the_end_of_the_turn(roll_out, tokenizer, encode, answer):
     turn = encode("<code>print(1+1)") + [tokenizer.eos_token_id]
     output, _, sandbox = roll_out(tokenizer, [turn, answer])
     told = "<interpreter>\nFormatError: <code> without </code>; the code was not run\n</interpreter>"

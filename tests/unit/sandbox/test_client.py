@@ -245,6 +245,7 @@ async def test_a_server_that_hangs_does_not_hold_every_call_up(start, monkeypatc
     hung, server = await start(hang), await start(answer)
     client = SandboxClient([hung.url, server.url], queue_timeout_s=4, backoff_s=0.01)
     for number in (1, 2):
+        assert client._rests_until[0] < time.monotonic() + 2.1
         client._rests_until[0], client._in_flight[1] = 0.0, 1  # so that the first call goes to the one that hangs
         assert (await client.run("1", timeout_s=2)).attempts == 2
         client._in_flight[1] = 0

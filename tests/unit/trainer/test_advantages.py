@@ -97,12 +97,14 @@ def test_a_filler_has_no_advantage_in_any_unit(advantages):
     assert first(found) == [0.5, -0.5, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("objective", ["grpo", "dapo"])
-def test_verls_padding_is_in_no_mean_over_responses(advantages, objective):
+@pytest.mark.parametrize(
+    ("objective", "more"), [("grpo", ()), ("dapo", ()), (None, ("actor_rollout_ref.actor.loss_agg_mode=token-sum",))]
+)
+def test_verls_padding_is_in_no_mean_over_responses(advantages, objective, more):
     """verl divides by 6 rows where there are 4 responses; a mean over tokens has no token of padding in it."""
     rewards, padding = TWO_GROUPS | {"x_0_0": 0.0, "y_0_0": 0.0}, {"x_0_0", "y_0_0"}
-    found = advantages(rewards, {"b"}, "grpo", NO_STD, objective=objective, padding=padding)
-    one = {"grpo": 6 / 4, "dapo": 1.0}[objective]
+    found = advantages(rewards, {"b"}, "grpo", NO_STD, *more, objective=objective, padding=padding)
+    one = 6 / 4 if objective == "grpo" else 1.0
     assert first(found) == pytest.approx([one, -one, 0.0, 0.0, 0.0, 0.0])
 
 

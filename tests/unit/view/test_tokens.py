@@ -104,7 +104,7 @@ def test_a_response_without_tokens_says_so(client: TestClient) -> None:
     assert "No tokens of this response were recorded" in page
 
 
-def test_a_token_that_trains_behind_the_last_turn_is_foreign() -> None:
+def test_a_token_that_trains_after_the_last_turn_is_foreign() -> None:
     turns = [{"role": "model", "start": 0, "tokens": 2}]
     rows = [{"position": position, "mask": True, "turn": turn} for position, turn in ((1, 0), (2, 0), (0, 9))]
     assert tokens.foreign(rows, turns) == [2, 0]
