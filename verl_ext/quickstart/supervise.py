@@ -139,9 +139,7 @@ class Supervisor:
                     full = full and disk.describe(full)
             finally:
                 if process.poll() is None:
-                    process.send_signal(signal.SIGINT)
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        process.wait(GRACE_S)
+                    self._interrupt(process)
                 self._clean()
         if process.returncode:
             message = _failure_message(command, process.returncode, log)
@@ -159,6 +157,16 @@ class Supervisor:
             if child.pid not in self._kept_children and not _runs(child, "verl_ext.sandbox.server")
             for process in [child, *_children(child)]
         ]
+
+    def _interrupt(self, process: subprocess.Popen) -> None:
+        """Have a command end in order; what its processes hold is noted, as they may be gone before it is."""
+        deadline = time.monotonic() + GRACE_S
+        self._note_left_behind(self._descendants())
+        process.send_signal(signal.SIGINT)
+        while process.poll() is None and time.monotonic() < deadline:
+            self._note_left_behind(self._descendants())
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(POLL_S)
 
     def _clean(self) -> None:
         """End all descendants, and delete the shared memory and sockets that they had made."""

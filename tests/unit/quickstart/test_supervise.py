@@ -173,6 +173,18 @@ def test_a_signal_ends_the_command_and_leaves_nothing(tmp_path, segment, number)
     assert not segment.exists() and not Path(told["tmp"]).exists()
 
 
+def test_shared_memory_of_a_process_that_ends_at_the_signal_is_deleted(tmp_path, segment):
+    """It was made since the last look, and nobody has it when the command is over."""
+    log, report = tmp_path / "log.txt", tmp_path / "report"
+    command = "import mmap, sys, time; f = open(sys.argv[2], 'w+b'); f.truncate(9); m = mmap.mmap(f.fileno(), 9); "
+    command += "open(sys.argv[1], 'w').write('{}'); time.sleep(600)"
+    process = start("supervise.MEMORY_POLL_S = 60" + INTERRUPTED, log, command, report, segment)
+    read_when_there(report)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == 7 and not segment.exists()
+
+
 def test_pressing_ctrl_c_again_and_again_leaves_nothing_either(tmp_path, segment):
     log, report = tmp_path / "log.txt", tmp_path / "report"
     process = start(INTERRUPTED, log, DAEMON + WAIT, report, segment, "stubborn")
