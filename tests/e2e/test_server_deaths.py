@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,8 @@ import psutil
 import pytest
 import torch
 
-from tests.e2e.versions import SAME, Actor, cluster, difference
+from tests.e2e.versions import SAME, cluster, difference
+from tests.e2e.watched_fleet import engine_of, sampling, watched_fleet, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 TOKENS = 600  # seconds of generation, in which a signal comes
@@ -26,16 +28,9 @@ PROMPTS = [[(7 * i + number) % 400 + 10 for i in range(20)] for number in range(
 
 
 @pytest.fixture(scope="module")
-def fleet(models: tuple[Path, list[torch.nn.Module]]) -> SimpleNamespace:
-    """Two servers with version 0, watched: `weights`, `fleet`, `router`, `client`, and the run's `folder`."""
-    import verl  # noqa: F401
-    from verl.utils.config import omega_conf_to_dataclass
-    from verl.workers.rollout.llm_server import LLMServerManager
-
-    from verl_ext.fleet.client import FleetClient
-    from verl_ext.fleet.recovery import Fleet, FleetCheckpointManager
-    from verl_ext.settings import HealthSettings, compose_run
-    from verl_ext.settings.checks import read_settings
+def fleet(models: tuple[Path, list[torch.nn.Module]]) -> Iterator[SimpleNamespace]:
+    """Two servers with version 0."""
+    from verl_ext.settings import compose_run
 
     folder, _ = models
     limits = [f"retool.fleet.health.{name}={value}" for name, value in LIMITS.items()]
@@ -58,28 +53,8 @@ def fleet(models: tuple[Path, list[torch.nn.Module]]) -> SimpleNamespace:
     # Real Pythons: a signal is to meet an engine, not the executable that stands for it. A replacement has only the
     # GPUs of the server that died.
     with cluster(sys.executable, config, num_gpus=2):
-        manager = LLMServerManager.create(config=config)
-        engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
-        weights = FleetCheckpointManager(engine, Actor(folder), manager.get_replicas())
-        weights.update_weights(global_steps=0)
-        settings = read_settings(config, "fleet.health", HealthSettings)
-        watched = Fleet.of_run(folder / "run", settings, weights, manager)
-        watched.watch()
-        client = manager.get_client(client_cls=FleetClient, limits=settings)
-        yield SimpleNamespace(
-            weights=weights, fleet=watched, router=manager.global_load_balancer, client=client, folder=folder / "run"
-        )
-        watched.close()
-
-
-def engine_of(server: Any) -> int:
-    """In the server's process: the pid of its engine's core."""
-    return server.engine.engine_core.resources.engine_manager.processes[0].pid
-
-
-def written(server: Any) -> list[int]:
-    """In the server's process: the tokens of its requests so far."""
-    return [each.detokenizer.num_output_tokens() for each in server.engine.output_processor.request_states.values()]
+        with watched_fleet(config, folder, folder / "run") as fleet:
+            yield fleet
 
 
 async def turns(fleet: SimpleNamespace, hit: Any) -> tuple[list[Any], list[list[tuple[int, int]]], list[float]]:
@@ -88,18 +63,14 @@ async def turns(fleet: SimpleNamespace, hit: Any) -> tuple[list[Any], list[list[
     Returns:
         Outputs, the attempts of each, and when each ended, in seconds after the hit.
     """
-    from vllm.sampling_params import RequestOutputKind
-
     from verl_ext.rollout.weight_versions import noted_attempts
 
-    params = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": True}
-    params["output_kind"] = RequestOutputKind.FINAL_ONLY  # as our agent loop
     ended: dict[int, float] = {}
 
     async def turn(number: int) -> tuple[Any, list]:
         with noted_attempts() as attempts:
             name = f"rollout {time.monotonic()} {number}"
-            output = await fleet.client.generate(name, prompt_ids=PROMPTS[number], sampling_params=params)
+            output = await fleet.client.generate(name, prompt_ids=PROMPTS[number], sampling_params=sampling(TOKENS))
         ended[number] = time.monotonic()
         return output, attempts
 

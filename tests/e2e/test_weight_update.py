@@ -5,7 +5,6 @@ in the same way: each position is computed with the weights that sampled the tok
 """
 
 import asyncio
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.e2e.versions import SAME, Actor, cluster, difference
+from tests.e2e.versions import SAME, Actor, cluster, difference, moved
+from tests.e2e.watched_fleet import gaps, sampling, stop_watching, watch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 OTHER = 1e-2  # a boundary that is off by one changes some log-prob by more, but for a token as likely with both weights
@@ -31,7 +31,6 @@ def fleet(python: str, models: tuple[Path, list[torch.nn.Module]], request: pyte
     from verl.checkpoint_engine.base import CheckpointEngineManager
     from verl.utils.config import omega_conf_to_dataclass
     from verl.workers.rollout.replica import RolloutReplicaRegistry
-    from vllm.sampling_params import RequestOutputKind
 
     from verl_ext.settings import compose_run
 
@@ -60,25 +59,9 @@ def fleet(python: str, models: tuple[Path, list[torch.nn.Module]], request: pyte
         server = replica._server_handle
 
         def ask(prompt: list[int], name: str, tokens: int) -> Any:
-            params = {"max_tokens": tokens, "ignore_eos": True, "logprobs": True}
-            params["output_kind"] = RequestOutputKind.FINAL_ONLY  # as our agent loop
-            return server.generate.remote(prompt_ids=prompt, sampling_params=params, request_id=name)
+            return server.generate.remote(prompt_ids=prompt, sampling_params=sampling(tokens), request_id=name)
 
         yield SimpleNamespace(server=server, manager=manager, ask=ask)
-
-
-def watch(server: Any) -> None:
-    """In the server's process: note (time, tokens of each running request) a thousand times a second, in a thread."""
-    server.seen, server.is_watched = [], True
-
-    def look() -> None:
-        while server.is_watched:
-            states = list(server.engine.output_processor.request_states.values())
-            written = {each.external_req_id: each.detokenizer.num_output_tokens() for each in states}
-            server.seen.append((time.monotonic(), written))
-            time.sleep(0.001)
-
-    threading.Thread(target=look, daemon=True).start()
 
 
 def wait_until_written(server: Any, tokens: int) -> None:
@@ -92,27 +75,6 @@ def wait_until_written(server: Any, tokens: int) -> None:
             return
         time.sleep(0.01)
     raise AssertionError(f"the requests did not write {tokens} tokens in a minute")
-
-
-def stop_watching(server: Any) -> list[tuple[float, dict[str, int]]]:
-    server.is_watched = False
-    return server.seen
-
-
-def gaps(seen: list[tuple[float, dict[str, int]]], request: str) -> list[float]:
-    """Seconds from each token of a request to its next, longest first."""
-    times, before = [], 0
-    for at, written in seen:
-        if written.get(request, 0) > before:
-            times.append(at)
-            before = written[request]
-    return sorted((b - a for a, b in zip(times, times[1:], strict=False)), reverse=True)
-
-
-def moved(runs: list[tuple[int, int]], by: int) -> list[tuple[int, int]]:
-    """The first boundary is so many tokens later."""
-    (first, old), (second, new), *rest = runs
-    return [(first + by, old), (second - by, new), *rest]
 
 
 @pytest.mark.parametrize("fleet", ["keep"], indirect=True)

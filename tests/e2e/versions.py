@@ -1,13 +1,15 @@
 """What tests of weights share: versions of a tiny model, an actor that sends them, those of a run, log-probs redone."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
+
+from verl_ext.cpu.warm_python import ENVIRONMENT
 
 SAME = 1e-4  # log-probs of one version, by vLLM and by transformers
 
@@ -16,9 +18,7 @@ def build_versions(folder: Path) -> list[torch.nn.Module]:
     """Versions 0, 1, 2, of random weights; `folder` gets version 0 as a model, and the weights of all."""
     import sys
 
-    from tests.e2e.conftest import REPO
-
-    sys.path.insert(0, str(REPO / "data" / "tiny_tools"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "data" / "tiny_tools"))
     import build_model
     from transformers import GenerationConfig
 
@@ -35,13 +35,14 @@ def build_versions(folder: Path) -> list[torch.nn.Module]:
 
 
 @contextmanager
-def cluster(python: str, config: DictConfig, *, num_gpus: int) -> Iterator[None]:
-    """Ray with servers as a run of `config` has them; `python` starts its processes."""
+def cluster(
+    python: str, config: DictConfig, *, num_gpus: int, environment: Mapping[str, str] = ENVIRONMENT
+) -> Iterator[None]:
+    """Ray with servers as a run of `config` has them; `python` starts its processes, by default for a CPU."""
     import ray
     import verl  # noqa: F401
     from verl.workers.rollout.replica import RolloutReplicaRegistry
 
-    from verl_ext.cpu.warm_python import ENVIRONMENT
     from verl_ext.fleet import weight_update
 
     ray.init(
@@ -49,7 +50,7 @@ def cluster(python: str, config: DictConfig, *, num_gpus: int) -> Iterator[None]
         num_gpus=num_gpus,
         include_dashboard=False,
         object_store_memory=200_000_000,
-        runtime_env={"env_vars": ENVIRONMENT, "py_executable": python},
+        runtime_env={"env_vars": dict(environment), "py_executable": python},
     )
     verls = RolloutReplicaRegistry._registry["vllm"]
     try:
@@ -114,6 +115,12 @@ def redone(
 def difference(models: list[torch.nn.Module], prompt: list[int], output: Any, runs: list[tuple[int, int]]) -> float:
     found = redone(models, prompt, list(output.token_ids), runs)
     return max(abs(a - b) for a, b in zip(found, output.log_probs, strict=True))
+
+
+def moved(runs: list[tuple[int, int]], by: int) -> list[tuple[int, int]]:
+    """The first boundary is so many tokens later."""
+    (first, old), (second, new), *rest = runs
+    return [(first + by, old), (second - by, new), *rest]
 
 
 def load_version(run: Path, model: Path, version: int) -> torch.nn.Module:

@@ -7,6 +7,7 @@ table says why), and 2 for a wrong option.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -63,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     names = [stage.name for stage in STAGES]
     args = parse(argv, names)
     chosen: list[Stage] = [stage for stage in STAGES if not args.stages or stage.name in args.stages]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a stage that goes on alone holds the GPU
     out = args.out.resolve()
     site = prepare(out, args.wheels)
     if args.list:

@@ -150,10 +150,12 @@ def run_stage(stage: Stage, context: Context, show: Callable[[Row], None] = lamb
     process = multiprocessing.get_context("fork").Process(target=_in_child, args=(stage, context, folder, log, sender))
     process.start()
     sender.close()
+    patience_s = 0
     try:
         _collect(result, receiver, start + stage.limit_s, show)
+        patience_s = 0 if result.error == TOO_LONG else 10
     finally:
-        process.join(0 if result.error == TOO_LONG else 10)
+        process.join(patience_s)
         kill_tree(process.pid)  # torchrun's workers have sessions of their own
         _kill_group(process.pid)
         process.join()
@@ -192,6 +194,7 @@ def _collect(result: Result, receiver, deadline: float, show: Callable[[Row], No
 
 def _in_child(stage: Stage, context: Context, folder: Path, log: Path, sender) -> None:
     os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # its parent's handler is not for what it starts
     with open(log, "wb", buffering=0) as sink:
         os.dup2(sink.fileno(), 1)
         os.dup2(sink.fileno(), 2)

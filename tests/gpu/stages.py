@@ -1,6 +1,6 @@
 """The stages in the order in which they run: those on torch alone first."""
 
-from tests.gpu import attention, machine, runs, sharing, training, weights
+from tests.gpu import attention, fleet, machine, runs, sharing, training, weights
 from tests.gpu.stage import Stage
 
 TORCH = ("torch", "transformers", "psutil", "packaging")
@@ -32,5 +32,6 @@ STAGES = [
     Stage("rl", "three steps of RL with vLLM and tool calls", RL, runs.check_rl),
     Stage("small", "the small rung: SFT and steps of RL", RL, runs.check_small),
     Stage("sleep", "vLLM gives memory back", RL, runs.check_sleep, limit_s=240, cuda_only=True),
+    Stage("fleet", "weights that change in flight, an engine that dies", RL, fleet.check_fleet),
     Stage("evaluation", "evaluation with vLLM in its process", RL, runs.check_evaluation, limit_s=300),
 ]

@@ -96,6 +96,38 @@ def test_a_stage_that_hangs_is_ended_with_what_it_started(context):
     assert not is_running(pid)
 
 
+BROKEN_OFF = """
+import os, pathlib, subprocess, sys, time
+from tests.gpu import __main__ as acceptance, stages
+from tests.gpu.stage import Stage
+
+def hang(context):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    (context.folder.parent / "pids").write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(300)
+    yield
+
+stages.STAGES[:] = [Stage("one", "a stage of a test", (), hang)]
+acceptance.main(["one", "--device=cpu", "--out", sys.argv[1]])
+"""
+
+
+def test_a_command_that_is_ended_ends_its_stage_with_what_it_started(tmp_path):
+    acceptance = subprocess.Popen([sys.executable, "-c", BROKEN_OFF, str(tmp_path)], cwd=REPO)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "pids").is_file() or not (tmp_path / "pids").read_text():
+            assert time.monotonic() < deadline and acceptance.poll() is None
+            time.sleep(0.05)
+        acceptance.terminate()
+        acceptance.wait(30)
+    finally:
+        acceptance.kill()
+    assert acceptance.returncode != 0
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 2 and not any(map(is_running, pids))
+
+
 def is_running(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
