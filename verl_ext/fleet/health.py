@@ -58,15 +58,16 @@ class Health:
         if self.state is not State.DEAD:
             self.state, self.why = State.DEAD, why
 
-    def look(self, updating: bool = False) -> State:
+    def look(self, updating: bool = False, waited_s: float = 0.0) -> State:
         """Judge it now; called every `every_s` seconds or so.
 
         Args:
             updating: its weights change. Its core does not answer while it loads them.
+            waited_s: in which this process waited for something else since the last look, and would have heard it.
         """
         now, limits = self._clock(), self._limits
         # This process may have stood still, too: of such a time no more counts than of a look that was in time.
-        passed_s, self._looked = min(now - self._looked, 2 * limits.every_s), now
+        passed_s, self._looked = min(now - self._looked, 2 * limits.every_s + waited_s), now
         if updating != self._was_updating:
             self._silent_s, self._was_updating = 0.0, updating
         self._silent_s += passed_s

@@ -86,6 +86,7 @@ class Fleet:
         self._noted = {*weights.replicas}  # whose start is told
         self._events: deque[tuple[str, str, str]] = deque()  # that the journal does not have yet
         self._unwritten = self._untold = 0
+        self._waited_s = 0.0  # for a router that did not answer, in the last round
         self._left: set[str] = set()  # names of servers that died or were removed
         self._starts = 0
         self._burials: set[asyncio.Task] = set()
@@ -187,9 +188,10 @@ class Fleet:
             self._judge(server)
         try:
             await asyncio.wait_for(self._tell_router(), ROUTER_S)
-            self._untold = 0
+            self._untold, self._waited_s = 0, 0.0
         except (ActorUnavailableError, TimeoutError) as error:  # the next round tells it
             self._untold += 1
+            self._waited_s = ROUTER_S if isinstance(error, TimeoutError) else 0.0
             if self._untold > MAX_UNTOLD:
                 raise
             logger.warning("the router cannot be reached now, %d rounds in a row: %r", self._untold, error)
@@ -256,7 +258,7 @@ class Fleet:
         if server.replica in self._weights.dead:
             why = self._weights.failures.get(server.replica, "it was dead when its weights were to change")
             health.failed(why)
-        state = health.look(updating=server.replica in self._weights.updating)
+        state = health.look(server.replica in self._weights.updating, self._waited_s)
         if state is State.DEAD:
             logger.warning("server %s is dead: %s. Its requests go on elsewhere.", server.name, health.why)
             self._servers.remove(server)

@@ -69,6 +69,8 @@ def test_an_odd_error_that_all_heartbeats_have_is_ours(scene):
 
 
 def test_a_wait_that_a_fault_ends_is_closed_in_the_timeline(unwatched):
+    import verl.trainer.ppo.v1  # noqa: F401  it imports what extends it, not the other way round
+
     from verl_ext.trainer.run_trainer import RunTrainer
 
     unwatched.fleet._thread.join(10)
@@ -149,6 +151,25 @@ def test_a_router_that_never_answers_holds_no_round_for_good(scene, monkeypatch)
         assert made.weights.dead == {made.replicas[0]}
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(made.rounds(1), 5)
+        made.balancer.get_all_servers = all_servers
+
+    scene(script)
+
+
+def test_a_router_that_never_answers_does_not_hide_how_long_a_server_is_silent(scene, monkeypatch):
+    from verl_ext.fleet import recovery
+
+    monkeypatch.setattr(recovery, "ROUTER_S", 0.05)
+
+    async def script(made):
+        async def never() -> None:
+            made.now += recovery.ROUTER_S
+            await asyncio.sleep(3600)
+
+        all_servers, made.balancer.get_all_servers = made.balancer.get_all_servers, never
+        made.replicas[0].server.mode = "hangs"
+        await asyncio.wait_for(made.rounds(3), 5)  # .01, and twice .06: more than dead_s
+        assert made.weights.dead == {made.replicas[0]}
         made.balancer.get_all_servers = all_servers
 
     scene(script)
