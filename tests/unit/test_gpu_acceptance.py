@@ -97,7 +97,7 @@ def test_a_stage_that_hangs_is_ended_with_what_it_started(context):
 
 
 BROKEN_OFF = """
-import os, pathlib, subprocess, sys, time
+import os, subprocess, sys, time
 from tests.gpu import __main__ as acceptance, stages
 from tests.gpu.stage import Stage
 
