@@ -11,6 +11,17 @@ from tests.unit.fleet.fleet_scene import Actor, Group, Replica, Scene
 from tests.unit.fleet.members_scene import make_world
 
 
+def _after_what_is_ready(wait: Any) -> Any:
+    """A slow machine may take longer than a round's hundredth of a second for heartbeats that need no time at all."""
+
+    async def waits(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(50):  # turns of the loop; a heartbeat takes a few
+            await asyncio.sleep(0)
+        return await wait(*args, **kwargs)
+
+    return waits
+
+
 @pytest.fixture
 def make(cpu_platform, monkeypatch):
     """Makes the manager of the weights of some replicas."""
@@ -22,6 +33,7 @@ def make(cpu_platform, monkeypatch):
     monkeypatch.setattr(recovery, "place_of", lambda replica: ("node", 100 + replica.replica_rank))
     monkeypatch.setattr(recovery, "ON_THEIR_WAY_S", 0.0)
     monkeypatch.setattr(recovery, "START_PAUSE_S", 0.0)
+    monkeypatch.setattr(asyncio, "wait", _after_what_is_ready(asyncio.wait))
 
     def makes(*replicas: Replica) -> Any:
         engine = SimpleNamespace(backend="shared_file", custom_backend_module="verl_ext.cpu.checkpoint_engine")

@@ -171,6 +171,7 @@ def test_a_router_that_never_answers_does_not_hide_how_long_a_server_is_silent(s
         await asyncio.wait_for(made.rounds(3), 5)  # .01, and twice .06: more than dead_s
         assert made.weights.dead == {made.replicas[0]}
         made.balancer.get_all_servers = all_servers
+        monkeypatch.setattr(recovery, "ROUTER_S", 10)
         await made.rounds(1)
         made.replicas[1].server.mode = "hangs"
         made.now += 0.09  # the watcher stood still: no wait for the router any more
