@@ -53,6 +53,17 @@ class PromptEnd(StrEnum):
     SURPLUS = "surplus"  # useful, but the batch was full: dropped, or kept for the next step (`keep_surplus`)
 
 
+class RolloutFate(StrEnum):
+    """What becomes of a rollout. After FILTERED and FAILED stands why: `failed/sandbox_failure`, `filtered/equal`."""
+
+    TRAINED = "trained"  # in the loss
+    FILTERED = "filtered"  # why: the end of its group, or VOID_TURN, or RESAMPLING
+    STALE = "stale"  # a token of it, or its group, was too old
+    FAILED = "failed"  # why: the RolloutEnd; where one rollout raised, all of its group did
+
+
+RESAMPLING = "resampling"  # the sampler's option `resample` kept others of its group
+
 UNVERIFIED = "unverified"
 UNVERIFIED_VERDICT = "unknown"
 SERVER_FAILURE = "server_failure"

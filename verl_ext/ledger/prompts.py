@@ -11,12 +11,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from verl_ext.outcome import PromptEnd, RolloutEnd
+from verl_ext.outcome import PromptEnd, RolloutEnd, RolloutFate
 from verl_ext.runs import jsonl
 from verl_ext.runs.journal import StepJournal
 
 FILE = "prompts.jsonl"
 # What a group that was kept for the next step may end as: it ages, and with fewer rollouts left it is judged again.
+_RAISED = f"{RolloutFate.FAILED}/{RolloutEnd.RAISED}"
 _AFTER_SURPLUS = (PromptEnd.TRAINED, PromptEnd.SURPLUS, PromptEnd.STALE, PromptEnd.EQUAL, PromptEnd.VOID)
 
 
@@ -33,9 +34,9 @@ class Tally:
         in_queue: prompts in the queue by its own count at the newest record.
         problems: problem -> times drawn.
         sizes: uid -> rollouts that were submitted for it; only of prompts whose number is known.
-        ended: uids of groups whose rollouts have all ended.
-        rollouts: `outcome.RolloutEnd` -> training rollouts that ended so; where one raised, all of its group did.
-        retries: server -> requests of these rollouts that it was lost with, and that went on elsewhere.
+        fates: uid -> `outcome.RolloutFate`, with why -> rollouts, of prompts that ended.
+        retries: server -> requests that it was lost with, and that went on elsewhere; of rollouts that ended, and did
+            not raise.
     """
 
     ends: dict[str, PromptEnd] = field(default_factory=dict)
@@ -48,8 +49,7 @@ class Tally:
     step: int = 0
     problems: Counter = field(default_factory=Counter)
     sizes: dict[str, int] = field(default_factory=dict)
-    ended: set[str] = field(default_factory=set)
-    rollouts: Counter = field(default_factory=Counter)
+    fates: dict[str, Mapping[str, int]] = field(default_factory=dict)
     retries: Counter = field(default_factory=Counter)
 
     @property
@@ -71,10 +71,12 @@ class Tally:
         for uid in record.get("lost", ()):
             del self.ends[uid]
             self.lost.append(uid)
-        self.ended |= {*record["ends"], *record["seen"]}
-        self.rollouts.update(record.get("rollouts", {}))
-        for uid in record.get("raised", ()):
-            self.rollouts[RolloutEnd.RAISED] += self.sizes.get(uid, 1)
+        if "fates" in record:
+            self.fates |= record["fates"]
+            self.fates |= {uid: {_RAISED: self.sizes.get(uid, 1)} for uid in record["raised"]}
+        else:  # of an older version, which did not know them
+            for uid in record["ends"]:
+                self.sizes.pop(uid, None)
         self.retries.update(record.get("retries", {}))
         if self.step and record["step"] > self.step + 1:
             self.gaps.append((self.step + 1, record["step"] - 1))
@@ -88,6 +90,8 @@ class Tally:
                 (self.drawn_twice, "prompts were drawn twice under one name"),
                 (self.wrong_ends, "prompts ended twice, or ended and were never drawn"),
                 (self.lost, "prompts were open at a checkpoint and not in the queue of the run that resumed from it"),
+                (self._unequal(), "prompts ended with more or fewer rollouts than were submitted"),
+                (self._untrue(), "prompts trained without a rollout, or a rollout did whose prompt did not"),
             )
             if uids
         ]
@@ -98,11 +102,26 @@ class Tally:
         ]
         if (expected := len(self.open | self.seen)) != self.in_queue:
             faults.append(f"{expected} prompts are open or wait with an end, but the queue held {self.in_queue}.")
-        if self.ended <= self.sizes.keys() and not self.gaps:  # not so in an older version's, or another folder's run
-            due, ended = sum(self.sizes[uid] for uid in self.ended), self.rollouts.total()
-            if due != ended:
-                faults.append(f"{due} rollouts were submitted for the prompts that ended, but {ended} ended.")
         return faults
+
+    def _unequal(self) -> list[str]:
+        ended = self.ends.keys() - self.open
+        counts = {uid: sum(self.fates.get(uid, {}).values()) for uid in ended & self.sizes.keys()}
+        return sorted(uid for uid, count in counts.items() if count != self.sizes[uid])
+
+    def _untrue(self) -> list[str]:
+        return [
+            uid
+            for uid, fates in self.fates.items()
+            if (RolloutFate.TRAINED in fates) != (self.ends.get(uid) is PromptEnd.TRAINED)
+        ]
+
+    def rollouts(self) -> Counter[str]:
+        """`outcome.RolloutFate`, with why -> rollouts; and OPEN, those of open prompts."""
+        counts = Counter({str(PromptEnd.OPEN): sum(self.sizes.get(uid, 0) for uid in self.open)})
+        for fates in self.fates.values():
+            counts.update(fates)
+        return +counts
 
     def table(self) -> str:
         counts = Counter(self.ends.values())
@@ -111,7 +130,7 @@ class Tally:
         times = ", ".join(f"{n} drawn {times}x" for times, n in sorted(Counter(self.problems.values()).items()))
         lines = [f"{name:<10}{number:>10,}" for name, number in rows]
         lines += [f"problems: {times or 'none'}"]
-        lines += [f"rollouts: {_listed(self.rollouts)}"] * bool(self.rollouts)
+        lines += [f"rollouts: {_listed(self.rollouts())}"] * bool(self.fates)
         lines += [f"requests that lost their server: {_listed(self.retries)}"] * bool(self.retries)
         return "\n".join([f"prompts up to step {self.step}", *lines])
 
@@ -159,7 +178,7 @@ class PromptLedger:
         ends: Mapping[str, PromptEnd],
         seen: Iterable[str],
         in_queue: int,
-        rollouts: Mapping[str, int] = MappingProxyType({}),
+        fates: Mapping[str, Mapping[str, int]] = MappingProxyType({}),
         retries: Mapping[str, int] = MappingProxyType({}),
         raised: Iterable[str] = (),
     ) -> None:
@@ -169,10 +188,11 @@ class PromptLedger:
             ends: uid -> end, of all that was decided since the last step.
             seen: uids of ended groups that wait in the queue.
             in_queue: prompts in the queue, by the queue's own count.
-            rollouts, retries: as `Tally`'s, since the last step, of groups in which none raised.
-            raised: uids of the others.
+            fates: as `Tally`'s, of the prompts in `ends`; none of those in `raised`.
+            retries: as `Tally`'s, since the last step.
+            raised: uids of groups in which a rollout raised.
         """
-        counts = {"rollouts": dict(rollouts), "retries": dict(retries), "raised": sorted(raised)}
+        counts = {"fates": dict(fates), "retries": dict(retries), "raised": sorted(raised)}
         drawn = {"drawn": self._drawn, "sizes": self._sizes}
         self._journal.append(step, **drawn, ends=dict(ends), seen=sorted(seen), in_queue=in_queue, **counts)
         self._drawn, self._sizes = {}, {}

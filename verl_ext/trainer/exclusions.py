@@ -33,15 +33,14 @@ class Ended:
     rollouts: int = 0  # of groups in which no rollout raised
     groups: int = 0
     excluded: Counter = field(default_factory=Counter)  # EXCLUSIONS -> rollouts; "raised" counts groups
-    ends: Counter = field(default_factory=Counter)  # RolloutEnd -> rollouts
     raised: set[str] = field(default_factory=set)  # uids of the groups in which one raised
     lost: Counter = field(default_factory=Counter)  # server -> requests that it was lost with
 
     def __iadd__(self, other: "Ended") -> "Ended":
         self.rollouts += other.rollouts
         self.groups += other.groups
-        for mine, added in ((self.excluded, other.excluded), (self.ends, other.ends), (self.lost, other.lost)):
-            mine.update(added)
+        self.excluded.update(other.excluded)
+        self.lost.update(other.lost)
         self.raised |= other.raised
         return self
 

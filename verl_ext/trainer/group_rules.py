@@ -3,15 +3,24 @@ generated. The sampler asks (sampler.py).
 """
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.objectives.grpo_roc import keep, penalty
-from verl_ext.outcome import INFRASTRUCTURE_FAILURES, VOID_TURN, PromptEnd, infrastructure_failure
+from verl_ext.outcome import (
+    INFRASTRUCTURE_FAILURES,
+    RESAMPLING,
+    VOID_TURN,
+    PromptEnd,
+    RolloutFate,
+    infrastructure_failure,
+)
 from verl_ext.rollout.weight_versions import oldest
 
 Row = tuple[str, Mapping[str, Any], str | None]  # key, `extra_fields` and reason of exclusion of a rollout
+TOO_OLD = "a token of weights that are older than max_staleness allows"
 
 
 @dataclass
@@ -56,9 +65,27 @@ class EndedGroup:
         stale = [key for key in self.valid if self.oldest[key] < version]
         for key in stale:
             del self.valid[key]
-        self.excluded |= dict.fromkeys(stale, "a token of weights that are older than max_staleness allows")
+        self.excluded |= dict.fromkeys(stale, TOO_OLD)
         self.void = [key for key in self.void if key in self.valid]
         return len(stale)
+
+    def fates(self) -> Counter[str]:
+        """`outcome.RolloutFate`, with why -> rollouts, once `end` is decided. The first output of a rollout counts."""
+        return Counter(self._fate(key) for key in (*self.valid, *self.excluded) if key.endswith("_0"))
+
+    def _fate(self, key: str) -> str:
+        why = self.excluded.get(key)
+        if why in INFRASTRUCTURE_FAILURES:
+            return f"{RolloutFate.FAILED}/{why}"
+        if why == TOO_OLD or self.end is PromptEnd.STALE:
+            return RolloutFate.STALE
+        if why is None and self.end is not PromptEnd.TRAINED:
+            why = self.end
+        elif key in self.dropped:
+            why = RESAMPLING
+        elif key in self.void:
+            why = VOID_TURN
+        return f"{RolloutFate.FILTERED}/{why}" if why else RolloutFate.TRAINED
 
 
 def has_void_turn(extra: Mapping[str, Any]) -> bool:

@@ -196,7 +196,8 @@ class RunTrainer(RunUpdates, RunValidation):
         ends, waiting = self.replay_buffer.take_prompt_ends() if self._ledger else ({}, ())
         if self._ledger:
             in_queue = len(prompts_in_queue())
-            self._ledger.end_step(self.global_steps, ends, waiting, in_queue, ended.ends, ended.lost, ended.raised)
+            fates = self.replay_buffer.take_fates()
+            self._ledger.end_step(self.global_steps, ends, waiting, in_queue, fates, ended.lost, ended.raised)
         if self._records:
             self._records.end_step(self.global_steps, ends, waiting)
         if self._is_repeatable:

@@ -30,7 +30,7 @@ import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1.replay_buffer import ReplayBufferAsync
 
-from verl_ext.outcome import INFRASTRUCTURE_FAILURES, REMEDIES, PromptEnd, RolloutEnd, rollout_end
+from verl_ext.outcome import INFRASTRUCTURE_FAILURES, REMEDIES, PromptEnd, RolloutEnd
 from verl_ext.trainer.exclusions import Ended, NothingStored, describe, stop_if_most_failed
 from verl_ext.trainer.group_rules import EndedGroup, end_group, exclusion
 from verl_ext.trainer.queue import copy_rollouts, remove
@@ -125,6 +125,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self.left_out: dict[str, str] = {}  # key -> why a rollout of its groups is not in the loss
         self._ended = Ended()  # since `take_ended`
         self._prompt_ends: dict[str, PromptEnd] = {}  # since `take_prompt_ends`
+        self._fates: dict[str, Counter[str]] = {}  # of these prompts' rollouts, since `take_fates`
         self.seen_before: dict[str, PromptEnd] = {}  # ends of groups that were counted before the run was resumed
         self.on_group_end: Callable[[str, list[float]], None] | None = None
         self._rng = random.Random(0)  # draws the rollouts that are repeated
@@ -169,6 +170,13 @@ class DapoReplayBuffer(ReplayBufferAsync):
         """For the trainer's ledger: what was decided since the last call, and which ended groups are in the queue."""
         ends, self._prompt_ends = self._prompt_ends, {}
         return ends, set(self._groups)
+
+    def take_fates(self) -> dict[str, Counter[str]]:
+        """For the trainer's ledger: uid -> `RolloutFate`, with why -> rollouts of the prompts that ended since the last
+        call; none where a rollout raised.
+        """
+        fates, self._fates = self._fates, {}
+        return fates
 
     @property
     def num_kept(self) -> int:
@@ -259,8 +267,12 @@ class DapoReplayBuffer(ReplayBufferAsync):
 
     def _end(self, uids: set[str], end: PromptEnd) -> None:
         for uid in uids:
-            self._groups[uid].end = self._prompt_ends[uid] = end
+            self._groups[uid].end = end
+            self._note_end(uid)
         self._counts.ends[end] += len(uids)
+
+    def _note_end(self, uid: str) -> None:
+        self._prompt_ends[uid], self._fates[uid] = self._groups[uid].end, self._groups[uid].fates()
 
     def _classify(self, partition_id: str, global_steps: int) -> None:
         """Look at the groups that ended since the last look, and at the age of all that wait.
@@ -272,12 +284,15 @@ class DapoReplayBuffer(ReplayBufferAsync):
         raised = self.failure_keys[partition_id]  # a loop of the group raised: nothing of it is used
         ended = (self.finished_keys[partition_id] | raised) - self._groups.keys()
         rows: dict[str, list[tuple[str, dict, str | None]]] = {uid: [] for uid in sorted(ended)}
-        keys = [key for key in self.partitions[partition_id] if key.split("_")[0] in ended - raised]
+        lost: dict[str, Counter[str]] = {uid: Counter() for uid in ended}
+        keys = [key for key in self.partitions[partition_id] if "_" in key and key.split("_")[0] in ended]
         if keys:
             data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["extra_fields"])
             for key, value in zip(keys, data["extra_fields"], strict=True):
-                extra = getattr(value, "data", value)
-                rows[key.split("_")[0]].append((key, extra, exclusion(extra, self.void_turn_filter)))
+                extra, uid = getattr(value, "data", value), key.split("_")[0]
+                lost[uid].update(extra.get("lost_servers", ()))
+                if uid not in raised:
+                    rows[uid].append((key, extra, exclusion(extra, self.void_turn_filter)))
         for uid, group in rows.items():
             self._groups[uid] = end_group(
                 group,
@@ -294,7 +309,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             self._drop_too_old(first_seen)
         for uid, group in rows.items():
             if uid in first_seen:
-                self._count_group(uid, group, uid in raised)
+                self._count_group(uid, group, uid in raised, lost[uid])
 
     def _drop_too_old(self, first_seen: set[str]) -> None:
         """Of all useful groups that wait; those of `first_seen` are not counted yet."""
@@ -309,20 +324,18 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 self._end({uid}, end)
                 self._counts.aged += end is not PromptEnd.STALE
 
-    def _count_group(self, uid: str, rows: list[tuple[str, dict, str | None]], raised: bool) -> None:
+    def _count_group(
+        self, uid: str, rows: list[tuple[str, dict, str | None]], raised: bool, lost: Counter[str]
+    ) -> None:
         """`rows`: key, `extra_fields` and reason of exclusion of each rollout; none where one raised."""
         end = self._groups[uid].end
         self._counts.ends[end] += 1
         if end is not PromptEnd.OPEN:
-            self._prompt_ends[uid] = end
+            self._note_end(uid)
         excluded = Counter(reason for *_, reason in rows if reason is not None)
         excluded[RolloutEnd.RAISED] = int(raised)
-        firsts = [extra for key, extra, _ in rows if key.endswith("_0")]  # a loop may store several parts of a rollout
-        infos = [{"finish_reason": extra.get("finish_reason"), **extra["reward_extra_info"]} for extra in firsts]
-        ends = Counter(str(rollout_end(each)) for each in infos)
-        lost = Counter(server for _, extra, _ in rows for server in extra.get("lost_servers", ()))
         for total in (self._counts.seen, self._ended):
-            total += Ended(len(rows), 1, excluded, ends, {uid} if raised else set(), lost)
+            total += Ended(len(rows), 1, excluded, {uid} if raised else set(), lost)
         judged = [extra for _, extra, reason in rows if reason not in INFRASTRUCTURE_FAILURES]
         self._counts.judged += judged
         if self.on_group_end:

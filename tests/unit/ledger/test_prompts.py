@@ -1,5 +1,6 @@
 """The table of a run's prompts, on made-up records; tests/unit/trainer/test_sampler_ledger.py has the real sampler."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,12 @@ def ledger(folder: Path) -> PromptLedger:
     """Two steps: a and b trained, c equal and waiting as a filler, d surplus, e and f open; two rollouts of each."""
     made = PromptLedger(folder)
     made.draw({"a": "1+1", "b": "2+2", "c": "3+3"}, [2] * 3)
-    made.end_step(1, {"a": PromptEnd.TRAINED}, {"b"}, 2, {"answer": 4})
+    made.end_step(1, {"a": PromptEnd.TRAINED}, {"b"}, 2, {"a": {"trained": 2}})
     made.draw({"d": "1+1", "e": "5+5", "f": "6+6"}, [2] * 3)
     ends = {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL, "d": PromptEnd.SURPLUS}
-    made.end_step(2, ends, {"c", "d"}, 4, {"answer": 3, "max_tokens": 1})
+    failed = {"trained": 1, "failed/aborted": 1}
+    fates = {"b": failed, "c": {"filtered/equal": 2}, "d": {"filtered/surplus": 2}}
+    made.end_step(2, ends, {"c", "d"}, 4, fates)
     return made
 
 
@@ -37,30 +40,56 @@ def test_the_command_prints_what_became_of_every_prompt(tmp_path: Path):
     assert "problems: 4 drawn 1x, 1 drawn 2x" in shown.stdout and "It sums" in shown.stdout
 
 
-def test_rollouts_by_end_and_requests_that_lost_their_server_are_summed(tmp_path: Path):
+def test_rollouts_by_fate_and_requests_that_lost_their_server_are_summed(tmp_path: Path):
     made = ledger(tmp_path)
-    made.end_step(3, {}, {"c", "d", "e"}, 4, {"answer": 1, "aborted": 1}, {"a:80": 2})
-    made.end_step(4, {"f": PromptEnd.FAILED}, {"c", "d", "e"}, 3, {}, {"b:80": 3, "a:80": 2}, raised={"f"})
+    made.end_step(3, {"d": PromptEnd.TRAINED}, {"c", "e"}, 3, {"d": {"trained": 2}}, {"a:80": 2})
+    made.end_step(4, {"f": PromptEnd.FAILED}, {"c", "e"}, 2, {}, {"b:80": 3, "a:80": 2}, raised={"f"})
     shown = command(tmp_path)
-    summed = "rollouts: 8 answer, 2 raised, 1 max_tokens, 1 aborted\nrequests that lost their server: 4 a:80, 3 b:80\n"
+    counts = "5 trained, 2 open, 2 filtered/equal, 2 failed/raised, 1 failed/aborted"
+    summed = f"rollouts: {counts}\nrequests that lost their server: 4 a:80, 3 b:80\n"
     assert summed in shown.stdout and shown.returncode == 0, shown.stdout
-    PromptLedger(tmp_path).resume(3, set("cdef"))  # what came after the checkpoint is forgotten
-    assert read_tally(tmp_path).retries == {"a:80": 2} and read_tally(tmp_path).rollouts["answer"] == 8
+    PromptLedger(tmp_path).resume(3, set("cef"))  # what came after the checkpoint is forgotten
+    assert read_tally(tmp_path).retries == {"a:80": 2} and read_tally(tmp_path).rollouts()["open"] == 4
 
 
-@pytest.mark.parametrize("ended", [1, 3])
-def test_a_rollout_that_is_missing_or_doubled_is_told(tmp_path: Path, ended: int):
+NOT_ALL = "1 prompts ended with more or fewer rollouts than were submitted: e."
+UNTRUE = "1 prompts trained without a rollout, or a rollout did whose prompt did not: e."
+
+
+@pytest.mark.parametrize(
+    ("end", "fates", "fault"),
+    [
+        ("equal", {"filtered/equal": 1}, NOT_ALL),
+        ("equal", {"filtered/equal": 2, "failed/aborted": 1}, NOT_ALL),
+        ("failed", {}, NOT_ALL),
+        ("equal", {"trained": 2}, UNTRUE),
+        ("trained", {"stale": 2}, UNTRUE),
+    ],
+)
+def test_a_rollout_that_is_missing_or_doubled_is_told(tmp_path: Path, end: str, fates: dict, fault: str):
+    """The rollouts of `e`; as many of another prompt too many or too few would not make it sum."""
     made = ledger(tmp_path)
-    made.end_step(3, {"e": PromptEnd.EQUAL}, {"c", "d"}, 3, {"answer": ended})
-    fault = f"10 rollouts were submitted for the prompts that ended, but {8 + ended} ended."
+    made.draw({"g": "7+7"}, [2])
+    made.end_step(3, {"e": PromptEnd(end)}, {"c", "d"}, 4, {"e": fates})
     assert read_tally(tmp_path).faults() == [fault] and fault in command(tmp_path).stdout
 
 
 def test_rollouts_of_prompts_whose_number_nobody_noted_are_not_compared(tmp_path: Path):
     PromptLedger(tmp_path).resume(7, {"x"})  # a checkpoint of another folder
     made = PromptLedger(tmp_path)
-    made.end_step(8, {"x": PromptEnd.EQUAL}, (), 0, {"answer": 5})
+    made.end_step(8, {"x": PromptEnd.EQUAL}, (), 0, {"x": {"filtered/equal": 5}})
     assert read_tally(tmp_path).faults() == []
+
+
+def test_a_ledger_that_an_older_version_began_goes_on(tmp_path: Path):
+    """It summed the rollouts of each step by `RolloutEnd`."""
+    old = {"step": 1, "drawn": {"a": "1+1", "b": "2+2"}, "sizes": {"2": ["a", "b"]}, "ends": {"a": "trained"}}
+    old |= {"seen": [], "in_queue": 1, "rollouts": {"answer": 2}, "retries": {}, "raised": []}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(old) + "\n")
+    made = PromptLedger(tmp_path)
+    made.resume(1, {"b"})
+    made.end_step(2, {"b": PromptEnd.EQUAL}, (), 0, {"b": {"filtered/equal": 1}})
+    assert read_tally(tmp_path).faults() == [NOT_ALL.replace("e.", "b.")]
 
 
 def test_a_folder_without_a_ledger_is_named(tmp_path: Path):
@@ -80,7 +109,7 @@ def test_a_folder_without_a_ledger_is_named(tmp_path: Path):
         ({"e": "5+5"}, {}, "cdef", 4, "1 prompts were drawn twice under one name: e."),
         ({}, {"a": "trained"}, "cd", 4, "1 prompts ended twice, or ended and were never drawn: a."),
         ({}, {"x": "equal"}, "cd", 4, "1 prompts ended twice, or ended and were never drawn: x."),
-        ({}, {"c": "trained"}, "cd", 4, "1 prompts ended twice, or ended and were never drawn: c."),
+        ({}, {"c": "equal"}, "cd", 4, "1 prompts ended twice, or ended and were never drawn: c."),
         ({"g": "7+7"}, {}, "cd", 4, "5 prompts are open or wait with an end, but the queue held 4."),
     ],
 )
@@ -88,8 +117,7 @@ def test_what_does_not_sum_is_told(tmp_path: Path, drawn: dict, ends: dict, seen
     made = ledger(tmp_path)
     assert read_tally(tmp_path).faults() == []
     made.draw(drawn, [2] * len(drawn))
-    rollouts = {"answer": 2 * len({*ends, *seen} - set("abcd"))}
-    made.end_step(3, {uid: PromptEnd(end) for uid, end in ends.items()}, set(seen), in_queue, rollouts)
+    made.end_step(3, {uid: PromptEnd(end) for uid, end in ends.items()}, set(seen), in_queue)
     assert read_tally(tmp_path).faults() == [fault]
     shown = command(tmp_path)
     assert shown.returncode == 1 and fault in shown.stdout
@@ -98,8 +126,8 @@ def test_what_does_not_sum_is_told(tmp_path: Path, drawn: dict, ends: dict, seen
 @pytest.mark.parametrize("end", [PromptEnd.TRAINED, PromptEnd.STALE, PromptEnd.EQUAL, PromptEnd.VOID])
 def test_surplus_that_was_kept_can_still_be_trained_or_age(tmp_path: Path, end: PromptEnd):
     made = ledger(tmp_path)
-    made.end_step(3, {"d": PromptEnd.SURPLUS}, {"c", "d"}, 4)  # again; its rollouts were counted
-    made.end_step(4, {"d": end}, {"c"}, 3)
+    made.end_step(3, {"d": PromptEnd.SURPLUS}, {"c", "d"}, 4, {"d": {"filtered/surplus": 2}})  # again
+    made.end_step(4, {"d": end}, {"c"}, 3, {"d": {"trained" if end is PromptEnd.TRAINED else "stale": 2}})
     assert read_tally(tmp_path).faults() == [] and read_tally(tmp_path).ends["d"] is end
 
 
@@ -117,7 +145,7 @@ def test_a_checkpoint_whose_records_are_gone_is_a_fault(tmp_path: Path):
     PromptLedger(tmp_path).resume(1, {"b", "c"})
     again = PromptLedger(tmp_path)
     again.resume(3, {"b", "c"})
-    again.end_step(4, {"b": PromptEnd.TRAINED}, {"c"}, 1)
+    again.end_step(4, {"b": PromptEnd.TRAINED}, {"c"}, 1, {"b": {"trained": 2}})
     (fault,) = read_tally(tmp_path).faults()
     assert fault.startswith("There is no record of steps 2 to 3: ")
 

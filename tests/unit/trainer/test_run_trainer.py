@@ -206,7 +206,9 @@ def test_every_prompt_that_is_submitted_is_in_the_ledger(make, submitted, monkey
         prompts = [[{"role": "user", "content": text}] for text in ("1+1", "2+2")]
         self._submit_batch_to_rollout(tu.get_tensordict({"uid": ["c", "d"], "raw_prompt": prompts}))
         self.replay_buffer._prompt_ends = {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL}
-        self.replay_buffer._ended = Ended(4, 2, ends=Counter(answer=4), lost=Counter({"a:80": 1}))
+        number = self.config.actor_rollout_ref.rollout.n
+        self.replay_buffer._fates = {"b": Counter(trained=4), "c": Counter({"filtered/equal": number})}
+        self.replay_buffer._ended = Ended(4, 2, lost=Counter({"a:80": 1}))
         queue.clear()
         queue.update(d={"is_prompt": True})
         return SimpleNamespace(keys=[], partition_id="train")
@@ -217,8 +219,9 @@ def test_every_prompt_that_is_submitted_is_in_the_ledger(make, submitted, monkey
     tally = read_tally(tmp_path)
     assert tally.ends == {"b": PromptEnd.TRAINED, "c": PromptEnd.EQUAL, "d": PromptEnd.OPEN}
     assert tally.faults() == [] and tally.step == 3 and len(tally.problems) == 3
-    assert tally.rollouts == {"answer": 4} and tally.retries == {"a:80": 1}
-    assert tally.sizes == dict.fromkeys(("c", "d"), trainer.config.actor_rollout_ref.rollout.n)
+    number = trainer.config.actor_rollout_ref.rollout.n
+    assert tally.sizes == dict.fromkeys(("c", "d"), number) and tally.retries == {"a:80": 1}
+    assert tally.rollouts() == {"trained": 4, "filtered/equal": number, "open": number}
 
 
 @pytest.fixture

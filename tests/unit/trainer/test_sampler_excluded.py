@@ -194,15 +194,16 @@ def test_the_trainer_is_told_what_ended_once(make, mode):
     assert ended.groups == len(queue.groups) and not queue.in_flight
     assert +ended.excluded == {"sandbox_failure": 1, "verifier_unknown": 1, "raised": 1, "void_turn": 1}
     assert ended.rollouts == 2 * (ended.groups - 2) + 3  # all but the group that raised; one has three
-    assert ended.ends.total() == ended.rollouts and ended.raised == {"uid-2"} and ended.ends["sandbox_failure"] == 1
+    assert ended.raised == {"uid-2"}
     assert buffer.take_ended().groups == 0
 
 
-def test_the_trainer_is_told_which_servers_were_lost_under_requests(make):
+def test_the_trainer_is_told_which_servers_were_lost_under_requests(make, monkeypatch):
     first, second = info(1) | {"lost_servers": ["a:80", "b:80", "a:80"]}, info(0) | {"lost_servers": ["a:80"]}
-    _, buffer = make([[first, second]], batch_size=1)
+    monkeypatch.setitem(MIXED[0], "lost_servers", ["c:80"])  # of the group that raised, the rollout that did not
+    _, buffer = make([RAISED, [first, second]], batch_size=1)
     buffer.sample(1, "train", 1)
-    assert buffer.take_ended().lost == {"a:80": 3, "b:80": 1} and not buffer.take_ended().lost
+    assert buffer.take_ended().lost == {"a:80": 3, "b:80": 1, "c:80": 1} and not buffer.take_ended().lost
 
 
 def test_a_rollout_that_is_stored_in_parts_ended_once(make, monkeypatch):
@@ -220,4 +221,4 @@ def test_a_rollout_that_is_stored_in_parts_ended_once(make, monkeypatch):
 
     monkeypatch.setattr(tq, "kv_list", in_two_parts)
     buffer.sample(1, "train", 1)
-    assert buffer.take_ended().ends == {"answer": 2}
+    assert buffer.take_fates() == {"uid-0": {"trained": 2}} and not buffer.take_fates()

@@ -65,7 +65,7 @@ class Run:
         self.submit(warm_up + (self.buffer.num_to_submit(BATCH) if self.mode == "sync" else BATCH))
         batch, _ = self.buffer.sample(self.step, "train", BATCH)
         ended, ends = self.buffer.take_ended(), self.buffer.take_prompt_ends()
-        rollouts = ended.ends, ended.lost, ended.raised
+        rollouts = self.buffer.take_fates(), ended.lost, ended.raised
         self.ledger.end_step(self.step, *ends, len(prompts_in_queue()), *rollouts)
         self.checkpoint = (self.step, self._queue(), list(self.told))
         if self.mode != "sync":
@@ -119,7 +119,19 @@ def test_the_ledger_sums_whenever_a_run_is_killed(tmp_path, make, mode, options,
     assert max(trained.values()) == 1, "a prompt was trained twice"
     ends = Counter(tally.ends.values())
     assert sum(ends.values()) == len(tally.ends) and ends[PromptEnd.EQUAL] and ends[PromptEnd.FAILED]
-    assert tally.step == STEPS and tally.rollouts["raised"] and tally.rollouts["answer"] > tally.rollouts["raised"]
+    assert tally.step == STEPS
+    for uid, fates in tally.fates.items():
+        outcome, end = run.outcomes[uid], tally.ends[uid]
+        if outcome is RAISED:
+            assert fates == {"failed/raised": 2} and end is PromptEnd.FAILED
+        elif outcome is SANDBOX_DOWN:
+            assert fates == {"failed/sandbox_failure": 1, "filtered/failed": 1} and end is PromptEnd.FAILED
+        elif outcome is MIXED:
+            assert fates == {PromptEnd.TRAINED: {"trained": 2}, PromptEnd.STALE: {"stale": 2}}.get(
+                end, {"filtered/surplus": 2}
+            )
+        else:
+            assert fates == {"filtered/equal": 2}
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
