@@ -16,8 +16,8 @@ from verl_ext.runs import jsonl
 from verl_ext.runs.journal import StepJournal
 
 FILE = "prompts.jsonl"
-# What a group that was kept for the next step may end as: it ages, and with fewer rollouts left it is judged again.
 _RAISED = f"{RolloutFate.FAILED}/{RolloutEnd.RAISED}"
+# What a group that was kept for the next step may end as: it ages, and with fewer rollouts left it is judged again.
 _AFTER_SURPLUS = (PromptEnd.TRAINED, PromptEnd.SURPLUS, PromptEnd.STALE, PromptEnd.EQUAL, PromptEnd.VOID)
 
 
