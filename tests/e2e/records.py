@@ -3,6 +3,7 @@
 `run` is a `Run` of test_failures.py.
 """
 
+import asyncio
 import json
 import math
 import re
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from tests.unit.view import chromium
+from tests.unit.view.served import served
 from verl_ext.ledger.prompts import read_tally
 from verl_ext.records import store
 from verl_ext.view import data as view
@@ -87,3 +90,31 @@ def check_tokens(run: Any, rows: dict[str, dict], responses: dict[str, list[dict
     for token, log_prob in trained:
         assert token["rollout_log_prob"] == token["old_log_prob"] == log_prob
         assert token["advantage"] == pytest.approx(advantages[key], abs=1e-4)
+    last = max(place for place, token in enumerate(shown) if token["mask"])
+    asyncio.run(check_click_path(run, row, last, ids[last], log_probs[last], advantages[key]))
+
+
+async def check_click_path(
+    run: Any, row: dict[str, Any], position: int, token: int, log_prob: float, advantage: float
+) -> None:
+    """In a browser, from the curve to a token of a response, whose values are the batch's."""
+    if chromium.PROGRAM is None:  # test.sh says so; the pages are checked without it, too
+        return
+    step = f"/run/0/step_{row['trained_step']:06d}"
+    here = f"location.pathname == '{step}%s' && document.readyState == 'complete'"
+    link = "[...document.querySelectorAll('a')].find((a) => a.getAttribute('href').startsWith('%s')).click()"
+    with served(run.out) as address:
+        async with chromium.browser(run.out / "profile") as tab:
+            await tab.open(address)
+            await tab.click_on_curve(row["trained_step"])
+            await tab.until(here % "")
+            await tab.follow(link % f"{step}/group?uid={row['uid']}")
+            await tab.until(here % "/group")
+            await tab.follow(link % f"{step}/sample?uid={row['uid']}&session={row['session']}")
+            await tab.until(here % "/sample")
+            told = await tab.token(position)
+            assert int(told["id"]) == token and not tab.errors
+            assert float(told["rollout_log_prob"]) == float(told["old_log_prob"]) == log_prob
+            assert float(told["advantage"]) == pytest.approx(advantage, abs=1e-4)
+            ratio = math.exp(float(told["log_prob"]) - log_prob)
+            assert float(told["ratio"]) == pytest.approx(ratio, rel=1e-4)

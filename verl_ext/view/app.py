@@ -76,9 +76,10 @@ def diagnose(request: Request) -> Response:
 def open_step(request: Request) -> Response:
     """The records of a step, or those of the nearest step that has some."""
     run, step = run_of(request), request.path_params["step"]
-    found = [(abs(data.step_of(key) - step), key.startswith("val"), key) for key in run.files()]
-    if not found or min(found)[0]:
-        refuse_damaged(run, f"step_{step:06d}", f"val_{step:06d}")
+    files, asked = run.files(), f"step_{step:06d}"
+    found = [(abs(data.step_of(key) - step), key.startswith("val"), key) for key in files]
+    if asked not in files:  # a validation of the step does not stand for it
+        refuse_damaged(run, asked, f"val_{step:06d}")
     if not found:
         raise HTTPException(404, f"{run.name} has no records of rollouts, so step {step} cannot be opened.")
     far, _, key = min(found)

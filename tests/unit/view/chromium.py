@@ -75,6 +75,25 @@ class Tab:
         await self.js(expression)
         await asyncio.wait_for(self.loaded.wait(), 30)
 
+    async def click_on_curve(self, step: int) -> None:
+        """On the page of runs: where the first curve has its value of a step, or next to it if that is on the edge."""
+        x, y = await self.js(
+            "(() => { const p = document.querySelector('.chart').plot; p.over.scrollIntoView({block: 'center'});"
+            " const box = p.over.getBoundingClientRect(), [steps, values] = p.data;"
+            " const inside = (at, size) => Math.min(Math.max(at, 2), size - 2);"
+            f" return [box.left + inside(p.valToPos({step}, 'x'), box.width),"
+            f" box.top + inside(p.valToPos(values[steps.indexOf({step})], 'y'), box.height)]; }})()"
+        )
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            clicks = {"button": "left", "clickCount": int(kind != "mouseMoved")}
+            await self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **clicks)
+
+    async def token(self, position: int) -> dict[str, str]:
+        """On the page of a response: what is told of a token that is clicked, name -> value."""
+        await self.js(f"document.querySelectorAll('.tokens span')[{position}].click()")
+        told = await self.js("document.getElementById('token').textContent")
+        return dict(part.split(" ", 1) for part in told.split(" · "))
+
     async def key(self, name: str) -> None:
         text = {"text": "\r"} if name == "Enter" else {}
         codes = {

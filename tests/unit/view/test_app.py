@@ -84,6 +84,15 @@ def test_a_live_run_shows_its_new_step(client: TestClient, run_folder: Path) -> 
     assert client.get("/run/0/step_000005").status_code == 200
 
 
+def test_a_damaged_step_is_named_also_where_a_validation_of_it_is_whole(client: TestClient, run_folder: Path) -> None:
+    path = store.path_of(run_folder, "trajectories", 4)
+    path.write_bytes(path.read_bytes()[:-100])
+    answer = client.get("/run/0/step/4")
+    assert answer.status_code == 404 and "step_000004 of run_a is damaged" in answer.text
+    path.unlink()  # retention removed it
+    assert client.get("/run/0/step/4").url.path == "/run/0/val_000004"
+
+
 def test_an_unknown_address_says_what_there_is(client: TestClient) -> None:
     for address, says in (
         ("/run/7/all", "no run 7"),

@@ -4,22 +4,19 @@ import asyncio
 import json
 import math
 import statistics
-import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-import uvicorn
 
 from tests.unit.view import chromium
+from tests.unit.view.served import served
 from tests.unit.view.synthetic import write_run, write_step
 from tests.unit.view.test_text import hostile  # noqa: F401  a fixture
 from verl_ext.records import store
-from verl_ext.view.__main__ import listen
-from verl_ext.view.app import create_app
-from verl_ext.view.data import Run
 
 pytestmark = [
     pytest.mark.skipif(chromium.PROGRAM is None, reason="no Chromium here: apt-get install chromium"),
@@ -29,23 +26,9 @@ pytestmark = [
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
-    """The viewer's address for some folders, over a real socket, as the command serves it."""
-    started = []
-
-    def start(*folders: Path) -> str:
-        listener = listen(0)
-        port = listener.getsockname()[1]
-        runs = [Run(folder, folder.name, number) for number, folder in enumerate(folders)]
-        server = uvicorn.Server(uvicorn.Config(create_app(runs, port), log_level="error"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        started.append((server, thread))
-        return f"http://127.0.0.1:{port}"
-
-    yield start
-    for server, thread in started:
-        server.should_exit = True
-        thread.join(10)
+    """The viewer's address for some folders."""
+    with ExitStack() as stack:
+        yield lambda *folders: stack.enter_context(served(*folders))
 
 
 @pytest.fixture
@@ -62,21 +45,7 @@ async def test_a_click_leads_from_a_curve_to_a_token_and_its_values(tab, serve, 
     judged = [[r["acc"] for r in _rows(run_folder, step) if r["acc"] is not None] for step in (1, 2, 3, 4)]
     assert [float(value) for value in drawn] == [statistics.fmean(values) for values in judged]
 
-    spot = await tab.js(
-        "(() => { const p = document.querySelector('.chart').plot; p.over.scrollIntoView({block: 'center'});"
-        " const box = p.over.getBoundingClientRect();"
-        " return [box.left + p.valToPos(2, 'x'), box.top + p.valToPos(p.data[1][1], 'y')]; })()"
-    )
-    tab.loaded.clear()
-    for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
-        await tab.call(
-            "Input.dispatchMouseEvent",
-            type=kind,
-            x=spot[0],
-            y=spot[1],
-            button="left",
-            clickCount=int(kind != "mouseMoved"),
-        )
+    await tab.click_on_curve(2)
     await tab.until("location.pathname == '/run/0/step_000002' && document.readyState == 'complete'")
     assert await tab.js("document.querySelectorAll('.dot').length") == len(rows)
 
@@ -92,11 +61,8 @@ async def test_a_click_leads_from_a_curve_to_a_token_and_its_values(tab, serve, 
     )
     assert math.isclose(float(said), advantage, rel_tol=1e-3)
 
-    await tab.js("document.querySelectorAll('.tokens span')[5].click()")
     tokens = [t for t in _rows(run_folder, 2, "tokens") if (t["uid"], t["session"]) == ("s2-p1", 2)]
-    detail = dict(
-        part.split(" ", 1) for part in (await tab.js("document.getElementById('token').textContent")).split(" · ")
-    )
+    detail = await tab.token(5)
     assert int(detail["id"]) == tokens[5]["id"] and detail["decision"] == tokens[5]["decision"]
     assert math.isclose(
         float(detail["ratio"]), math.exp(tokens[5]["log_prob"] - tokens[5]["old_log_prob"]), rel_tol=1e-5
