@@ -21,7 +21,7 @@ class TokenRecordingReplayBuffer(DapoReplayBuffer):
 
     def __init__(self, *, sampler_kwargs: Any, **kwargs: Any):
         super().__init__(sampler_kwargs=sampler_kwargs, **kwargs)
-        self._folder, self._batches = Path(sampler_kwargs.record_to), 0
+        self._folder, self._files = Path(sampler_kwargs.record_to), 0
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[Any, dict[str, float]]:
         batch, metrics = super().sample(global_steps, partition_id, batch_size)
@@ -32,6 +32,6 @@ class TokenRecordingReplayBuffer(DapoReplayBuffer):
         for row, extra in zip(rows, data["extra_fields"], strict=True):
             row["version_spans"] = getattr(extra, "data", extra)["version_spans"]
         self._folder.mkdir(parents=True, exist_ok=True)
-        torch.save(rows, self._folder / f"step_{global_steps}_{self._batches}.pt")
-        self._batches += 1
+        torch.save(rows, self._folder / f"step_{global_steps}_{self._files}.pt")
+        self._files += 1
         return batch, metrics
