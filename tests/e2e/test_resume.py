@@ -78,7 +78,7 @@ MATRIX = [
         for kills in RL_KILLS
     ),
     ("separate_async", "auto", [("rollout:5", 2), ("update:2", 2)]),  # it samples one mini-batch at a time
-    ("separate_async", "resume_path", [("shard:2", 2)]),
+    ("separate_async", "resume_path", RL_KILLS[1]),
     ("sync, epochs of 2 steps", "auto", [("update:6", 2)]),
 ]
 CASES = MATRIX if os.environ.get("RETOOL_RESUME_MATRIX") else CHOSEN
