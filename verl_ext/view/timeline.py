@@ -1,6 +1,7 @@
 """A step's time: who did what when, and what the trainer waited for."""
 
 import heapq
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from verl_ext.view.data import Run, step_of
 WHATS = ("generate", "tool_queue", "tool", "score", "log_probs", "update", "weight_sync", "wait", "save", "validate")
 # Of an interval whose times are known: no null, no NaN, not beyond the year 2286.
 _KNOWN = "start_s BETWEEN 0 AND 1e10 AND end_s BETWEEN 0 AND 1e10"
+LONGEST = 10  # intervals of a lane that are listed: those in its drawing have no keys
 LATER = 8  # steps whose records are looked through for rollouts that ran in a step, and were decided later
 # lane ("trainer", a server, "tool", "score"), what, start_s, end_s, uid, session, own: the step decided its fate
 Interval = dict[str, Any]
@@ -50,7 +52,7 @@ def clip(rows: Sequence[Interval]) -> tuple[list[Interval], int]:
 
 
 def lanes(rows: Sequence[Interval]) -> list[dict[str, Any]]:
-    """Lanes, the trainer first: `name`, `rows` of intervals that do not overlap, `seconds` by what is done.
+    """Lanes, the trainer first: `name`, `rows` of intervals that do not overlap, `seconds` by what is done, `longest`.
 
     An interval has x and width in thousandths of the step.
     """
@@ -74,6 +76,9 @@ def lanes(rows: Sequence[Interval]) -> list[dict[str, Any]]:
         kind = WHATS.index(row["what"]) if row["what"] in WHATS else len(WHATS) - 1
         shape = {"x": (row["start_s"] - start) * scale, "width": max(0.5, seconds * scale)}
         lane["rows"][number].append(row | shape | {"kind": kind, "s": seconds})
+    for lane in found.values():
+        everything = itertools.chain.from_iterable(lane["rows"])
+        lane["longest"] = heapq.nlargest(LONGEST, everything, key=lambda each: each["s"])
     return list(found.values())
 
 

@@ -1,5 +1,6 @@
 """The timeline of a step: its lanes, and what the trainer waited for."""
 
+import html
 import math
 import re
 import time
@@ -35,6 +36,26 @@ def test_intervals_of_a_lane_that_overlap_stand_in_rows_and_in_thousandths_of_th
     assert [[each["session"] for each in row] for row in server["rows"]] == [[0, 2], [1]]
     assert (trainer["rows"][0][1]["x"], trainer["rows"][0][1]["width"]) == (500, 500)
     assert server["seconds"] == {"generate": 13} and timeline.lanes([]) == []
+
+
+def test_the_longest_intervals_of_a_lane_are_listed_with_links(client: TestClient, run_folder: Path) -> None:
+    _, server, _ = timeline.lanes(ROWS)
+    assert [(each["s"], each["session"]) for each in server["longest"]] == [(8, 1), (4, 0), (1, 2)]
+    page = client.get("/run/0/step_000002/timeline").text
+    trainer = store.read(store.path_of(run_folder, "timeline", 2)).to_pylist()
+    start, end = min(each["start_s"] for each in trainer), max(each["end_s"] for each in trainer)
+    of_server: dict[str, list[float]] = {}
+    for row in store.read(store.path_of(run_folder, "trajectories", 2)).to_pylist():
+        for turn in row["turns"]:
+            if turn["server"]:
+                ended = min(end, turn["started_s"] + turn["generate_s"])
+                of_server.setdefault(turn["server"], []).append(ended - max(start, turn["started_s"]))
+    for server, seconds in of_server.items():
+        part = page.split(f"The longest of {server}")[1].split("</details>")[0]
+        listed = re.findall(r"<li>generate ([\d.]+) s, <a href=\"([^\"]*)\">", part)
+        longest = sorted(seconds, reverse=True)[: timeline.LONGEST]
+        assert [float(shown) for shown, _ in listed] == pytest.approx(longest, abs=0.01)
+    assert client.get(html.unescape(listed[0][1])).status_code == 200
 
 
 def test_what_lies_outside_the_trainers_time_is_cut_and_counted() -> None:
