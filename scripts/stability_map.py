@@ -50,6 +50,7 @@ CONDITIONS = ((0, False), (1, False), (4, False), (16, False), (0, True), (4, Tr
 SEEDS = (0, 1, 2)
 HELD_OUT = 256  # problems
 RUNS = "runs.jsonl"
+SFT = "sft/merged/model.safetensors"  # of a quickstart; other CPUs compute other floats
 
 _ALLOWED = (ast.Module, ast.Expr, ast.Call, ast.Name, ast.Load, ast.Store, ast.Assign, ast.Constant, ast.BinOp, ast.Add)
 _ALLOWED += (ast.Sub, ast.Mult, ast.FloorDiv, ast.Mod, ast.Div, ast.UnaryOp, ast.USub)
@@ -167,16 +168,29 @@ def run_missing(
     return failed
 
 
+def _but_sft(made: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(made) | {"from": {name: digest for name, digest in made["from"].items() if name != SFT}}
+
+
 def check_settings(file: Path, settings: Mapping[Cell, Mapping[str, Any]]) -> None:
-    """Before hours of runs.
+    """Before hours of runs. Those of a seed begin from one SFT; those of another seed may begin from another machine's.
 
     Raises:
-        ValueError: a run of the file was made with other settings, or is of another number of steps.
+        ValueError: a run of the file was made with other settings, is of another number of steps, or began from another
+            SFT than the others of its seed.
     """
-    steps = {made["steps"] for made in settings.values()}
-    for cell, result in read_runs(file).items():
-        there = result.get("settings")
-        if (cell in settings and there != settings[cell]) or {result["steps"]} != steps:
+    done, steps = read_runs(file), {made["steps"] for made in settings.values()}
+    sft_of = {cell.seed: made["from"].get(SFT) for cell, made in settings.items() if cell not in done}
+    for cell, result in done.items():
+        there = result.get("settings", {"from": {}})
+        sft = there["from"].get(SFT)
+        if sft != sft_of.setdefault(cell.seed, sft):
+            raise ValueError(
+                f"{file}: {cell.name} began from the SFT {sft}, and the other runs of seed {cell.seed}, made or "
+                f"to be made, from {sft_of[cell.seed]}. Name the quickstart of the first with --quickstart or another "
+                f"folder with --out, or delete all lines of seed {cell.seed}, and its runs are made again."
+            )
+        if (cell in settings and _but_sft(there) != _but_sft(settings[cell])) or {result["steps"]} != steps:
             raise ValueError(
                 f"{file}: {cell.name} was made with other settings.\n  there: {there}\n  now:   "
                 f"{settings.get(cell, steps)}\nName another folder with --out, or delete the line, and the run is made "

@@ -48,6 +48,11 @@ def test_anything_else_is_not_run(script, monkeypatch, code):
     assert script.interpret(code) in ("NameError: name is not defined", "MemoryError")
 
 
+def digests_of(folder):
+    """Of a quickstart `data/sft`: two words for what it holds."""
+    return {"data/rl_train.parquet": folder.parent.name, "sft/merged/model.safetensors": folder.name}
+
+
 @pytest.fixture
 def played(script, monkeypatch, tmp_path):
     """Names of the runs that are made; nothing is trained."""
@@ -60,7 +65,7 @@ def played(script, monkeypatch, tmp_path):
         return {"cell": own, "steps": steps, "before": 0.4, "after": 0.5, "rows": [row]}
 
     monkeypatch.setattr(script, "ProcessPoolExecutor", lambda most, mp_context, initializer: ThreadPoolExecutor(most))
-    monkeypatch.setattr(script, "find_source", lambda folder: SimpleNamespace(digests={"sft": folder.name}))
+    monkeypatch.setattr(script, "find_source", lambda folder: SimpleNamespace(digests=digests_of(folder)))
     monkeypatch.setattr(script, "run_cell", run_cell)
     monkeypatch.setattr(script, "load_model", lambda folder: ({}, {}))
     monkeypatch.setattr(script, "read_task", lambda folder: None)
@@ -107,7 +112,10 @@ def test_a_run_that_raises_stops_no_other_and_is_tried_again(script, played, mon
 
 @pytest.mark.parametrize(
     ("others", "seen"),
-    [(["--steps", "2"], "'steps': 2"), (["--quickstart", "another"], "'sft': 'another'")],
+    [
+        (["--steps", "2"], "'steps': 2"),
+        (["--quickstart", "another/quickstart"], "parquet': 'another'"),
+    ],
 )
 def test_runs_of_other_settings_are_refused_before_the_first_run(script, played, tmp_path, others, seen):
     cell = ["--cell", "gspo", "4", "bf16", "1", "--out", str(tmp_path)]
@@ -115,6 +123,35 @@ def test_runs_of_other_settings_are_refused_before_the_first_run(script, played,
     with pytest.raises(SystemExit, match=rf"(?s)gspo_s4_bf16_1 was made with other settings.*there: .*{seen}"):
         script.main(["--out", str(tmp_path)])
     assert len(played) == 1
+
+
+def test_the_runs_of_a_seed_begin_from_one_sft_and_those_of_another_seed_may_begin_from_another(
+    script, played, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(script, "SEEDS", (0,))
+    script.main(["--out", str(tmp_path)])
+    monkeypatch.setattr(script, "SEEDS", (0, 1))
+    script.main(["--out", str(tmp_path), "--quickstart", "outputs/of another machine"])
+    assert len(played) == 2 * 12 and {each[-1] for each in played[12:]} == {"1"}
+    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
+    (tmp_path / "runs.jsonl").write_text("\n".join(lines[1:]) + "\n")  # a run of seed 0 is not there
+    from_others = "began from the SFT quickstart, and the other runs of seed 0, .* from of another machine"
+    with pytest.raises(SystemExit, match=from_others):
+        script.main(["--out", str(tmp_path), "--quickstart", "outputs/of another machine"])
+    mixed = json.loads(lines[1])
+    mixed["settings"]["from"]["sft/merged/model.safetensors"] = "a third"
+    (tmp_path / "runs.jsonl").write_text("\n".join([*lines[:1], json.dumps(mixed), *lines[2:]]) + "\n")
+    with pytest.raises(SystemExit, match="seed 0"):  # two files of runs were joined
+        script.main(["--out", str(tmp_path)])
+
+
+def test_a_run_that_says_nothing_of_its_settings_is_refused(script, played, tmp_path):
+    script.main(["--cell", "gspo", "4", "bf16", "1", "--out", str(tmp_path)])
+    line = json.loads((tmp_path / "runs.jsonl").read_text())
+    del line["settings"]
+    (tmp_path / "runs.jsonl").write_text(json.dumps(line) + "\n")
+    with pytest.raises(SystemExit, match="gspo_s4_bf16_1 began from the SFT None"):
+        script.main(["--out", str(tmp_path)])
 
 
 @pytest.mark.slow

@@ -53,20 +53,27 @@ class TinyModel:
         self.cos, self.sin = (torch.cat([each, each], -1) for each in (angle.cos(), angle.sin()))
 
     def log_probs(self, weights: Weights, ids: Tensor, places: Tensor, targets: Tensor) -> Tensor:
-        """float[B, R]: of `targets` at the `places` before them.
+        """float[B, R]: of `targets` at the `places` before them. The layers compute without padding, but for attention.
 
         Args:
             ids: int[B, T], padded on the right.
             places, targets: int[B, R].
         """
-        length = ids.shape[1]
+        lengths = places.amax(1) + 1  # what stands behind is not read
+        is_read = torch.arange(ids.shape[1]) < lengths[:, None]
+        positions = is_read.nonzero()[:, 1]
 
-        def attend(_: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        def padded(each: Tensor) -> Tensor:
+            rows = each.new_zeros(*ids.shape, self.heads, each.shape[-1])
+            return rows.masked_scatter(is_read[..., None, None], each[0].transpose(0, 1)).transpose(1, 2)
 
-        hidden = self._embed(weights, ids)
-        hidden = self._body(weights, hidden, self.cos[:length], self.sin[:length], attend)
-        picked = hidden.gather(1, places[..., None].expand(-1, -1, self.width))
+        def attend(_: int, *each: Tensor) -> Tensor:
+            attended = F.scaled_dot_product_attention(*map(padded, each), is_causal=True)
+            return attended.transpose(1, 2)[is_read].transpose(0, 1)[None]
+
+        hidden = self._embed(weights, ids[is_read])[None]
+        hidden = self._body(weights, hidden, self.cos[positions], self.sin[positions], attend)[0]
+        picked = hidden[(lengths.cumsum(0) - lengths)[:, None] + places]
         logits = self._round(F.linear(picked, weights["model.embed_tokens.weight"]))
         return logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
 

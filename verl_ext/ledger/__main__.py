@@ -4,8 +4,9 @@
 
 Of a run whose servers were watched (`retool.fleet.health`), `servers.jsonl` says what became of those.
 
-Every prompt that a run draws from its data has one end (`outcome.PromptEnd`), or is open. The command exits with 1
-unless that holds of all: no prompt was drawn, ended or trained twice, and as many are open as the queue holds.
+Every prompt that a run draws from its data has one end (`outcome.PromptEnd`), or is open, and so has every rollout of
+it (`outcome.RolloutFate`). The command exits with 1 unless that holds of all: no prompt was drawn, ended or trained
+twice, as many are open as the queue holds, and of each that ended as many rollouts ended as were submitted.
 """
 
 import argparse

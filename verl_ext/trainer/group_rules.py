@@ -47,7 +47,7 @@ class EndedGroup:
             return lost
         if self.are_equal():
             return PromptEnd.EQUAL
-        none_trains = len(self.void) == len(self.valid)
+        none_trains = self.valid.keys() - {*self.dropped} <= {*self.void}
         return PromptEnd.VOID if none_trains else PromptEnd.OPEN
 
     def drop_older_than(self, version: int) -> int:

@@ -285,7 +285,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
         ended = (self.finished_keys[partition_id] | raised) - self._groups.keys()
         rows: dict[str, list[tuple[str, dict, str | None]]] = {uid: [] for uid in sorted(ended)}
         lost: dict[str, Counter[str]] = {uid: Counter() for uid in ended}
-        keys = [key for key in self.partitions[partition_id] if "_" in key and key.split("_")[0] in ended]
+        # Of a rollout that raised, the queue may hold a key without data or tag; tags are set after the data.
+        tags = self.partitions[partition_id].items()
+        keys = [key for key, tag in tags if (uid := key.split("_")[0]) in ended and (tag or uid not in raised)]
         if keys:
             data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["extra_fields"])
             for key, value in zip(keys, data["extra_fields"], strict=True):

@@ -10,7 +10,7 @@ from verl_ext.view.data import Run, step_of
 WHATS = ("generate", "tool_queue", "tool", "score", "log_probs", "update", "weight_sync", "wait", "save", "validate")
 # Of an interval whose times are known: no null, no NaN, not beyond the year 2286.
 _KNOWN = "start_s BETWEEN 0 AND 1e10 AND end_s BETWEEN 0 AND 1e10"
-LONGEST = 10  # intervals of a lane that are listed: those in its drawing have no keys
+LONGEST = 10  # intervals of a lane that are listed: the drawing's rectangles cannot be reached by keyboard
 LATER = 8  # steps whose records are looked through for rollouts that ran in a step, and were decided later
 # lane ("trainer", a server, "tool", "score"), what, start_s, end_s, uid, session, own: the step decided its fate
 Interval = dict[str, Any]

@@ -62,6 +62,10 @@ class FakeQueue:
             for i, extra in enumerate(MIXED[:1] if group is RAISED else group):
                 self.tags[f"{uid}_{i}_0"] = {"status": "success", "seq_len": 7}
                 self.values[f"{uid}_{i}_0"] = SimpleNamespace(data=extra)
+            if (
+                group is RAISED and self.partition == "train"
+            ):  # as TransferQueue where a put failed: a key without data and tag
+                self.tags[f"{uid}_1_0"] = {}
         return {self.partition: {key: dict(tag) for key, tag in self.tags.items()}}
 
     def kv_batch_get(self, keys, partition_id, select_fields=("extra_fields",)):

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.unit.trainer.prompt_groups import MIXED, MODES, RAISED, RIGHT, SANDBOX_DOWN, WRONG, buffer_maker
+from tests.unit.trainer.prompt_groups import MIXED, MODES, RAISED, RIGHT, SANDBOX_DOWN, WRONG, buffer_maker, info
 from verl_ext.ledger.prompts import FILE, PromptLedger, read_tally
 from verl_ext.outcome import PromptEnd
 
@@ -93,14 +93,23 @@ def outcomes(seed):
     return {f"uid-{i}": rng.choice(kinds) for i in range(900)}
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("options", [{}, KEPT], ids=["plain", "kept"])
-@pytest.mark.parametrize("mode", MODES)
-def test_the_ledger_sums_whenever_a_run_is_killed(tmp_path, make, mode, options, seed):
+def groups_of_four(seed):
+    """Right or wrong, some with void turns, old tokens or a broken sandbox, in a few one raised."""
     rng = random.Random(seed)
-    run = Run(tmp_path, make, mode, outcomes(seed), max_num_gen_batches=2, **options)
-    trained = Counter()
-    taken = {}
+
+    def rollout():
+        failed = rng.random() < 0.06
+        end = {"sandbox_failure": 1.0, "finish_reason": "sandbox_failure"} if failed else {}
+        made = info(rng.randrange(2), void_turns=int(rng.random() < 0.25), **end)
+        return made | {"version_spans": [(0, 10, rng.randrange(STEPS))]}
+
+    return {f"uid-{i}": RAISED if rng.random() < 0.05 else [rollout() for _ in range(4)] for i in range(900)}
+
+
+def play(run, seed):
+    """To its last step, with kills; returns uid -> in how many batches of the last course it was useful."""
+    rng = random.Random(seed)
+    trained, taken = Counter(), {}
     while run.step < STEPS:
         batch = run.one_step()
         taken[run.step] = {key.split("_")[0] for key in batch.keys} - run.buffer.fillers
@@ -109,11 +118,20 @@ def test_the_ledger_sums_whenever_a_run_is_killed(tmp_path, make, mode, options,
             run.save()
         if chance < 0.4 or chance > 0.85:
             run.kill()
-        tally = read_tally(tmp_path) if (tmp_path / FILE).exists() else None
+        tally = read_tally(run.folder) if (run.folder / FILE).exists() else None
         assert tally is None or tally.faults() == []
         assert len(run.told) == len(set(run.told)), "a group was counted twice"
     for step in range(1, run.step + 1):
         trained.update(taken[step])
+    return trained
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("options", [{}, KEPT], ids=["plain", "kept"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_ledger_sums_whenever_a_run_is_killed(tmp_path, make, mode, options, seed):
+    run = Run(tmp_path, make, mode, outcomes(seed), max_num_gen_batches=2, **options)
+    trained = play(run, seed)
     tally = read_tally(tmp_path)
     assert {uid for uid, end in tally.ends.items() if end is PromptEnd.TRAINED} == trained.keys()
     assert max(trained.values()) == 1, "a prompt was trained twice"
@@ -132,6 +150,29 @@ def test_the_ledger_sums_whenever_a_run_is_killed(tmp_path, make, mode, options,
             )
         else:
             assert fates == {"filtered/equal": 2}
+
+
+FATES = {  # options -> fates that they make
+    "old": ({"max_staleness": 1}, {"stale"}),
+    "void": ({"void_turn_filter": True}, {"filtered/void_turn"}),
+    "void, old": ({"void_turn_filter": "loss", "max_staleness": 1}, {"filtered/void_turn", "stale"}),
+    "resampled": ({"resample": "code"}, {"filtered/resampling"}),
+    "void, resampled": (
+        {"resample": "paper", "void_turn_filter": "loss"},
+        {"filtered/resampling", "filtered/void_turn"},
+    ),
+}
+
+
+@pytest.mark.parametrize("options", FATES)
+@pytest.mark.parametrize("mode", MODES)
+def test_every_rollout_of_every_option_ends_once(tmp_path, make, mode, options):
+    settings, expected = FATES[options]
+    run = Run(tmp_path, make, mode, groups_of_four(5), max_num_gen_batches=4, **settings)
+    trained = play(run, 5)
+    tally = read_tally(tmp_path)
+    assert {uid for uid, end in tally.ends.items() if end is PromptEnd.TRAINED} == trained.keys()
+    assert tally.rollouts().keys() >= expected | {"trained", "failed/sandbox_failure", "failed/raised"}
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
