@@ -1,4 +1,4 @@
-"""The stability map's own model is the one that vLLM serves: it gives the same log-probs."""
+"""The stability map's own model is the one that vLLM serves: the same log-probs, and as much noise in bfloat16."""
 
 import json
 import urllib.request
@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.e2e.versions import SAME
-from verl_ext.analysis.tiny_model import TinyModel, load_model
+from tests.e2e.vllm_server import serve
+from verl_ext.analysis.tiny_model import TinyModel, Weights, load_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -27,28 +29,56 @@ def sampled_by_vllm(url: str, prompt: list[int], seed: int) -> list[tuple[list[i
     ]
 
 
-def test_log_probs_are_vllms(vllm: str, small: Path) -> None:
-    """Prompts of three lengths, in one batch that is padded on the right."""
+def responses_of(url: str, merged: Path) -> list[tuple[list[int], list[int], list[float]]]:
+    """(prompt, tokens, their log-probs) of vLLM's responses to prompts of three lengths."""
     from transformers import AutoTokenizer
 
-    merged = small / "sft" / "merged"
-    tokenizer, (config, weights) = AutoTokenizer.from_pretrained(merged), load_model(merged)
+    tokenizer = AutoTokenizer.from_pretrained(merged)
     texts = ["Total?", "What is 3 times 4?", "Tom has 2 apples and gets 5 more. How many apples does he have now?"]
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    rows = [(prompt, *each) for seed, prompt in enumerate(prompts) for each in sampled_by_vllm(vllm, prompt, seed)]
+    rows = [(prompt, *each) for seed, prompt in enumerate(prompts) for each in sampled_by_vllm(url, prompt, seed)]
     assert len({len(prompt) for prompt in prompts}) == 3 and len(rows) == 3 * RESPONSES
+    return rows
 
+
+@torch.no_grad()
+def redone(model: TinyModel, weights: Weights, rows: list[tuple[list[int], list[int], list[float]]]) -> Tensor:
+    """float[tokens]: log-probs of all responses, computed in one batch that is padded on the right."""
     width = max(len(response) for _, response, _ in rows)
-    ids = torch.full((len(rows), max(map(len, prompts)) + width), config["pad_token_id"])
+    ids = torch.full((len(rows), max(len(prompt) for prompt, *_ in rows) + width), model.pad)
     places, targets = torch.zeros(len(rows), width, dtype=torch.long), torch.zeros(len(rows), width, dtype=torch.long)
     for row, (prompt, response, _) in enumerate(rows):
         ids[row, : len(prompt) + len(response)] = torch.tensor(prompt + response)
         places[row, : len(response)] = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
         targets[row, : len(response)] = torch.tensor(response)
-    with torch.no_grad():
-        found = TinyModel(config).log_probs(weights, ids, places, targets)
-    differences = torch.cat(
-        [(own[: len(noted)] - torch.tensor(noted)).abs() for own, (_, _, noted) in zip(found, rows, strict=True)]
-    )
+    found = model.log_probs(weights, ids, places, targets)
+    return torch.cat([own[: len(response)] for own, (_, response, _) in zip(found, rows, strict=True)])
+
+
+def noted(rows: list[tuple[list[int], list[int], list[float]]]) -> Tensor:
+    return torch.tensor([log_prob for *_, log_probs in rows for log_prob in log_probs])
+
+
+def test_log_probs_are_vllms(vllm: str, small: Path) -> None:
+    rows = responses_of(vllm, small / "sft" / "merged")
+    config, weights = load_model(small / "sft" / "merged")
+    differences = (redone(TinyModel(config), weights, rows) - noted(rows)).abs()
     print(f"{len(differences)} log-probs differ from vLLM's by {differences.max():.1e} at most")
     assert len(differences) > 200 and differences.max() < SAME
+
+
+def test_an_engine_in_bf16_is_as_far_from_fp32_as_vllm_is(python: str, small: Path, tmp_path: Path) -> None:
+    """The level of noise of the map's engine, which rounds as one in bfloat16, is that of a real one."""
+    merged = small / "sft" / "merged"
+    options = ("--dtype", "bfloat16", "--max-model-len", "1024", "--enforce-eager")
+    with serve(python, merged, tmp_path / "server.log", *options) as url:
+        rows = responses_of(url, merged)
+    config, weights = load_model(merged)
+    exact = redone(TinyModel(config), weights, rows)
+    of_vllm = (noted(rows) - exact).abs()
+    rounded = {name: each.bfloat16().float() for name, each in weights.items()}
+    ours = (redone(TinyModel(config, bf16=True), rounded, rows) - exact).abs()
+    print(
+        f"in bfloat16 {len(exact)} log-probs are {of_vllm.mean():.1e} off with vLLM, {ours.mean():.1e} with the map's"
+    )
+    assert len(exact) > 200 and 0.5 < ours.mean() / of_vllm.mean() < 2
