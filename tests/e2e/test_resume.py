@@ -50,13 +50,16 @@ RL = [
     "actor_rollout_ref.rollout.n=4",
     "algorithm.filter_groups.max_num_gen_batches=1",
 ]
+COLOCATE = [
+    "trainer.v1.trainer_mode=colocate_async",
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager",
+]
 MODES = {
     "sync": OLD_NAMES,
-    "colocate_async": [
-        "trainer.v1.trainer_mode=colocate_async",
-        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager",
-    ],
+    "colocate_async": COLOCATE,
+    "colocate_async, resampled": [*COLOCATE, "objective=grpo_roc"],
     "separate_async": ["hardware=cpu_separate"],
+    "separate_async, adaptive n": ["hardware=cpu_separate", "retool.adaptive_n.enable=true"],
     "sync, epochs of 2 steps": ["data.train_max_samples=8"],
 }
 
@@ -79,6 +82,8 @@ MATRIX = [
     ),
     ("separate_async", "auto", [("rollout:5", 2), ("update:2", 2)]),  # it samples one mini-batch at a time
     ("separate_async", "resume_path", RL_KILLS[1]),
+    ("colocate_async, resampled", "auto", RL_KILLS[0]),
+    ("separate_async, adaptive n", "auto", RL_KILLS[0]),
     ("sync, epochs of 2 steps", "auto", [("update:6", 2)]),
 ]
 CASES = MATRIX if os.environ.get("RETOOL_RESUME_MATRIX") else CHOSEN
