@@ -67,6 +67,7 @@ MODES = {
 Kills = list[tuple[str, int]]
 SFT_KILLS: Kills = [("update:6", 4), ("data:1", 4), ("shard:2", 8), ("update:2", 8)]
 RL_KILLS: list[Kills] = [[("rollout:3", 2), ("update:2", 2)], [("shard:2", 2), ("data:1", 2)]]
+SEPARATE_KILLS: Kills = [("rollout:5", 2), ("update:2", 2)]  # it samples one mini-batch at a time
 CHOSEN: list[tuple[str, str, Kills]] = [
     ("sft", "auto", [("update:6", 4), ("data:2", 8)]),
     ("sync", "auto", [("shard:2", 2)]),
@@ -80,10 +81,10 @@ MATRIX = [
         for mode in ("auto", "resume_path")
         for kills in RL_KILLS
     ),
-    ("separate_async", "auto", [("rollout:5", 2), ("update:2", 2)]),  # it samples one mini-batch at a time
+    ("separate_async", "auto", SEPARATE_KILLS),
     ("separate_async", "resume_path", RL_KILLS[1]),
     ("colocate_async, resampled", "auto", RL_KILLS[0]),
-    ("separate_async, adaptive n", "auto", RL_KILLS[0]),
+    ("separate_async, adaptive n", "auto", SEPARATE_KILLS),
     ("sync, epochs of 2 steps", "auto", [("update:6", 2)]),
 ]
 CASES = MATRIX if os.environ.get("RETOOL_RESUME_MATRIX") else CHOSEN

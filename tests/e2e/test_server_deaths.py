@@ -47,7 +47,7 @@ def servers(folder: Path, number: int) -> Iterator[SimpleNamespace]:
             f"actor_rollout_ref.rollout.n_gpus_per_node={number}",
             f"actor_rollout_ref.rollout.max_num_seqs={REQUESTS}",
             f"data.max_prompt_length={len(PROMPTS[0])}",
-            f"data.max_response_length={TOKENS + 200}",
+            f"data.max_response_length={TOKENS}",
             f"trainer.default_local_dir={folder / f'run of {number}'}",
             "retool.fleet.weight_update=keep",
             "retool.fleet.health.enable=true",
