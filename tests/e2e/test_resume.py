@@ -6,15 +6,19 @@ Each case is a chain: a run is killed at one moment, started again, killed at th
 
 import json
 import os
+import runpy
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from tests.e2e.conftest import OWN_SERVER, launch, read_metrics, run_to_end
+from tests.e2e.conftest import OWN_SERVER, REPO, launch, read_metrics, run_to_end
 from tests.processes import kill_tree
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.evaluation.settings import load_config
@@ -22,6 +26,7 @@ from verl_ext.ledger.prompts import read_tally
 from verl_ext.sandbox.launch import running_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+proxied = runpy.run_path(str(REPO / "scripts" / "slow_sandbox.py"))["proxied"]
 
 SFT = [
     "trainer.total_training_steps=14",
@@ -223,6 +228,39 @@ def test_rl_ends_at_its_last_step(small: Path, tmp_path: Path, trainer: str, mod
     assert prompts_drawn(early) >= 8
     if "epochs" not in trainer:  # the counter is of an epoch
         assert prompts_drawn(late) >= prompts_drawn(early) + 8, "the data started anew"
+
+
+@pytest.mark.skipif(CASES is CHOSEN, reason="takes 4 minutes: RETOOL_RESUME_MATRIX=1; unit/rollout/test_liveness.py")
+@pytest.mark.parametrize(("mode", "name"), [("colocate_async", "LeanAgentLoopWorker"), ("sync", "vLLMHttpServer")])
+def test_a_process_of_the_agent_loops_that_is_gone_ends_the_run(small: Path, tmp_path: Path, mode: str, name: str):
+    """In the mode `sync` of the tiny run they are in the server's process. Otherwise the run would wait for ever: its
+    rollouts wait for the sandbox when the process is killed.
+    """
+    out, waits, killed = tmp_path / "rl", threading.Event(), threading.Event()
+
+    def hold_back(program: str) -> None:
+        if checkpoints.tracked_step(out) == 2 and not killed.is_set():
+            waits.set()
+            killed.wait(60)
+
+    with running_server() as url, proxied(url, hold_back) as held:
+        run = Run(mode, out, small, held)
+        process = run.start(**OWN_SERVER)
+        try:
+            while not waits.wait(0.1):
+                assert process.poll() is None, run.tail()
+            for each in psutil.Process(process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    if f"ray::{name}" in " ".join(each.cmdline()):
+                        each.kill()
+            assert process.wait(60) != 0
+        finally:
+            killed.set()
+            kill_tree(process.pid)
+        run.note_steps()
+        assert "A process of the agent loops is gone, and its rollouts with it" in run.log.read_text(errors="replace")
+        run.finish()
+    assert run.starts[-1] == [3, 4] and read_tally(run.out).faults() == []
 
 
 def test_a_half_written_checkpoint_is_refused_by_path(small: Path, tmp_path: Path) -> None:

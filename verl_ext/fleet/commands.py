@@ -89,9 +89,12 @@ class Command:
 
 
 def clear(run: Path) -> None:
-    """Remove what commands to an earlier start of the run have left."""
+    """Remove what commands to an earlier start of the run have left, but for requests that may wait for this one."""
+    newest = time.time_ns() - int(TAKE_S * 1e9)
     for path in (run / FOLDER).glob("*.json*"):
-        path.unlink(missing_ok=True)
+        written = path.name.partition("_")[0]  # see `ask`
+        if not (path.name.endswith(".request.json") and written.isdigit() and int(written) > newest):
+            path.unlink(missing_ok=True)
 
 
 def take(run: Path) -> Iterator[Command]:

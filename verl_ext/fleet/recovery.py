@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ray.exceptions import ActorUnavailableError, RayError
 from verl.workers.rollout.llm_server import LLMServerManager
@@ -27,9 +27,6 @@ from verl_ext.fleet.replicas import GIVE_UP_S, place_of, start_in_time, start_re
 from verl_ext.fleet.transfer import FleetCheckpointManager, are_alike, is_death, read
 from verl_ext.ledger.servers import ServerJournal
 from verl_ext.settings import HealthSettings
-
-if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
@@ -123,16 +120,6 @@ class Fleet:
         self._closing.set()
         self._thread.join(timeout=GIVE_UP_S)
 
-    def ends_waiting(self, queue: "ReplayBuffer") -> None:
-        """Have the wait for rollouts raise what `actor_works` does: verl's replay_buffer.py:408 (0.9.1)."""
-        poll = queue._wait_for_next_poll
-
-        def checked_poll(*args: Any) -> float:
-            self._weights.check()
-            return poll(*args)
-
-        queue._wait_for_next_poll = checked_poll
-
     def actor_waits(self, *, is_exact: bool) -> None:
         """The actor does nothing until `actor_works`: newcomers can get weights from it.
 
@@ -193,7 +180,7 @@ class Fleet:
             self._untold += 1
             self._waited_s = ROUTER_S if isinstance(error, TimeoutError) else 0.0
             if self._untold > MAX_UNTOLD:
-                raise
+                raise TimeoutError(f"the router did not answer in {self._untold} rounds in a row") from error
             logger.warning("the router cannot be reached now, %d rounds in a row: %r", self._untold, error)
         ready = [each for each in self._weights.newcomers if each not in self._weights.suspected]
         if ready and self._actor_is_idle and self._arrival is None:
@@ -375,8 +362,10 @@ async def _answer(method: Any) -> None:
 
 
 async def _beat(replica: RolloutReplica) -> None:
-    """Of a server, and of the workers beside it, which get its weights: each is a process of its own."""
-    workers = [worker.__ray_ready__.remote() for worker in replica.workers]
+    """Of a server, and of the workers beside it, which get its weights: each is a process of its own. Ray answers
+    `__ray_ready__` beside an actor's event loop, also where that hangs; a method of the worker runs in it.
+    """
+    workers = [worker.is_leader_rank.remote() for worker in replica.workers]
     await asyncio.gather(replica.server_handle.beat.remote(), *workers)
 
 

@@ -8,7 +8,7 @@ import argparse
 import asyncio
 import subprocess
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +32,8 @@ class WatchedServer(vLLMHttpServer):
     """
 
     _is_given_up = False
+    _load_error: Exception | None = None
+    _running = 0  # requests
     _is_watched = False  # until its first heartbeat; verl's own client would ask a dead engine for ever
 
     async def run_server(self, args: argparse.Namespace) -> None:
@@ -64,13 +66,27 @@ class WatchedServer(vLLMHttpServer):
             return SimpleNamespace(outputs=[])
         return state.make_request_output([], None, FinishReason.ABORT, None)
 
+    async def collective_rpc(self, method: str | Callable, *args: Any, **kwargs: Any) -> None:
+        """As verl's. An error in loading weights is kept for `beat`: who sends them waits for an answer of vLLM's
+        worker, which gives none then (verl's bucketed_weight_transfer.py).
+        """
+        try:
+            await super().collective_rpc(method, *args, **kwargs)
+        except Exception as error:
+            if method == "update_weights_from_ipc":
+                self._load_error = error
+            raise
+
     async def generate(self, *args: Any, **kwargs: Any) -> TokenOutput:
+        self._running += 1
         try:
             output = await super().generate(*args, **kwargs)
         except EngineDeadError:  # on the way to the engine
             if not self._is_watched:
                 raise
             output = TokenOutput(token_ids=[], stop_reason="aborted", extra_fields={"global_steps": self.global_steps})
+        finally:
+            self._running -= 1
         if output.stop_reason == "aborted" and (self._is_given_up or self.engine.errored):
             output.extra_fields[FAILED] = True
         return output
@@ -80,8 +96,11 @@ class WatchedServer(vLLMHttpServer):
 
         Raises:
             EngineDeadError: the engine says itself that it is dead.
+            Exception: it could not load its weights.
         """
         self._is_watched = True
+        if self._load_error is not None:
+            raise self._load_error
         if self._is_given_up or self.engine.errored:
             raise EngineDeadError()
         answer = asyncio.ensure_future(self.engine.is_paused())
@@ -112,6 +131,8 @@ class WatchedServer(vLLMHttpServer):
         for answer in list(self.engine.engine_core.utility_results.values()):  # vLLM leaves their callers waiting
             if not answer.done():
                 answer.set_exception(EngineDeadError())
+        while self._running and time.monotonic() < deadline:  # log-probs of thousands of long ones take seconds
+            await asyncio.sleep(0.01)
 
     def _kill_engine(self) -> None:
         """Its processes, and those that they started for further GPUs; also ones that are stopped."""

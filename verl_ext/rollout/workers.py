@@ -267,10 +267,17 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                 self._recorder.groups.remote(groups)
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
-        """As verl/experimental/agent_loop/agent_loop.py:967 (0.9.1), without the trip to a reward worker."""
+        """As verl/experimental/agent_loop/agent_loop.py:967 (0.9.1), without the trip to a reward worker.
+
+        A manager that says not how a rollout ended has it said: validations would count what failed as wrong.
+        """
         final = outputs[-1]
         if self._score_rollout is None or final.reward_score is not None:
-            return await super()._compute_score(outputs, kwargs)
+            await super()._compute_score(outputs, kwargs)
+            info = final.extra_fields.get("reward_extra_info")
+            if info is not None and "finish_reason" in final.extra_fields:
+                info.setdefault("finish_reason", final.extra_fields["finish_reason"])
+            return
         timing: dict[str, float] = {}
         with simple_timer("compute_score", timing):
             sample = {**kwargs, "tool_extra_fields": final.extra_fields}
@@ -317,7 +324,8 @@ class InServerAgentLoopManager(AgentLoopManagerTQ):
         self.llm_client._release_server(server_id, "agent_loops")
         await server.__ray_call__.remote(_start_agent_loops, self.config, self.reward_loop_worker_handles)
         generate = SimpleNamespace(remote=lambda batch: server.__ray_call__.remote(_generate_sequences, batch))
-        self.agent_loop_workers = [SimpleNamespace(generate_sequences=generate)]  # what verl calls of an actor's handle
+        # What is called of an actor's handle: by verl, and by liveness.py.
+        self.agent_loop_workers = [SimpleNamespace(generate_sequences=generate, __ray_ready__=server.__ray_ready__)]
 
 
 def _start_agent_loops(server: Any, config: DictConfig, reward_loop_worker_handles: list | None) -> None:

@@ -1,6 +1,7 @@
-"""What trainer and sampler ask of TransferQueue: the prompts in it, and that rows are copied or removed."""
+"""What trainer and sampler ask of TransferQueue: the prompts in it, that rows are copied or removed, and the wait."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
@@ -23,8 +24,8 @@ def real_keys(batch: KVBatchMeta) -> list[str]:
     return sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
 
 
-def clear_leftovers() -> int:
-    """Remove the rows whose prompt is gone; returns their number.
+def clear_leftovers() -> None:
+    """Remove the rows whose prompt is gone.
 
     verl 0.9.1 (trainer/ppo/v1/trainer_base.py:521) saves a checkpoint before it clears the batch that the step has
     trained. So a restored queue holds that batch for ever.
@@ -34,7 +35,17 @@ def clear_leftovers() -> int:
     leftovers = [key for key in tags if key not in prompts and key.split("_")[0] not in prompts]
     if leftovers:
         tq.kv_clear(keys=leftovers, partition_id=PARTITION)
-    return len(leftovers)
+
+
+def check_while_waiting(buffer: Any, check: Callable[[], None]) -> None:
+    """Have the wait for rollouts call `check`, which may raise: verl's replay_buffer.py:408 (0.9.1)."""
+    poll = buffer._wait_for_next_poll
+
+    def checked_poll(*args: Any) -> float:
+        check()
+        return poll(*args)
+
+    buffer._wait_for_next_poll = checked_poll
 
 
 def copy_rollouts(partition_id: str, sources: Sequence[str], snapshot: dict[str, dict]) -> list[str]:

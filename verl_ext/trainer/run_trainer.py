@@ -26,6 +26,7 @@ from verl_ext.fleet.recovery import Fleet, FleetCheckpointManager
 from verl_ext.ledger.prompts import PromptLedger
 from verl_ext.moved import rename_files, rename_keys
 from verl_ext.outcome import PromptEnd
+from verl_ext.rollout.liveness import AgentLoops
 from verl_ext.runs.journal import StepJournal
 from verl_ext.settings import (
     AdaptiveN,
@@ -45,7 +46,7 @@ from verl_ext.trainer.batch_recorder import BatchRecorder
 from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import ExclusionWatch
 from verl_ext.trainer.objective import check_objective, make_shares
-from verl_ext.trainer.queue import clear_leftovers, prompts_in_queue
+from verl_ext.trainer.queue import check_while_waiting, clear_leftovers, prompts_in_queue
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
 from verl_ext.trainer.run_records import RunRecords, check_recorder
 from verl_ext.trainer.run_updates import RunUpdates
@@ -94,6 +95,12 @@ class RunTrainer(RunUpdates, RunValidation):
             return
 
         if hasattr(self.replay_buffer, "take_ended"):  # a sampler of ours
+            reward_model = config.reward.reward_model
+            if reward_model.enable and not reward_model.enable_resource_pool:
+                raise ValueError(
+                    "reward.reward_model.enable=true with enable_resource_pool=false scores after a batch is sampled, "
+                    f"and {type(self.replay_buffer).__name__} chooses by scores; expected enable_resource_pool=true."
+                )
             self._exclusions = ExclusionWatch(StepJournal(folder / "exclusions.jsonl"))
             self._ledger = PromptLedger(folder)
         adaptive_n = read_settings(config, "adaptive_n", AdaptiveN)
@@ -140,7 +147,7 @@ class RunTrainer(RunUpdates, RunValidation):
             folder = Path(self.config.trainer.default_local_dir)
             self._fleet = Fleet.of_run(None if self._only_validates else folder, limits, weights, manager)
             self._fleet.watch()
-            self._fleet.ends_waiting(self.replay_buffer)
+            check_while_waiting(self.replay_buffer, weights.check)
 
     def get_llm_client(self) -> LLMServerClient:
         if limits := read_settings(self.config, "fleet.health", HealthSettings):
@@ -157,6 +164,8 @@ class RunTrainer(RunUpdates, RunValidation):
     def fit(self, agent_loop_manager: AgentLoopManager) -> None:
         """As verl's, which is called when the checkpoint is loaded; a run that was stopped early stays stopped."""
         self._last_saved = self.global_steps
+        loops = AgentLoops(getattr(agent_loop_manager, "agent_loop_workers", ()))  # verl's managers have them
+        check_while_waiting(self.replay_buffer, loops.check)
         for option in filter(None, (self._exclusions, self._sampling, self._watch)):
             option.resume(self.global_steps)
         waited: dict[str, PromptEnd] = {}

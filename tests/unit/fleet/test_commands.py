@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -104,6 +105,19 @@ def test_a_start_of_the_run_forgets_older_commands(tmp_path):
         (tmp_path / FOLDER / f"1_a.{kind}.json").write_text("[]")
     clear(tmp_path)
     assert files(tmp_path) == []
+
+
+def test_a_command_that_waits_for_the_run_to_start_is_taken(tmp_path):
+    told = []
+    thread = threading.Thread(target=lambda: told.append(ask(tmp_path, ["list"], take_s=10, answer_s=10)))
+    thread.start()
+    while not list((tmp_path / FOLDER).glob("*.request.json")):
+        time.sleep(0.01)
+    clear(tmp_path)
+    [command] = take(tmp_path)
+    command.answer("here")
+    thread.join()
+    assert told == ["here"]
 
 
 ROWS = [

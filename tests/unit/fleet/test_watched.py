@@ -172,6 +172,51 @@ def test_requests_of_a_killed_engine_return_with_their_tokens_and_log_probs(scen
     assert "server_failed" not in short.extra_fields
 
 
+@pytest.mark.parametrize("method", ["update_weights_from_ipc", "another"])
+def test_a_server_that_could_not_load_its_weights_says_so_in_its_heartbeat(scene, method):
+    """vLLM's engine goes on, and its worker sends no answer to who sends the weights."""
+
+    async def script(server, engine):
+        async def collective_rpc(**_: Any) -> None:
+            raise ValueError("CUDA out of memory")
+
+        engine.collective_rpc = collective_rpc
+        with pytest.raises(ValueError, match="CUDA out of memory"):
+            await server.collective_rpc(method, kwargs={})
+        if method != "another":
+            with pytest.raises(ValueError, match="CUDA out of memory"):
+                await server.beat()
+        else:
+            await watch(server, engine)
+
+    scene(script)
+
+
+def test_a_server_gives_up_when_its_requests_have_their_answers(scene, monkeypatch):
+    """It takes long to build those of thousands of requests."""
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    generate = vLLMHttpServer.generate
+
+    async def slow(self: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = await generate(self, *args, **kwargs)
+        await asyncio.sleep(1.5)
+        return answer
+
+    monkeypatch.setattr(vLLMHttpServer, "generate", slow)
+
+    async def script(server, engine):
+        await watch(server, engine)
+        request = ask(server, "long", 9)
+        await settle()
+        engine.step()
+        await server.give_up()
+        await asyncio.sleep(0.05)
+        assert request.done() and request.result().token_ids == [100]
+
+    scene(script)
+
+
 def test_a_request_that_had_no_token_or_comes_too_late_returns_empty(scene):
     async def script(server, engine):
         await watch(server, engine)

@@ -56,6 +56,18 @@ def test_a_sample_that_raises_makes_its_group_a_failure_whose_rest_is_stored(rol
     assert status == ("train:p", "failure")
 
 
+@pytest.mark.parametrize(("told", "expected"), [({}, "sandbox_failure"), ({"finish_reason": "its word"}, "its word")])
+def test_a_reward_manager_that_says_not_how_a_rollout_ended_gets_it_said(told: dict, expected: str) -> None:
+    """Validations read it there (trainer/failed_samples.py): a lost sandbox would be a wrong answer."""
+    from verl_ext.rollout.workers import LeanAgentLoopWorker
+
+    worker = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker)
+    worker._score_rollout = worker.reward_loop_worker_handles = None  # verl's reward workers have scored
+    fields = {"finish_reason": "sandbox_failure", "reward_extra_info": {"acc": 0.0, **told}}
+    asyncio.run(worker._compute_score([SimpleNamespace(reward_score=0.0, extra_fields=fields)], {}))
+    assert fields["reward_extra_info"] == {"acc": 0.0, "finish_reason": expected}
+
+
 ABORTED = {"finish_reason": "aborted"}
 SANDBOX_DOWN = {"finish_reason": "sandbox_failure", "sandbox_failure": 1.0}
 
