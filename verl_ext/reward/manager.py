@@ -142,7 +142,8 @@ class RetoolRewardManager(RewardManagerBase):
             raise ValueError(
                 f"reward.custom_reward_function.path is {custom!r}, but RetoolRewardManager scores with "
                 "the verifiers of verl_ext.reward only. Remove the path and name your verifier under "
-                "reward.reward_kwargs.verifiers, or set reward.reward_manager.name=naive."
+                "reward.reward_kwargs.verifiers, or take verl's manager: reward.reward_manager.source=register and "
+                "reward.reward_manager.name=naive."
             )
         self.options = RewardOptions.from_config(config)
         self.verifiers = Verifiers(config, self.options.verifiers)

@@ -84,7 +84,7 @@ def group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estim
 
 
 def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_estimator: str, settings: dict) -> Any:
-    """Only the last output of a session enters a baseline, for every estimator.
+    """Only the last output of a session enters a baseline, for every estimator of groups; `gae` stays verl's.
 
     verl does so for `grpo` alone (trainer/ppo/v1/utils.py:167): a copy that fills a group (`DapoReplayBuffer`) is a
     further output of its session. Its advantages are those of that session. A group of one gets 0, where verl's

@@ -124,7 +124,9 @@ def stop_if_most_failed(failed: int, seen: Ended, limit: float, step: int) -> No
         RuntimeError: more failed, as when the sandbox is down.
     """
     if failed > limit:
-        remedy = REMEDIES[seen.excluded.most_common(1)[0][0]]
+        each = max(1, seen.rollouts // max(1, seen.groups - seen.excluded[RolloutEnd.RAISED]))  # rollouts of a group
+        unit = {RolloutEnd.RAISED: each}  # of which groups are counted
+        remedy = REMEDIES[max(seen.excluded, key=lambda cause: seen.excluded[cause] * unit.get(cause, 1))]
         raise RuntimeError(
             f"{failed} of {seen.groups} prompt groups of step {step} failed for reasons outside the model "
             f"({describe(seen.excluded)}). {remedy}, then resume the run."

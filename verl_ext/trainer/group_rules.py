@@ -70,8 +70,8 @@ class EndedGroup:
         return len(stale)
 
     def fates(self) -> Counter[str]:
-        """`outcome.RolloutFate`, with why -> rollouts, once `end` is decided. The first output of a rollout counts."""
-        return Counter(self._fate(key) for key in (*self.valid, *self.excluded) if key.endswith("_0"))
+        """`outcome.RolloutFate`, with why -> rollouts, once `end` is decided."""
+        return Counter(self._fate(key) for key in (*self.valid, *self.excluded))
 
     def _fate(self, key: str) -> str:
         why = self.excluded.get(key)

@@ -40,6 +40,7 @@ _noted: ContextVar[list[tuple[str, Tensor]] | None] = ContextVar("noted", defaul
 # Metrics that are added up over micro-batches and ranks, and over a step's batches by verl's MetricsAggregator, which
 # goes by "sum" in a name (trainer/ppo/v1/utils.py:107, 0.9.1). Shares are made of them at a step's end.
 COUNT = "actor/sum/"
+VERLS_OF_TOKENS = ("gae", "reinforce_plus_plus")  # estimators of verl with an advantage of its own for each token
 LOSS_MODES = [  # names of actor.policy_loss.loss_mode, beside verl's; the doctor reads them here
     "retool_ppo",
     "retool_olmorl",
@@ -295,18 +296,19 @@ def _problems(config: DictConfig, loss: Loss, unit: str) -> list[str]:
             f"algorithm.rollout_correction has rollout_is_batch_normalize={correction.rollout_is_batch_normalize}, "
             f"rollout_rs={correction.rollout_rs}, which change the formula; expected false and null"
         )
-    if loss.objective is gmpo and config.algorithm.adv_estimator in OF_TOKENS:
+    if loss.objective is gmpo and config.algorithm.adv_estimator in (*OF_TOKENS, *VERLS_OF_TOKENS):
         problems.append(
             f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, which gives each token another advantage, "
             "and gmpo takes one for a response"
         )
     if actor.loss_agg_mode not in loss.modes:
         problems.append(f"actor.loss_agg_mode is {actor.loss_agg_mode}; expected {' or '.join(loss.modes)}")
-    has_scale = actor.get("loss_scale_factor") is not None
-    if has_scale != (actor.loss_agg_mode == "seq-mean-token-sum-norm"):
+    scale = actor.get("loss_scale_factor")
+    is_by_scale = actor.loss_agg_mode == "seq-mean-token-sum-norm"
+    if (scale is not None) != is_by_scale or (is_by_scale and scale <= 0):
         problems.append(
-            f"actor.loss_scale_factor is {actor.get('loss_scale_factor')} with actor.loss_agg_mode="
-            f"{actor.loss_agg_mode}; expected a number of tokens with seq-mean-token-sum-norm, and null with others"
+            f"actor.loss_scale_factor is {scale} with actor.loss_agg_mode={actor.loss_agg_mode}; expected a number of "
+            "tokens above 0 with seq-mean-token-sum-norm, and null with others"
         )
     if unit not in UNITS or (unit != "mini_batch" and actor.loss_agg_mode != "token-mean"):
         problems.append(

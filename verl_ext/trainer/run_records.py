@@ -98,7 +98,8 @@ class RunRecords:
 
         Args:
             notes: of `noted`; the last has keys, advantages, float[B, T], and mask, [B, T], 1: a token trains.
-            factors: with what those of a response were multiplied since, by its key.
+            factors: with what those of a response were multiplied since for the mean of the loss, by its key. Such a
+                factor is no part of an advantage, but 0 is.
         """
         began = time.process_time()
         keys, advantages, mask = notes[-1]
@@ -106,7 +107,7 @@ class RunRecords:
         least = advantages.masked_fill(is_out, torch.inf).amin(-1).tolist()
         most = advantages.masked_fill(is_out, -torch.inf).amax(-1).tolist()
         self._advantages = {
-            key: low * factor if low * (factor := factors.get(key, 1.0)) == high * factor else None
+            key: 0.0 if factors.get(key) == 0 else low if low == high else None
             for key, low, high in zip(keys, least, most, strict=True)
         }
         self._cpu_s += time.process_time() - began

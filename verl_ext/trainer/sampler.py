@@ -50,13 +50,13 @@ class DapoReplayBuffer(ReplayBufferAsync):
     """See the module's docstring.
 
     A repeated rollout is a further output of its session, `{uid}_{session}_{index + 1}`: it gets the advantage of that
-    session, whose baseline it does not enter, with every estimator (trainer/advantages.py).
+    session, whose baseline it does not enter, with every estimator of groups (trainer/advantages.py).
 
     Which groups are useful is DAPO's rule (arXiv:2503.14476, section 3.2): the constraint of Eq. 11 is on the number of
     right answers, 0 < right < G, not on rewards. A group of right answers that differ in length penalties alone is
     filtered, as in the paper, although its rewards differ. The paper samples until the batch is full of useful groups,
     and has no fillers. Here a step that has spent its prompts takes equal groups as fillers, and `fillers` names them.
-    The trainer sets the advantages of a filler to 0 (trainer/run_updates.py), so that a filler trains nothing. The
+    The trainer sets the advantages of a filler to 0 (trainer/run_updates.py), so that no objective trains on it. The
     tokens of a filler stay in the denominator of the token mean: if half of a mini-batch's tokens are fillers', the
     policy gradient is half of what the useful half alone would give.
 
@@ -80,6 +80,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         kwargs: what verl passes to every sampler.
     Raises:
         ValueError: `max_num_gen_batches` is below 1, another of them is none of its values, or a key is none of `KEYS`.
+            By `sample`, too: an agent loop gave several outputs for a rollout.
     """
 
     KEYS = frozenset("filter_groups keep_surplus max_staleness poll_interval_s resample void_turn_filter".split())
@@ -97,7 +98,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 "batches that a step may generate before it takes what it has."
             )
         self.void_turn_filter, self.resample = sampler_kwargs.void_turn_filter, sampler_kwargs.get("resample")
-        is_known = self.void_turn_filter in (False, True, "loss") and self.resample in (None, "paper", "code")
+        is_known = type(self.void_turn_filter) is bool or self.void_turn_filter == "loss"
+        is_known &= self.resample in (None, "paper", "code")
         if not is_known or (self.resample and self.void_turn_filter is True):  # with both, too few could be left
             got = f"void_turn_filter={self.void_turn_filter!r}, resample={self.resample!r}"
             expected = "false, true or loss, and null, paper or code; with resample, not true"
@@ -109,6 +111,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
             raise ValueError(f"sampler_kwargs has {got}; expected null, or 0, 1, ... without resample.")
         self.generated_for_one = 2 if self.resample else 1  # responses per response of a batch; read by the trainer
         self.keep_surplus = sampler_kwargs.get("keep_surplus", False)
+        if self.keep_surplus and (strategy := kwargs.get("max_off_policy_strategy", "drop")) != "drop":
+            raise ValueError(
+                f"sampler_kwargs has keep_surplus=true and max_off_policy_strategy={strategy!r}, by which no group is "
+                "ever too old; expected drop."
+            )
         # In `separate_async` a step takes so many batches, and verl averages what they log by the rollouts that each
         # trained on (trainer/ppo/v1/utils.py:111, 0.9.1). So the last of them alone logs, of all together.
         self._batches_per_step = self.trainer_config.get("parameter_sync_step", 1)
@@ -150,7 +157,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
             batch, metrics = self._sample_sync(global_steps, partition_id, batch_size)
         else:
             batch, metrics = super().sample(global_steps, partition_id, batch_size)
-            self._counts.fillers = len(self.fillers)
+        self._counts.fillers = len(self.fillers)
         self._of_step += self._counts
         ends = self._counts.ends
         del ends[PromptEnd.OPEN]  # not decided yet, or counted by the later end
@@ -228,7 +235,6 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._clear_groups(partition_id, set(self._groups) - set(selected) - kept)
         metrics = {
             "filter_groups/generated": float(submitted),
-            "filter_groups/filled_with_equal": float(shortfall),
             "filter_groups/surplus": float(len(surplus)),
             "filter_groups/kept": float(len(kept)),
         }
@@ -292,6 +298,12 @@ class DapoReplayBuffer(ReplayBufferAsync):
             data = tq.kv_batch_get(keys=keys, partition_id=partition_id, select_fields=["extra_fields"])
             for key, value in zip(keys, data["extra_fields"], strict=True):
                 extra, uid = getattr(value, "data", value), key.split("_")[0]
+                if not key.endswith("_0"):
+                    raise ValueError(
+                        f"An agent loop gave several outputs for one rollout ({key}). Groups count rollouts, and a "
+                        "further output is a copy; expected one: join them, with response_mask 0 on what the model "
+                        "did not write."
+                    )
                 lost[uid].update(extra.get("lost_servers", ()))
                 if uid not in raised:
                     rows[uid].append((key, extra, exclusion(extra, self.void_turn_filter)))
@@ -301,7 +313,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
                 metric=self.filter_metric,
                 void_turn_filter=self.void_turn_filter,
                 resample=self.resample,
-                rng=self._rng,
+                rng=random.Random(uid),  # the same in a run that is resumed
             )
         first_seen = rows.keys() - self.seen_before.keys()
         for uid in rows.keys() & self.seen_before.keys():

@@ -57,7 +57,6 @@ class StepCounts:
 
         Left out is what there is no case of: `keep_rate`, say, where no group ended.
         """
-        infos = [rollout["reward_extra_info"] for rollout in self.judged]
         failed, keep_rate = float(self.ends[PromptEnd.FAILED]), self.keep_rate()
         metrics = {
             "filter_groups/failed": failed,
@@ -73,10 +72,9 @@ class StepCounts:
         if self.ages:
             ages = {"mean": np.mean(self.ages), "max": max(self.ages)}
             metrics |= {f"staleness/{name}": float(value) for name, value in ages.items()}
-        if infos:
-            metrics |= {
-                "train/acc": float(np.mean([info["acc"] for info in infos])),
-                "train/truncation_rate": float(np.mean([info["truncated"] for info in infos])),
-                "train/model_tokens": float(np.mean([info["response_tokens"] for info in infos])),
-            }
+        if self.judged:
+            metrics["train/acc"] = float(np.mean([rollout["reward_extra_info"]["acc"] for rollout in self.judged]))
+        for name, key in (("truncation_rate", "truncated"), ("model_tokens", "response_tokens")):
+            if values := [rollout[key] for rollout in self.judged if key in rollout]:  # another's loop tells none
+                metrics[f"train/{name}"] = float(np.mean(values))
         return metrics

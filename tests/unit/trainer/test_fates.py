@@ -11,7 +11,7 @@ ENDS = [PromptEnd.EQUAL, PromptEnd.VOID, PromptEnd.FAILED, PromptEnd.SURPLUS]
 def group(end, **changes):
     """Four rollouts, the last with two outputs, and a fifth that the sandbox failed."""
     parts = {
-        "valid": dict.fromkeys(["u_0_0", "u_1_0", "u_2_0", "u_3_0", "u_3_1"], 1.0),
+        "valid": dict.fromkeys(["u_0_0", "u_1_0", "u_2_0", "u_3_0"], 1.0),
         "excluded": {"u_4_0": RolloutEnd.SANDBOX_FAILURE},
         "void": [],
         "dropped": [],

@@ -246,6 +246,7 @@ CORRECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
             f"algorithm.adv_estimator=tir_otb {ACTOR}.calculate_sum_pi_squared=true {CORRECTION}.bypass_mode=false",
             "another advantage, and gmpo takes one",
         ),
+        ("gmpo", "algorithm.adv_estimator=gae", "another advantage, and gmpo takes one"),
         ("gspo", f"{ACTOR}.loss_agg_mode=token-mean", "expected seq-mean-token-mean"),
         ("grpo", f"{ACTOR}.policy_loss.unit=group", "the last two with token-mean"),
         ("dapo", f"{ACTOR}.policy_loss.unit=prompt", "expected one of mini_batch, batch, group"),
@@ -258,6 +259,7 @@ CORRECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
         ("tir_otb", "actor_rollout_ref.model.use_fused_kernels=true", "Set it to false"),
         ("dr_grpo", f"{ACTOR}.loss_agg_mode=token-mean", "loss_scale_factor|expected seq-mean-token-sum-norm"),
         ("dr_grpo", f"{ACTOR}.loss_scale_factor=null", "loss_scale_factor is None.*expected a number of tokens"),
+        ("dr_grpo", f"{ACTOR}.loss_scale_factor=0", "loss_scale_factor is 0 .*expected a number of tokens above 0"),
         ("dapo", f"{ACTOR}.loss_scale_factor=64", "loss_scale_factor is 64.*null with others"),
         ("dapo", f"+{ACTOR}.policy_loss.unti=batch", "policy_loss.unti is no key.*Did you mean unit"),
         (

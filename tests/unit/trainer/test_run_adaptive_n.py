@@ -46,6 +46,12 @@ def test_a_step_has_as_many_updates_whatever_its_responses(make, monkeypatch, dp
     trainer, _ = make(*ADAPTIVE)
     multiple = trainer._get_required_batch_multiple(dp_size)
     assert multiple == 2 * dp_size
+    fixed = trainer.config.actor_rollout_ref.actor, trainer.config.actor_rollout_ref.rollout
+    fixed[0].use_dynamic_bsz, fixed[0].ppo_micro_batch_size_per_gpu = False, 4
+    assert trainer._get_required_batch_multiple(dp_size) == 8 * dp_size, "micro-batches of 4, each whole"
+    fixed[1].log_prob_use_dynamic_bsz, fixed[1].log_prob_micro_batch_size_per_gpu = False, 6
+    assert trainer._get_required_batch_multiple(dp_size) == 24 * dp_size, "of 4 and of 6"
+    fixed[0].use_dynamic_bsz = fixed[1].log_prob_use_dynamic_bsz = True
     padded = -(-130 // multiple) * multiple
     seen = []
 

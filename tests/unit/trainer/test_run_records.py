@@ -192,7 +192,7 @@ def test_a_response_has_its_advantage_where_all_its_tokens_that_train_have_one(m
     records.take(3, batch, {"c"}, TOKENIZER, {"b_1_0": "void"})
     records.end_step(3, {"c": PromptEnd.EQUAL}, ())
     ((fates, cpu_s),) = handle.of("end_step")
-    expected = {"a_0": None, "b_1": None, "c_0": 0.0, "c_1": 0.25} | dict.fromkeys(("a_1", "b_0", "d_0"), 0.5)
+    expected = {"a_0": None, "b_1": None, "c_0": 0.0, "c_1": 0.5} | dict.fromkeys(("a_1", "b_0", "d_0"), 0.5)
     assert fates.taken == expected and fates.left_out == {"b_1": "void"}
     assert fates.fillers == {"c"} and cpu_s > 0
     ends = {uid: str(end) for uid, end in fates.ends.items()}

@@ -147,6 +147,46 @@ def test_a_run_in_which_everything_fails_outside_the_model_stops_and_says_what_t
     assert 6 < len(queue.groups) <= 6 + 2 + 6  # stops once more than 3 x 2 have failed
 
 
+def test_the_remedy_is_that_of_most_groups(make):
+    """Seven groups raised, and one of eight rollouts lost its sandbox: eight rollouts, and one group."""
+    down = [info(0, sandbox_failure=1.0, finish_reason="sandbox_failure")] * 8
+    _, buffer = make([down, *[RAISED] * 20], batch_size=2, max_num_gen_batches=3)
+    with pytest.raises(
+        RuntimeError, match="sandbox_failure 8, raised 7.*Correct what the log has as 'Error in _run_prompt'"
+    ):
+        buffer.sample(4, "train", 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rollout_of_several_outputs_is_refused(make, monkeypatch, mode):
+    import transfer_queue
+
+    queue, buffer = make([MIXED, MIXED], batch_size=2, mode=mode)
+
+    def kv_list():
+        found = queue.kv_list()
+        if "uid-1_0_0" in queue.tags:
+            queue.tags["uid-1_0_1"], queue.values["uid-1_0_1"] = queue.tags["uid-1_0_0"], queue.values["uid-1_0_0"]
+            found = {"train": {key: dict(tag) for key, tag in queue.tags.items()}}
+        return found
+
+    monkeypatch.setattr(transfer_queue, "kv_list", kv_list)
+    with pytest.raises(ValueError, match=r"several outputs for one rollout \(uid-1_0_1\).*expected one: join them"):
+        buffer.sample(1, "train", 2)
+
+
+def test_a_reward_manager_that_tells_acc_alone_has_its_metrics(make):
+    def plain(acc, **loop):
+        return {"reward_extra_info": {"acc": acc}, **loop}
+
+    told = {"finish_reason": "answer", "truncated": 1.0, "response_tokens": 30.0}
+    _, buffer = make([[plain(1.0, **told), plain(0.0)], MIXED], batch_size=2, metric="acc")
+    _, metrics = buffer.sample(1, "train", 2)
+    of_these = {name: value for name, value in metrics.items() if name.startswith("train/")}
+    # the second rollout is of another project's loop, which tells no length; those of MIXED have 10 tokens
+    assert of_these == pytest.approx({"train/acc": 0.5, "train/truncation_rate": 1 / 3, "train/model_tokens": 50 / 3})
+
+
 def test_without_filtering_equal_groups_are_trained_on(make):
     queue, buffer = make([RIGHT, WRONG, MIXED], batch_size=3, enable=False)
     batch, metrics = buffer.sample(1, "train", 3)

@@ -204,21 +204,3 @@ def test_the_trainer_is_told_which_servers_were_lost_under_requests(make, monkey
     _, buffer = make([RAISED, [first, second]], batch_size=1)
     buffer.sample(1, "train", 1)
     assert buffer.take_ended().lost == {"a:80": 3, "b:80": 1, "c:80": 1} and not buffer.take_ended().lost
-
-
-def test_a_rollout_that_is_stored_in_parts_ended_once(make, monkeypatch):
-    import transfer_queue as tq
-
-    queue, buffer = make([MIXED], batch_size=1, mode="colocate_async")
-    listed = queue.kv_list
-
-    def in_two_parts():
-        listed()
-        for key in [key for key in queue.tags if key.count("_") == 2 and key.endswith("_0")]:
-            queue.tags.setdefault(f"{key[:-1]}1", queue.tags[key])
-            queue.values.setdefault(f"{key[:-1]}1", queue.values[key])
-        return {queue.partition: {key: dict(tag) for key, tag in queue.tags.items()}}
-
-    monkeypatch.setattr(tq, "kv_list", in_two_parts)
-    buffer.sample(1, "train", 1)
-    assert buffer.take_fates() == {"uid-0": {"trained": 2}} and not buffer.take_fates()

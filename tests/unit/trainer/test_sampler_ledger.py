@@ -93,14 +93,14 @@ def outcomes(seed):
     return {f"uid-{i}": rng.choice(kinds) for i in range(900)}
 
 
-def groups_of_four(seed):
+def groups_of_four(seed, void=0.25):
     """Right or wrong, some with void turns, old tokens or a broken sandbox, in a few one raised."""
     rng = random.Random(seed)
 
     def rollout():
         failed = rng.random() < 0.06
         end = {"sandbox_failure": 1.0, "finish_reason": "sandbox_failure"} if failed else {}
-        made = info(rng.randrange(2), void_turns=int(rng.random() < 0.25), **end)
+        made = info(rng.randrange(2), void_turns=int(rng.random() < void), **end)
         return made | {"version_spans": [(0, 10, rng.randrange(STEPS))]}
 
     return {f"uid-{i}": RAISED if rng.random() < 0.05 else [rollout() for _ in range(4)] for i in range(900)}
@@ -173,6 +173,15 @@ def test_every_rollout_of_every_option_ends_once(tmp_path, make, mode, options):
     tally = read_tally(tmp_path)
     assert {uid for uid, end in tally.ends.items() if end is PromptEnd.TRAINED} == trained.keys()
     assert tally.rollouts().keys() >= expected | {"trained", "failed/sandbox_failure", "failed/raised"}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_a_group_that_waited_is_judged_as_before_the_kill(tmp_path, make, mode, seed):
+    """Many void turns: whether one that trains is kept depends on what resampling draws."""
+    options = {"resample": "paper", "void_turn_filter": "loss"}
+    run = Run(tmp_path, make, mode, groups_of_four(seed, void=0.6), max_num_gen_batches=4, **options)
+    play(run, seed)
 
 
 @pytest.mark.parametrize("mode", MODES[1:])

@@ -79,7 +79,7 @@ def test_groups_without_a_valid_rollout_are_replaced_as_ever(make_buffer):
     assert metrics["failure/groups_dropped"] == 2
 
 
-@pytest.mark.parametrize("settings", [{"resample": "best"}, {"void_turn_filter": "baseline"}])
+@pytest.mark.parametrize("settings", [{"resample": "best"}, {"void_turn_filter": "baseline"}, {"void_turn_filter": 1}])
 def test_another_rule_is_refused(make_buffer, settings):
     with pytest.raises(ValueError, match="expected false, true or loss, and null, paper or code"):
         make_buffer([], batch_size=1, **settings)
@@ -88,6 +88,11 @@ def test_another_rule_is_refused(make_buffer, settings):
 def test_resampling_does_not_go_with_a_filter_that_could_leave_too_few(make_buffer):
     with pytest.raises(ValueError, match="resample='paper'.*not true"):
         make_buffer([], batch_size=1, void_turn_filter=True, resample="paper")
+
+
+def test_surplus_is_not_kept_where_nothing_is_ever_too_old(make_buffer):
+    with pytest.raises(ValueError, match="keep_surplus=true and max_off_policy_strategy='wait'.*expected drop"):
+        make_buffer([], batch_size=1, keep_surplus=True, max_off_policy_threshold=2, max_off_policy_strategy="wait")
 
 
 def test_a_misspelt_key_of_the_sampler_is_refused():
