@@ -75,7 +75,7 @@ TRAJECTORIES = pa.schema(
         "outcome": pa.string(),  # of outcome.PromptEnd
         "outcome_why": pa.string(),
         "trained_step": pa.int32(),  # whose batch took the rollout, as useful or as a filler
-        "advantage": pa.float64(),  # where all tokens of the response have one
+        "advantage": pa.float64(),  # the estimator's, 0 of what trains nothing; null where that of its tokens differs
         "response_tokens": pa.int32(),
         "model_tokens": pa.int32(),
         "timings": TIMINGS,
@@ -98,8 +98,8 @@ TOKENS = pa.schema(
         "rollout_log_prob": pa.float32(),
         "old_log_prob": pa.float32(),
         "log_prob": pa.float32(),  # as the update had it, before its optimiser step
-        "ratio": pa.float32(),
-        "advantage": pa.float32(),
+        "ratio": pa.float32(),  # of this token; gspo clips the mean of a response
+        "advantage": pa.float32(),  # as the loss had it, with the factor of `policy_loss.unit` and of padding
         # "kept", "clipped_low", "clipped_high", "dropped:<correction>", "masked"; null with verl's losses but `vanilla`
         "decision": pa.string(),
     }

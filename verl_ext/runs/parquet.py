@@ -55,7 +55,7 @@ def write(path: Path, rows: Rows, schema: pa.Schema | None = None, notes: Notes 
             pq.ParquetWriter(file, rows.schema if schema is None else schema, **options) as writer,
         ):
             writer.add_key_value_metadata(dict(notes or {}))
-            for table in tables:
+            for table in _of_groups(tables):
                 writer.write_table(table, max(1, len(table) * _GROUP_BYTES // max(1, table.nbytes)))
                 count += len(table)
         os.replace(part, path)
@@ -68,6 +68,18 @@ def _tables(rows: Iterable[Mapping[str, Any]], schema: pa.Schema) -> Iterator[pa
     left = iter(rows)
     while chunk := list(itertools.islice(left, _CHUNK)):
         yield pa.Table.from_pylist(chunk, schema=schema)
+
+
+def _of_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
+    """Joined until a row group is full: each has its own pages of every column."""
+    waiting: list[pa.Table] = []
+    for table in tables:
+        waiting.append(table)
+        if sum(each.nbytes for each in waiting) >= _GROUP_BYTES:
+            yield pa.concat_tables(waiting)
+            waiting = []
+    if waiting:
+        yield pa.concat_tables(waiting)
 
 
 @contextmanager

@@ -18,13 +18,12 @@ DIAGNOSE = REPOSITORY / "docs" / "diagnose.md"
 QUESTIONS: dict[str, list[list[str]]] = yaml.safe_load(Path(__file__).with_name("curves.yaml").read_text("utf-8"))
 PUBLISHED_NAMES = {"response_length/clip_ratio": "train/truncation_rate"}  # the published column means this key of ours
 END_STEPS = 5  # at each end of a curve, over which an alarm takes the mean
-ENTROPY = "actor/entropy|actor/entropy_loss"  # the second where a run does not log the first
 # Key, and of the first and the last value: how many values it needs, is it wrong?, sentence, what to look for in
 # docs/diagnose.md.
 ALARMS = (
-    (ENTROPY, 4, lambda a, b: b < 0.3 * a, "The entropy collapses: from {:.3g} to {:.3g} nats per token.",
+    ("actor/entropy", 4, lambda a, b: b < 0.3 * a, "The entropy collapses: from {:.3g} to {:.3g} nats per token.",
      "## Entropy falls"),
-    (ENTROPY, 4, lambda a, b: b > 3 * a, "The entropy grows: from {:.3g} to {:.3g} nats per token.",
+    ("actor/entropy", 4, lambda a, b: b > 3 * a, "The entropy grows: from {:.3g} to {:.3g} nats per token.",
      "## Entropy rises"),
     ("tool/code_ratio", 4, lambda a, b: a > 0.05 and b < 0.7 * a,
      "Tool use falls: {:.1%} of the responses ran code, now {:.1%}.", "## It trains, but never calls the tool"),
@@ -77,12 +76,12 @@ def charts(
 
 
 def not_logged(metrics: Metrics) -> list[str]:
-    """The keys of ALARMS that a run has no value of."""
-    return [key.partition("|")[0] for key in dict.fromkeys(key for key, *_ in ALARMS) if not _values(metrics, key)]
-
-
-def _values(metrics: Metrics, key: str) -> Sequence[float]:
-    return next((values for name in key.split("|") if (values := metrics.curve(name)[1])), ())
+    """The keys of ALARMS of which a run has too few values."""
+    return [
+        key
+        for key, needed in {key: needed for key, needed, *_ in ALARMS}.items()
+        if len(metrics.curve(key)[1]) < needed
+    ]
 
 
 def alarms(metrics: Metrics) -> list[dict[str, Any]]:
@@ -92,7 +91,7 @@ def alarms(metrics: Metrics) -> list[dict[str, Any]]:
     """
     lines, found = DIAGNOSE.read_text(encoding="utf-8").splitlines() if DIAGNOSE.is_file() else [], []
     for key, needed, is_wrong, sentence, look_for in ALARMS:
-        values = _values(metrics, key)
+        values = metrics.curve(key)[1]
         number = max(1, min(END_STEPS, len(values) // 2))
         ends = [statistics.fmean(side or [0.0]) for side in (values[:number], values[-number:])]
         if len(values) >= needed and is_wrong(*ends):

@@ -76,7 +76,7 @@ class Run:
     def folder(self) -> Path:
         """Of a quickstart that was opened in its SFT run, the RL run once there is one."""
         if self._folder == self._named / "sft":
-            with suppress(NoRun):
+            with suppress(NoRun, ValueError):  # a config that cannot be read: the next look tries again
                 self._folder = training_folder(self._named, "rl")
         return self._folder
 
@@ -169,8 +169,8 @@ class Run:
 
     def state(self) -> list[Any]:
         """Changes where a file of the run appears or grows: what a page that is open asks for."""
-        paths = [file.path for file in store.files_of(self.folder, "*")]
-        return [str(state_of(path)) for path in [*paths, *self.folder.glob("metrics*.jsonl")]]
+        paths = [*(self.folder / store.FOLDER).glob("*/"), *self.folder.glob("metrics*.jsonl")]
+        return [str(state_of(path)) for path in paths]  # a folder's time changes with its files' names
 
 
 def _metrics_fault(path: Path) -> Exception | None:

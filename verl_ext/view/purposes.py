@@ -1,6 +1,7 @@
 """What code is for (verl_ext/evaluation/purposes.py), over the steps of training."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 
 from verl_ext.evaluation import purposes
@@ -16,19 +17,29 @@ SAMPLE = 64  # responses of a file, chosen by a hash of their names: a share of 
 def over_training(run: Run) -> Metrics:
     """`summary` of SAMPLE judged responses of each step of training."""
     files = {key: path for key, path in run.files().items() if key.startswith("step")}
-    return Metrics({step_of(key): _of_file(run, key, state_of(path)) for key, path in files.items()}, set())
+    found: dict[int, dict[str, float]] = {}
+    for key, path in files.items():
+        with suppress(LookupError):
+            found[step_of(key)] = _of_file(run, key, state_of(path))
+    return Metrics(found, set())
 
 
 @lru_cache(maxsize=20_000)
 def _of_file(run: Run, key: str, _: State | None) -> dict[str, float]:
-    """Once for each state of a file."""
+    """Once for each state of a file.
+
+    Raises:
+        LookupError: it has no judged response, or cannot be read now: the next look asks again.
+    """
     sql = (
         "SELECT acc, response_tokens, tool_use,"
         " list_transform(calls, lambda c: {'turn': c.turn, 'code': c.code, 'status': c.status, 'fault': c.fault})"
         " AS calls"
         f" FROM records WHERE acc IS NOT NULL ORDER BY hash(uid, session) LIMIT {SAMPLE}"
     )
-    return purposes.summary(run.ask(sql, keys=[key]))
+    if not (rows := run.ask(sql, keys=[key])):
+        raise LookupError(key)
+    return purposes.summary(rows)
 
 
 def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:

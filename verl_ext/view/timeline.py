@@ -14,8 +14,11 @@ LONGEST = 10  # intervals of a lane that are listed: the drawing's rectangles ca
 LATER = 8  # steps whose records are looked through for rollouts that ran in a step, and were decided later
 # lane ("trainer", a server, "tool", "score"), what, start_s, end_s, uid, session, own: the step decided its fate
 Interval = dict[str, Any]
-_OF_ROLLOUTS = f""", near AS (SELECT *, key = $key AS own FROM records
-    WHERE key = $key OR (timings.started_s < $end AND timings.ended_s > $start))
+_OF_ROLLOUTS = f""", near AS (SELECT uid, session, timings, key = $key AS own,
+        list_transform(turns, lambda t: {{server: t.server, started_s: t.started_s, generate_s: t.generate_s}})
+            AS turns,
+        list_transform(calls, lambda c: {{started_s: c.started_s, queue_s: c.queue_s, run_s: c.run_s}}) AS calls
+    FROM records WHERE key = $key OR (timings.started_s < $end AND timings.ended_s > $start))
     SELECT * FROM (SELECT coalesce(server, 'servers') AS lane, 'generate' AS what, started_s AS start_s,
         started_s + generate_s AS end_s, uid, session, own
         FROM (SELECT uid, session, own, unnest(turns, recursive := true) FROM near)

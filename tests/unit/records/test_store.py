@@ -225,6 +225,13 @@ def test_long_rows_stand_in_small_row_groups_and_short_ones_in_one(tmp_path, mon
         assert len(list(store.stream(path))) == store.read(path).num_rows == 16
 
 
+def test_rows_of_a_step_are_one_row_group_however_many_are_made_at_once(tmp_path):
+    """Each row group has its own pages of every column."""
+    path = store.path_of(tmp_path, "trajectories", 1)
+    store.write(path, "trajectories", [ROW] * 600)
+    assert pq.ParquetFile(path).num_row_groups == 1 and store.read(path).num_rows == 600
+
+
 @pytest.mark.parametrize("instead", [None, "text"])
 def test_a_file_that_lacks_a_column_or_has_another_type_there_is_named(tmp_path, instead):
     path = store.path_of(tmp_path, "trajectories", 1)

@@ -77,7 +77,7 @@ def test_an_alarm_links_to_the_line_that_helps(viewer, tmp_path, key, values, sa
 def test_what_no_alarm_could_look_at_is_named(client: TestClient) -> None:
     page = client.get("/").text
     assert "8 checks could not run" in page and "No alarm." in page
-    assert "The run does not log train/truncation_rate, failure/share_sandbox_failure" in page
+    assert "The run has no value, or fewer than four, of train/truncation_rate, failure/share_sandbox_failure" in page
 
 
 def test_a_run_in_which_no_alarm_could_look_at_anything_is_not_called_well(viewer, tmp_path: Path) -> None:
@@ -95,7 +95,15 @@ def test_a_thousand_steps_of_as_many_keys_as_verl_logs_are_drawn_at_once() -> No
     assert time.process_time() - began < 0.3
 
 
-def test_the_entropy_that_a_bypassed_pass_leaves_is_looked_at() -> None:
-    falling = Metrics({step: {"actor/entropy_loss": 0.5**step} for step in range(8)}, set())
+def test_the_entropy_that_a_bypassed_pass_leaves_is_looked_at(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "data": {"actor/entropy_loss": 0.5**step}}) for step in range(8)]
+    (tmp_path / "metrics-1.jsonl").write_text("\n".join(lines) + "\n")
+    falling = read_metrics([tmp_path / "metrics-1.jsonl"])
     assert [alarm["sentence"][:21] for alarm in curves.alarms(falling)] == ["The entropy collapses"]
     assert "actor/entropy" not in curves.not_logged(falling)
+
+
+def test_a_check_that_needs_more_steps_could_not_run() -> None:
+    young = Metrics({step: {"actor/entropy": 1.0, "actor/ppo_kl": 0.0} for step in range(3)}, set())
+    assert curves.alarms(young) == []
+    assert "actor/entropy" in curves.not_logged(young) and "actor/ppo_kl" not in curves.not_logged(young)

@@ -105,6 +105,12 @@ def test_a_group_is_one_file_that_needs_nothing_else(client: TestClient) -> None
     assert ' href="/' not in answer.text and " src=" not in answer.text
 
 
+def test_a_dot_without_its_link_keeps_its_name_for_a_screen_reader(client: TestClient) -> None:
+    page = client.get("/run/0/step_000002?export=1").text
+    dots = re.findall(r'<span[^>]*class="dot[^>]*>', page)
+    assert len(dots) == 20 and all('role="img"' in dot and "aria-label=" in dot for dot in dots)
+
+
 @pytest.mark.parametrize("when", ["listed", "opened"])
 def test_a_file_that_is_removed_while_a_run_is_exported_is_left_out(client, run_folder, monkeypatch, when: str) -> None:
     def stream(path: Path):

@@ -4,7 +4,7 @@
 const nameOf = (e) => [e.closest("section")?.ariaLabel, e.className, e.getAttribute("href") ?? e.closest("figure, details")?.firstElementChild.textContent].join();
 if (document.body.dataset.live) {
   let seen = null;
-  setInterval(async () => {
+  const look = async () => {
     try {
       const now = await (await fetch(document.body.dataset.live)).text();
       if (seen !== null && now !== seen) {
@@ -25,7 +25,9 @@ if (document.body.dataset.live) {
       }
       seen = now;
     } catch { /* the viewer has ended: what is shown stays */ }
-  }, 2000);
+    finally { setTimeout(look, 2000); }
+  };
+  setTimeout(look, 2000);
 }
 
 const lens = document.querySelector(".tokens");
