@@ -13,7 +13,7 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/* \
     && git config --system --add safe.directory /opt/verl-retool
 
-# The stack, in a layer that only the lock and the installer change.
+# The stack, in a layer that only the lock, the installer and the package's first file change.
 WORKDIR /opt/verl-retool
 ENV RETOOL_HARDWARE=cpu PIP_NO_CACHE_DIR=1
 COPY scripts/setup_env.sh scripts/

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -139,6 +140,8 @@ def measure(
     run, log = folder / "run", folder / "log.txt"
     durable.make_folder(folder)
     with lock_folder(folder) as lock, ExitStack() as stack:
+        if run.is_mount():  # of a script that was killed
+            subprocess.run(["umount", str(run)], check=True)
         for path in set(folder.iterdir()) - {folder / LOCK}:
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
         run.mkdir()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # DAPO RL of Qwen3-4B-Instruct-2507 with a code interpreter. Every hyper-parameter: configs/qwen3-4b_dapo.yaml and the YAMLs in its head.
-# Machine: one GPU of 80 GB, and 128 GB of host memory. Without SFT: the model calls tools in hermes' JSON already. Not run by us
+# Machine: one GPU of 80 GB and 53 GiB of host memory, by the doctor's estimate. Without SFT: the model calls tools in hermes' JSON already. Not run by us
 # at this size.
 #
 # Usage: [NAME=value ...] bash recipe/retool/run_qwen3-4b_dapo.sh [--cfg job] [Hydra overrides, e.g. trainer.save_freq=10]

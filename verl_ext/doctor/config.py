@@ -57,7 +57,7 @@ def _problems(run: Run, composed: dict) -> Iterator[Finding]:
             kinds = type(value).__name__, type(defaults[key]).__name__
             yield warn(f"{key} is {value!r} ({kinds[0]}), but verl's default is a {kinds[1]} -> Correct it.")
     for problem in run.own_problems("unknown", "missing"):
-        hint = "Set it as in configs/qwen2-32b_dapo.yaml."
+        hint = "Set it as in configs/shared/ (retool.yaml; of SFT sft.yaml; of checkpoints every_run.yaml)."
         if problem.kind == "unknown":
             hint = did_you_mean(problem.key, problem.known, "Remove it.")
         yield fail(f"{problem.message} -> {hint}")

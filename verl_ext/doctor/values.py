@@ -63,7 +63,9 @@ def check_values(run: Run) -> Iterator[Finding]:
 
 def _check_numbers(run: Run) -> Iterator[Finding]:
     for problem in run.own_problems("value"):
-        yield fail(f"{problem.message} -> Correct it: configs/qwen2-32b_dapo.yaml says what is usual.")
+        yield fail(
+            f"{problem.message} -> Correct it: configs/shared/ says what is usual (retool.yaml; of SFT sft.yaml)."
+        )
     for key in COUNTS:
         value = run.get(key)
         if value is not None and (type(value) is not int or value < 1):

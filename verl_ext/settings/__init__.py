@@ -209,7 +209,7 @@ class RecordBatches(Option):
 
 @dataclass(frozen=True, kw_only=True)
 class Retool:
-    """`retool` of an RL run; what each key does stands beside it in configs/qwen2-32b_dapo.yaml."""
+    """`retool` of an RL run; what each key does stands beside it in configs/shared/retool.yaml and every_run.yaml."""
 
     checkpoints: CheckpointSettings = CheckpointSettings()
     protocol: str = key(among=PROTOCOLS)
