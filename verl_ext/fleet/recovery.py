@@ -300,6 +300,7 @@ class Fleet:
     async def _bury(self, server: _Server) -> None:
         """Get back what its requests have, free what it holds, start another."""
         self._events.append(("died", server.name, server.health.why))
+        self._weights.starting.add(server.replica.replica_rank)  # what it frees is for its replacement
         hangs = False
         try:
             await asyncio.wait_for(_answer(server.replica.server_handle.give_up), GIVE_UP_S)
@@ -311,7 +312,10 @@ class Fleet:
             await _in_thread(self._stop, server.replica, hangs)
         except Exception:  # of Ray, whatever it is: the others live, and another may start all the same
             logger.exception("server %s is dead, and what it holds was not freed", server.name)
-        await self._replace(server.name)
+        try:
+            await self._replace(server.name)
+        finally:
+            self._weights.starting.discard(server.replica.replica_rank)
 
     def _stop(self, replica: RolloutReplica, hangs: bool = False) -> None:
         self._stop_replica(replica, place_of(replica) if hangs else None)

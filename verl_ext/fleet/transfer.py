@@ -36,7 +36,7 @@ class FleetCheckpointManager(CheckpointEngineManager):
         replicas: those that have weights, as verl's.
         newcomers: started, and without weights yet, in place of a dead one or added by command; or an update did
             without them, as they were silent or could not be reached.
-        starting: numbers of those that start by command.
+        starting: numbers of those that start by command, and of dead ones in whose place one starts.
         dead: replicas that nothing waits for.
         failures: why those of them are dead that an update found.
         version: of the newest update of all replicas.

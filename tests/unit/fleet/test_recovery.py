@@ -50,8 +50,10 @@ def test_a_dead_server_leaves_is_given_up_and_replaced_and_its_successor_waits_f
         dead.server.mode = mode
         await made.rounds(1)
         assert made.routed() == ["server 1"]
+        assert made.weights.starting == {dead.replica_rank}, "an `add` meanwhile would take its GPU"
         await made.until(lambda: made.weights.newcomers)
         await made.rounds(5)
+        assert made.weights.starting == set()
         assert dead.server.given_up == 1 and made.stopped == [dead] and made.weights.dead == {dead}
         assert made.hanging == [None]
         (new,) = made.started
