@@ -5,7 +5,9 @@
     .venv/bin/python scripts/compare_modes.py --show RUN         # what a run took at each step, beside what it drew
 
 `separate_async_keep` is `separate_async` with updates under running requests. All have one objective, that of
-configs/tiny_dapo.yaml, whose old log-probs are the rollout's, as `keep` needs them. Each call of a tool is held back
+configs/tiny_dapo.yaml, whose old log-probs are the rollout's, as `keep` needs them; and agent loops in an actor of
+their own, which asynchronous modes need: the mode is all that differs (what loops within the server save is a row of
+ablation.py). Each call of a tool is held back
 for a log-normal time (slow_sandbox.py). Modes take turns, so that a machine that gets slower is slower for all. Prints
 a table. Ratios of speed and differences of accuracy are of two runs with one seed, as means with 95% intervals by
 Student's t over seeds.
@@ -56,7 +58,9 @@ SLOW = (
 )
 OVERRIDES = ("trainer.save_freq=10", "actor_rollout_ref.rollout.val_kwargs.n=4", *SLOW)
 KEEP = "separate_async_keep"
+LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager"
 MODES = compare_objectives.MODES | {
+    "sync": (LOOPS,),
     KEEP: (*compare_objectives.MODES["separate_async"], "retool.fleet.weight_update=keep"),
 }
 PARTNERS = {"colocate_async": "sync", "separate_async": "sync", KEEP: "separate_async"}  # what a mode is compared with

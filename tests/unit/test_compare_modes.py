@@ -198,6 +198,8 @@ def test_every_mode_can_be_composed(script):
     for mode in script.MODES:
         config = compose_run("tiny_dapo", script.command_of(script.Cell(mode, 2.0, 7), 30, [])[2:])
         assert (config.data.seed, config.trainer.test_freq) == (7, 30)
+        loops = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
+        assert loops == "verl_ext.rollout.workers.LeanAgentLoopManager", "what is compared is the mode"
 
 
 def test_in_flight_updates_are_all_that_a_mode_differs_in_from_its_partner(script):
