@@ -1,4 +1,4 @@
-"""Watched rollout servers without a trainer: verl's own, with its router; and an actor that reads files."""
+"""Watched rollout servers without a trainer, behind the router of their config; and an actor that reads files."""
 
 import threading
 import time
@@ -23,11 +23,13 @@ def watched_fleet(config: DictConfig, folder: Path, run: Path) -> Iterator[Simpl
     from verl.workers.rollout.llm_server import LLMServerManager
 
     from tests.e2e.versions import Actor
+    from verl_ext.fleet import balancer
     from verl_ext.fleet.client import FleetClient
     from verl_ext.fleet.recovery import Fleet, FleetCheckpointManager
     from verl_ext.settings import HealthSettings
     from verl_ext.settings.checks import read_settings
 
+    balancer.install(config)
     manager = LLMServerManager.create(config=config)
     engine = omega_conf_to_dataclass(config.actor_rollout_ref.rollout.checkpoint_engine)
     weights = FleetCheckpointManager(engine, Actor(folder), manager.get_replicas())

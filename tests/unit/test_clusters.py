@@ -65,7 +65,7 @@ def test_job_runs_the_launcher_with_its_variables_and_overrides(tmp_path: Path, 
     )
     assert result.stdout.splitlines() == [
         *("job", "submit", "--address", "http://127.0.0.1:8265", "--"),
-        *("env", "RAY_AUTH_MODE=token", "TRAIN_FILE=my data.parquet", "NNODES=2"),
+        *("env", "RAY_AUTH_MODE=token", "TRAIN_FILE=my data.parquet", "NNODES=2", "DOCTOR=0"),
         *("bash", "/shared/verl-retool/recipe/retool/run_qwen2-32b_dapo.sh", "trainer.save_freq=10"),
     ]
 

@@ -12,10 +12,11 @@ import time
 from contextvars import ContextVar
 from typing import Any
 
-from ray.exceptions import ActorUnavailableError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError
+from ray.exceptions import ActorUnavailableError
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from verl_ext.rollout.liveness import GONE
 from verl_ext.rollout.weight_versions import note_lost
 from verl_ext.settings import HealthSettings
 
@@ -23,8 +24,6 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 FAILED = "server_failed"  # among the extra fields of an output that its server broke off: the rest comes from another
-# Of a call whose process is gone, or whose answer went with its node; OwnerDiedError is an ObjectLostError.
-GONE = (RayActorError, OutOfMemoryError, NodeDiedError, ObjectLostError)
 GAVE_UP = "error"  # the reason of a turn's end for which the rollout is an infrastructure failure (rollout/loop.py)
 PAUSE_S = 0.5  # until a request asks again: for a server, or one that could not be reached
 ROUTER_S = 10.0  # for the router to take a server out; it takes milliseconds

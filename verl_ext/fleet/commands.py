@@ -43,13 +43,17 @@ def ask(run: Path, words: list[str], *, take_s: float = TAKE_S, answer_s: float 
     name = f"{time.time_ns()}_{uuid4().hex[:8]}"
     request, taken, answer = (folder / f"{name}.{what}.json" for what in ("request", "taken", "answer"))
     durable.write_text(request, json.dumps(words))
-    if not _wait(lambda: not request.exists(), take_s):
-        with suppress(FileNotFoundError):  # taken in this moment
-            request.unlink()
-            raise NoAnswer(
-                f"No run looked into {folder} within {take_s:.0f} s. Expected an RL run that goes on and has "
-                "servers of its own: trainer.v1.trainer_mode=separate_async, actor_rollout_ref.hybrid_engine=false."
-            )
+    is_taken = False
+    try:
+        is_taken = _wait(lambda: not request.exists(), take_s)
+    finally:  # also where who asks is ended: no later run obeys
+        if not is_taken:
+            with suppress(FileNotFoundError):  # taken in this moment
+                request.unlink()
+                raise NoAnswer(
+                    f"No run looked into {folder} within {take_s:.0f} s. Expected an RL run that goes on and has "
+                    "servers of its own: trainer.v1.trainer_mode=separate_async, actor_rollout_ref.hybrid_engine=false."
+                )
     if not _wait(answer.exists, answer_s):
         taken.unlink(missing_ok=True)  # nobody waits for an answer
         raise NoAnswer(
@@ -90,10 +94,10 @@ class Command:
 
 def clear(run: Path) -> None:
     """Remove what commands to an earlier start of the run have left, but for requests that may wait for this one."""
-    newest = time.time_ns() - int(TAKE_S * 1e9)
     for path in (run / FOLDER).glob("*.json*"):
         written = path.name.partition("_")[0]  # see `ask`
-        if not (path.name.endswith(".request.json") and written.isdigit() and int(written) > newest):
+        is_young = written.isdigit() and abs(time.time_ns() - int(written)) < TAKE_S * 1e9
+        if not (is_young and path.name.endswith(".request.json")):
             path.unlink(missing_ok=True)
 
 

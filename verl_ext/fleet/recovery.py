@@ -21,11 +21,11 @@ from ray.exceptions import ActorUnavailableError, RayError
 from verl.workers.rollout.llm_server import LLMServerManager
 from verl.workers.rollout.replica import RolloutReplica
 
-from verl_ext.fleet.client import GONE
 from verl_ext.fleet.health import Health, Pulse, State
 from verl_ext.fleet.replicas import GIVE_UP_S, place_of, start_in_time, start_replica, stop_replica
 from verl_ext.fleet.transfer import FleetCheckpointManager, are_alike, is_death, read
 from verl_ext.ledger.servers import ServerJournal
+from verl_ext.rollout.liveness import GONE
 from verl_ext.settings import HealthSettings
 
 logger = logging.getLogger(__name__)
@@ -369,7 +369,7 @@ async def _beat(replica: RolloutReplica) -> None:
     """Of a server, and of the workers beside it, which get its weights: each is a process of its own. Ray answers
     `__ray_ready__` beside an actor's event loop, also where that hangs; a method of the worker runs in it.
     """
-    workers = [worker.is_leader_rank.remote() for worker in replica.workers]
+    workers = [worker.get_replica_rank.remote() for worker in replica.workers]
     await asyncio.gather(replica.server_handle.beat.remote(), *workers)
 
 

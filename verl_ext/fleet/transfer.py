@@ -19,8 +19,8 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
 from verl.utils.ray_utils import auto_await
 from verl.workers.rollout.replica import RolloutReplica
 
-from verl_ext.fleet.client import GONE
 from verl_ext.fleet.health import Pulse
+from verl_ext.rollout.liveness import GONE
 
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))

@@ -9,8 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ActorUnavailableError, RayActorError
+from ray.exceptions import ActorUnavailableError, NodeDiedError, ObjectLostError, OutOfMemoryError, RayActorError
 
+# Of a call whose process is gone, or whose answer went with its node; OwnerDiedError is an ObjectLostError.
+GONE = (RayActorError, OutOfMemoryError, NodeDiedError, ObjectLostError)
 LOOK_S = 5.0  # from a look to the next: a message for each process
 
 
@@ -41,7 +43,7 @@ class AgentLoops:
                 ray.get(answer)
             except ActorUnavailableError:  # the network's silence
                 pass
-            except RayActorError as error:
+            except GONE as error:
                 raise RuntimeError(
                     f"A process of the agent loops is gone, and its rollouts with it: {error}. If it was killed for "
                     "memory, the system's log says so. The same command goes on from the newest checkpoint."

@@ -17,7 +17,7 @@ Rows = Iterable[Mapping[str, Any]] | pa.Table
 Notes = Mapping[bytes, str] | None
 Check = Callable[[Path, pa.Schema], None]
 PART = ".tmp"  # end of the name of a file that is being written, after its writer's process
-_CHUNK = 256  # rows that are in memory at once
+_CHUNK = 256  # rows that are made into a table at once
 _BATCH = 64  # rows that are in memory at once where a file is read row by row
 _GROUP_BYTES = 2**24  # about those of a row group of the file, at the most: who reads takes them one by one
 
@@ -34,7 +34,7 @@ def write(path: Path, rows: Rows, schema: pa.Schema | None = None, notes: Notes 
     """Write a file so that there is all of it or nothing. A column that a row lacks is null.
 
     Args:
-        rows: are taken some hundred at a time.
+        rows: are taken some hundred at a time; tables of them wait until a row group is full.
         schema: of `rows`, which a table has itself.
         notes: are kept in the file's metadata.
         options: of `pyarrow.parquet.ParquetWriter`.

@@ -40,7 +40,6 @@ _noted: ContextVar[list[tuple[str, Tensor]] | None] = ContextVar("noted", defaul
 # Metrics that are added up over micro-batches and ranks, and over a step's batches by verl's MetricsAggregator, which
 # goes by "sum" in a name (trainer/ppo/v1/utils.py:107, 0.9.1). Shares are made of them at a step's end.
 COUNT = "actor/sum/"
-VERLS_OF_TOKENS = ("gae", "reinforce_plus_plus")  # estimators of verl with an advantage of its own for each token
 LOSS_MODES = [  # names of actor.policy_loss.loss_mode, beside verl's; the doctor reads them here
     "retool_ppo",
     "retool_olmorl",
@@ -296,7 +295,7 @@ def _problems(config: DictConfig, loss: Loss, unit: str) -> list[str]:
             f"algorithm.rollout_correction has rollout_is_batch_normalize={correction.rollout_is_batch_normalize}, "
             f"rollout_rs={correction.rollout_rs}, which change the formula; expected false and null"
         )
-    if loss.objective is gmpo and config.algorithm.adv_estimator in (*OF_TOKENS, *VERLS_OF_TOKENS):
+    if loss.objective is gmpo and config.algorithm.adv_estimator in (*OF_TOKENS, "gae"):
         problems.append(
             f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, which gives each token another advantage, "
             "and gmpo takes one for a response"

@@ -82,7 +82,7 @@ class CompletedRounds:
     def _sync_metadata_from_transfer_queue(self) -> None:
         super()._sync_metadata_from_transfer_queue()
         while any(self.pending_keys.values()) or any(self.running_keys.values()):
-            time.sleep(self.poll_interval)
+            self._wait_for_next_poll("train", time.time())  # which may raise: the process of a rollout is gone
             super()._sync_metadata_from_transfer_queue()
         for partition_id, rows in self.partitions.items():
             self.partitions[partition_id] = dict(sorted(rows.items(), key=lambda row: _place(row[0])))

@@ -112,6 +112,13 @@ class RunTrainer(RunUpdates, RunValidation):
                     f"adv_estimator={config.algorithm.adv_estimator} and {type(self.replay_buffer).__name__}. "
                     "Name verl_ext.trainer.sampler.DapoReplayBuffer under trainer.v1.sampler.custom_sampler."
                 )
+            actor, updates = config.actor_rollout_ref.actor, self._updates_per_step()
+            if not actor.use_dynamic_bsz and updates > 1:
+                raise ValueError(
+                    f"retool.adaptive_n with actor.use_dynamic_bsz=false has one update a step, got {updates}: padding "
+                    "to whole micro-batches could be all of an update. Set actor_rollout_ref.actor.use_dynamic_bsz="
+                    "true, or ppo_mini_batch_size to the size of the train batch."
+                )
             self.replay_buffer.on_group_end = self._sampling.observe
 
         if record := read_settings(config, "record_batches", RecordBatches):

@@ -72,13 +72,15 @@ class RunUpdates(PPOTrainer):
         """With groups of unequal size a mini-batch is a share of the batch (line 1593 counts `rollout.n` per prompt).
 
         So the number of updates does not depend on the number of responses, and no update has padding alone, without a
-        token to average over. Micro-batches of a fixed size must be whole (workers/engine/utils.py:125).
+        token to average over. Micro-batches of a fixed size must be whole (workers/engine/utils.py:125), and go with
+        one update (`RunTrainer`).
         """
         if not self._sampling:
             return super()._get_required_batch_multiple(dp_size)
-        actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
+        actor = self.config.actor_rollout_ref.actor
         fixed = [] if actor.use_dynamic_bsz else [actor.ppo_micro_batch_size_per_gpu]
-        fixed += [] if rollout.log_prob_use_dynamic_bsz else [rollout.log_prob_micro_batch_size_per_gpu]
+        for role in (self.config.actor_rollout_ref.rollout, self.config.actor_rollout_ref.ref):
+            fixed += [] if role.log_prob_use_dynamic_bsz else [role.log_prob_micro_batch_size_per_gpu]
         return dp_size * self._updates_per_step() * math.lcm(*filter(None, fixed))
 
     def _update_actor(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:

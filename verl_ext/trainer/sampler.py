@@ -111,10 +111,11 @@ class DapoReplayBuffer(ReplayBufferAsync):
             raise ValueError(f"sampler_kwargs has {got}; expected null, or 0, 1, ... without resample.")
         self.generated_for_one = 2 if self.resample else 1  # responses per response of a batch; read by the trainer
         self.keep_surplus = sampler_kwargs.get("keep_surplus", False)
-        if self.keep_surplus and (strategy := kwargs.get("max_off_policy_strategy", "drop")) != "drop":
+        threshold, strategy = self.max_off_policy_threshold, self.max_off_policy_strategy
+        if self.keep_surplus and (strategy != "drop" or threshold is None):
             raise ValueError(
-                f"sampler_kwargs has keep_surplus=true and max_off_policy_strategy={strategy!r}, by which no group is "
-                "ever too old; expected drop."
+                f"sampler_kwargs has keep_surplus=true and max_off_policy_strategy={strategy!r}, max_off_policy_"
+                f"threshold={threshold!r}, by which no group is ever too old; expected drop, and a number."
             )
         # In `separate_async` a step takes so many batches, and verl averages what they log by the rollouts that each
         # trained on (trainer/ppo/v1/utils.py:111, 0.9.1). So the last of them alone logs, of all together.

@@ -115,8 +115,7 @@ def sample_page(request: Request) -> Response:
     if request.query_params.get("raw"):
         return PlainTextResponse(msgspec.json.format(msgspec.json.encode(row), indent=1))  # what is no number is null
     sql = f"SELECT {', '.join(tokens.COLUMNS)} FROM records WHERE uid = $uid AND session = $session ORDER BY position"
-    keys = dict.fromkeys([key, f"step_{row['trained_step'] or 0:06d}"])
-    told = run.ask(sql, {name: row[name] for name in ("uid", "session")}, "tokens", keys)
+    told = run.ask(sql, {name: row[name] for name in ("uid", "session")}, "tokens", [key])
     lens = tokens.lens(told, row["turns"] or [])
     colour = next((name for name in tokens.COLOURED if name == request.query_params.get("colour")), "advantage")
     return page(request, "sample.html", run=run, key=key, row=row, rows=rows, colour=colour, **lens)

@@ -24,7 +24,7 @@ class Worker:
     def __init__(self) -> None:
         self.mode, self.given_up = "well", 0
 
-    async def is_leader_rank(self) -> None:
+    async def get_replica_rank(self) -> None:
         await self._answer()
 
     async def _answer(self) -> None:

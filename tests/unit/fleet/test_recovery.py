@@ -3,10 +3,12 @@
 import asyncio
 import gc
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.unit.fleet.fleet_scene import Replica
+from tests.unit.fleet.remote import Remote
 from verl_ext.ledger.servers import read_servers
 
 pytestmark = pytest.mark.timeout(180)  # Ray's and verl's imports
@@ -132,6 +134,22 @@ def test_a_server_whose_worker_is_gone_or_hangs_is_dead_though_it_answers(scene,
         assert made.weights.dead == {made.replicas[0]} and made.routed() == ["server 1"]
 
     scene(script)
+
+
+def test_a_heartbeat_asks_what_the_worker_of_a_vllm_server_can_answer(cpu_platform):
+    from verl.checkpoint_engine.base import CheckpointEngineWorker
+    from verl.workers.rollout.vllm_rollout.vllm_rollout import ServerAdapter
+
+    from verl_ext.fleet.recovery import _beat
+
+    worker, adapter = object.__new__(CheckpointEngineWorker), object.__new__(ServerAdapter)
+    adapter.replica_rank, worker.server_adapter = 3, adapter
+
+    async def beat() -> None:
+        server = SimpleNamespace(beat=lambda: None)
+        await _beat(SimpleNamespace(workers=[Remote(worker)], server_handle=Remote(server)))
+
+    asyncio.run(beat())
 
 
 def test_a_server_may_compile_at_its_first_requests_however_long_it_waited_for_them(scene):

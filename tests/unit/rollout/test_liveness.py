@@ -52,6 +52,22 @@ def test_one_that_is_killed_ends_the_wait_and_one_that_is_busy_does_not(actors):
         look(loops, 30.0)
 
 
+def test_one_that_rays_memory_monitor_killed_ends_the_wait(monkeypatch):
+    """Its error is no RayActorError."""
+    import ray
+    from ray.exceptions import OutOfMemoryError
+
+    def get(answer):
+        raise OutOfMemoryError("killed for memory")
+
+    monkeypatch.setattr(liveness, "LOOK_S", 0.0)
+    monkeypatch.setattr(ray, "wait", lambda answers, timeout: (answers, []))
+    monkeypatch.setattr(ray, "get", get)
+    loops = liveness.AgentLoops([SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: None))])
+    with pytest.raises(RuntimeError, match="gone, and its rollouts with it: killed for memory"):
+        loops.check()
+
+
 def test_one_that_cannot_be_reached_for_a_moment_does_not_end_the_wait(monkeypatch):
     import ray
     from ray.exceptions import ActorUnavailableError

@@ -9,7 +9,7 @@ ENDS = [PromptEnd.EQUAL, PromptEnd.VOID, PromptEnd.FAILED, PromptEnd.SURPLUS]
 
 
 def group(end, **changes):
-    """Four rollouts, the last with two outputs, and a fifth that the sandbox failed."""
+    """Four rollouts, and a fifth that the sandbox failed."""
     parts = {
         "valid": dict.fromkeys(["u_0_0", "u_1_0", "u_2_0", "u_3_0"], 1.0),
         "excluded": {"u_4_0": RolloutEnd.SANDBOX_FAILURE},

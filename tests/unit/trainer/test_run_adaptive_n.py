@@ -46,12 +46,6 @@ def test_a_step_has_as_many_updates_whatever_its_responses(make, monkeypatch, dp
     trainer, _ = make(*ADAPTIVE)
     multiple = trainer._get_required_batch_multiple(dp_size)
     assert multiple == 2 * dp_size
-    fixed = trainer.config.actor_rollout_ref.actor, trainer.config.actor_rollout_ref.rollout
-    fixed[0].use_dynamic_bsz, fixed[0].ppo_micro_batch_size_per_gpu = False, 4
-    assert trainer._get_required_batch_multiple(dp_size) == 8 * dp_size, "micro-batches of 4, each whole"
-    fixed[1].log_prob_use_dynamic_bsz, fixed[1].log_prob_micro_batch_size_per_gpu = False, 6
-    assert trainer._get_required_batch_multiple(dp_size) == 24 * dp_size, "of 4 and of 6"
-    fixed[0].use_dynamic_bsz = fixed[1].log_prob_use_dynamic_bsz = True
     padded = -(-130 // multiple) * multiple
     seen = []
 
@@ -66,6 +60,25 @@ def test_a_step_has_as_many_updates_whatever_its_responses(make, monkeypatch, dp
     assert seen == [{1: 65, 3: 66}[dp_size]] and seen[0] % dp_size == 0
     config = trainer.config.actor_rollout_ref
     assert (config.actor.ppo_mini_batch_size, config.rollout.n) == (8, 8)
+
+
+ACTOR = "actor_rollout_ref.actor"
+FIXED = (f"{ACTOR}.use_dynamic_bsz=false", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4")
+
+
+@pytest.mark.parametrize("dp_size", [1, 3])
+def test_micro_batches_of_a_fixed_size_are_whole(make, dp_size):
+    """Of the update, the old log-probs and the reference's: 4, 6 and 9."""
+    key = "log_prob_micro_batch_size_per_gpu"
+    sizes = f"actor_rollout_ref.rollout.{key}=6", f"actor_rollout_ref.ref.{key}=9"
+    trainer, _ = make(*ADAPTIVE, *FIXED, *sizes, f"{ACTOR}.ppo_mini_batch_size=16")
+    assert trainer._get_required_batch_multiple(dp_size) == 36 * dp_size
+
+
+def test_micro_batches_of_a_fixed_size_go_with_one_update(make):
+    """Padding could be all of the second one."""
+    with pytest.raises(ValueError, match="use_dynamic_bsz=false has one update a step, got 2"):
+        make(*ADAPTIVE, *FIXED, "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4")
 
 
 def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, tmp_path):

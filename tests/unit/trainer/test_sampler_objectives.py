@@ -90,9 +90,11 @@ def test_resampling_does_not_go_with_a_filter_that_could_leave_too_few(make_buff
         make_buffer([], batch_size=1, void_turn_filter=True, resample="paper")
 
 
-def test_surplus_is_not_kept_where_nothing_is_ever_too_old(make_buffer):
-    with pytest.raises(ValueError, match="keep_surplus=true and max_off_policy_strategy='wait'.*expected drop"):
-        make_buffer([], batch_size=1, keep_surplus=True, max_off_policy_threshold=2, max_off_policy_strategy="wait")
+@pytest.mark.parametrize(("strategy", "threshold"), [("wait", 2), ("drop", None)])
+def test_surplus_is_not_kept_where_nothing_is_ever_too_old(make_buffer, strategy, threshold):
+    ages = {"max_off_policy_threshold": threshold, "max_off_policy_strategy": strategy}
+    with pytest.raises(ValueError, match=f"keep_surplus=true and max_off_policy_strategy='{strategy}'.*a number"):
+        make_buffer([], batch_size=1, keep_surplus=True, **ages)
 
 
 def test_a_misspelt_key_of_the_sampler_is_refused():

@@ -85,7 +85,9 @@ def test_surplus_groups_are_counted_and_dropped_by_default_and_where_none_may_be
 
 
 def test_surplus_groups_are_the_first_of_the_next_step_and_save_its_prompts(make):
-    queue, buffer = make([MIXED] * 5 + [MIXED, WRONG, MIXED], batch_size=5, keep_surplus=True)
+    queue, buffer = make(
+        [MIXED] * 5 + [MIXED, WRONG, MIXED], batch_size=5, keep_surplus=True, max_off_policy_threshold=2
+    )
     told = []
     buffer.on_group_end = lambda uid, accs: told.append(uid)
     first, metrics = buffer.sample(1, "train", 3)
