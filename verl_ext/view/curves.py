@@ -77,11 +77,8 @@ def charts(
 
 def not_logged(metrics: Metrics) -> list[str]:
     """The keys of ALARMS of which a run has too few values."""
-    return [
-        key
-        for key, needed in {key: needed for key, needed, *_ in ALARMS}.items()
-        if len(metrics.curve(key)[1]) < needed
-    ]
+    needed = {key: number for key, number, *_ in ALARMS}
+    return [key for key, number in needed.items() if len(metrics.curve(key)[1]) < number]
 
 
 def alarms(metrics: Metrics) -> list[dict[str, Any]]:
