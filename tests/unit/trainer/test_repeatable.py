@@ -120,6 +120,29 @@ def test_the_order_and_the_pace_of_arrival_change_nothing(sample: Callable[..., 
     assert any(other != plain[0] for other in plain), "an order that matters to nobody shows nothing"
 
 
+def test_a_wait_for_all_rollouts_ends_where_one_can_never_come() -> None:
+    """The process of its agent loop is gone."""
+    from verl_ext.trainer.queue import check_while_waiting
+    from verl_ext.trainer.repeatable import CompletedRounds
+
+    class Buffer:
+        pending_keys, running_keys, poll_interval = {"train": set()}, {"train": {"a"}}, 0.0
+
+        def _sync_metadata_from_transfer_queue(self) -> None:
+            """Nothing new."""
+
+        def _wait_for_next_poll(self, partition_id: str, last: float) -> float:
+            return last
+
+    def check() -> None:
+        raise RuntimeError("a process is gone")
+
+    buffer = type("Repeatable", (CompletedRounds, Buffer), {})()
+    check_while_waiting(buffer, check)
+    with pytest.raises(RuntimeError, match="a process is gone"):
+        buffer._sync_metadata_from_transfer_queue()
+
+
 def test_names_sort_as_they_were_given_and_a_resumed_run_gives_them_again() -> None:
     from verl_ext.trainer.repeatable import CountedNames
 
