@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verl_ext.runs import jsonl
+from verl_ext.runs import durable, jsonl
 from verl_ext.runs.folder import SAMPLES
 
 SETTINGS = "settings.json"
@@ -46,7 +46,7 @@ class Store:
                     f"{folder} holds samples of other settings:\n{lines}"
                     "Use the same settings to go on, another folder (--out) to start anew, or delete this one."
                 )
-        path.write_text(json.dumps({"settings": settings, **about}, indent=1) + "\n")
+        durable.write_text(path, json.dumps({"settings": settings, **about}, indent=1) + "\n")
         jsonl.cut_half_line(self.samples)
         self._sink = open(self.samples, "a", encoding="utf-8")
 

@@ -13,7 +13,7 @@ from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths import symbolic
 from verl_ext.reward.maths.extraction import extract_answer
 from verl_ext.reward.maths.normalisation import normalise
-from verl_ext.reward.maths.rationals import NotANumber, quantity_or_none, read_quantity
+from verl_ext.reward.maths.rationals import NotANumber, quantity_or_none, read_quantity, split_unit
 from verl_ext.reward.maths.structure import Comparison, compare_answers
 
 MAX_ANSWER_CHARS = 2000
@@ -124,8 +124,12 @@ class _ValueComparison:
         self.rest = Comparison(False, "guard: comparisons")  # of what is compared when none is left
 
     def __call__(self, pred: str, gold: str) -> Comparison:
-        decided = _compare_quantities(pred, gold) or _compare_notations(pred, gold) or _compare_words(pred, gold)
-        if decided:
+        if decided := _compare_quantities(pred, gold) or _compare_notations(pred, gold):
+            return decided
+        (pred_value, pred_unit), (gold_value, gold_unit) = split_unit(pred), split_unit(gold)
+        if not (pred_unit and gold_unit) or pred_unit == gold_unit:  # else they differ as words do
+            pred, gold = pred_value, gold_value
+        if decided := _compare_words(pred, gold):
             return decided
         if re.fullmatch(r"[-+]?\s*\\infty", gold):
             return Comparison(False, "infinity")  # another spelling of it: \infty+1 is no number

@@ -20,6 +20,9 @@ HOSTILE = [
     r"\text{" * 300 + "42" + "}" * 300,
     r"\frac{1}{" * 200 + "1" + "}" * 200,
     "9" * 1999,
+    "2^{1000000}(" + ",".join("1" * 900) + ")",
+    r"3^{1000000}\begin{pmatrix}" + "&".join("1" * 60) + r"\end{pmatrix}",
+    r"3\begin{pmatrix}" + "&".join(["3^{999999}"] * 60) + r"\end{pmatrix}",
     r"\sum_{k=1}^{1000000000} k",
     r"\int_0^1 \sin(\sin(\sin(x^7)))dx",
     r"\det\begin{pmatrix}"

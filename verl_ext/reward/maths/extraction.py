@@ -14,7 +14,7 @@ _PROSE_FENCES = {"latex", "tex", "math", "markdown", "md", "text", "plaintext"}
 # Each branch begins with a character that has no case: by those the search skips over prose.
 _BLOCK_OPEN = re.compile(
     rf"<(?i:(?P<tag>{'|'.join(_CODE_TAGS + _PRINTED_TAGS)})\s*>|(?P<role>\|im_start\|>(?:tool|user|system)\b))"
-    rf"|(?P<fence>```|~~~)[ \t]*(?!(?i:{'|'.join(_PROSE_FENCES)})\b)\w[^\n`]*\n"
+    rf"|(?P<fence>```|~~~)[ \t]*(?!(?i:{'|'.join(_PROSE_FENCES)})\b)\w[^\n`~]*\n"
 )
 _BLOCK_CLOSE = re.compile(r"<(?:/(?P<tag>\w+)\s*>|(?P<role>\|im_end\|>))|(?P<fence>```|~~~)")
 _PRINTED_FENCE = re.compile(
@@ -22,7 +22,7 @@ _PRINTED_FENCE = re.compile(
     re.DOTALL | re.IGNORECASE,
 )
 _STRAY_CLOSE = re.compile(rf"</(?i:{'|'.join(_PRINTED_TAGS)})\s*>")
-_BOX_OPEN = re.compile(r"\\+(?:boxed|fbox)\s*\{")
+_BOX_OPEN = re.compile(r"(?<!\\)\\++(?:boxed|fbox)\s*\{")
 _BOX_TOKEN = re.compile(rf"(?P<box>{_BOX_OPEN.pattern})|\\.|(?P<open>\{{)|(?P<close>\}})", re.DOTALL)
 _LAYOUT = r"(?:\s|\$|\\[()\[\], ]|\\q?quad)*"
 _AND = rf"(?:\\text\s*\{{\s*)?(?:and|or)(?:\s*\}})?{_LAYOUT}"

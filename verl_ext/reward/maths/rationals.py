@@ -28,7 +28,9 @@ _UNIT_OF = {word: unit.split()[0] for unit in re.split(r"[|\n]", _UNITS) for wor
 _MAGNITUDES = {"hundred": 2, "thousand": 3, "万": 4, "million": 6, "亿": 8, "billion": 9, "trillion": 12}
 _NOT_UNITS = set(
     "and or nor if not no to mod modulo more less than of over else with for plus minus times divided by choose "
-    "tenths hundredths thousandths millionths billionths halves thirds quarters half dozen dozens score "
+    "half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths "
+    "eighth eighths ninth ninths tenth tenths eleventh elevenths twelfth twelfths fifteenths "
+    "sixteenths twentieths fiftieths hundredths thousandths millionths billionths dozen dozens score "
     "squared cubed factorial root power base pi infinity negative positive zero except but either neither "
     "is isn't was are be equals wrong incorrect false invalid maybe perhaps probably possibly otherwise "
     "approximately approx about around roughly almost nearly least most greater smaller below above under between "
@@ -37,6 +39,11 @@ _NOT_UNITS = set(
 _TAIL = re.compile(
     r"(?P<number>.*[\d})!%])(?P<gap>\s*)"
     r"(?:\\text\s*\{(?P<text>[^{}]*)\}|(?P<bare>[a-zA-Z\u4e00-\u9fff][a-zA-Z\u4e00-\u9fff/ .]*))"
+    r"(?:\s*\^\s*(?:\d|\{\d\}))?",
+    re.DOTALL,
+)
+_UNIT_AFTER_EXPRESSION = re.compile(
+    r"(?P<value>.*\S)\s*(?:\\text\s*\{(?P<text>[^{}]*)\}|(?<=\s)(?P<bare>[a-zA-Z]+(?:/[a-zA-Z]+)?))"
     r"(?:\s*\^\s*(?:\d|\{\d\}))?",
     re.DOTALL,
 )
@@ -86,9 +93,11 @@ class _Foreign(Exception):
     """Something other than a rational number, such as a letter or a root: not for this parser."""
 
 
-def read_quantity(text: str) -> Quantity | None:
+def read_quantity(text: str, power_bits: int = MAX_POWER_BITS) -> Quantity | None:
     """The number that a normalised answer is, or None where it is something else (words, letters, roots, lists).
 
+    Args:
+        power_bits: a power of more bits is too large.
     Raises:
         NotANumber: `text` has nothing but digits and operators and is still malformed or too large.
     """
@@ -98,7 +107,7 @@ def read_quantity(text: str) -> Quantity | None:
     if re.fullmatch(r"[-+]?\s*\d{1,3}(?:(?:,\d{3})+|(?:\s\d{3})+)(?:\.\d+)?", text):
         text = re.sub(r"[,\s]", "", text)
     try:
-        parser = _Parser(text)
+        parser = _Parser(text, power_bits)
         value = parser.parse()
     except _Foreign:
         return None
@@ -107,10 +116,10 @@ def read_quantity(text: str) -> Quantity | None:
     return Quantity(value * 10**exponent, percent, unit, parser.calculated)
 
 
-def quantity_or_none(text: str) -> Quantity | None:
+def quantity_or_none(text: str, power_bits: int = MAX_POWER_BITS) -> Quantity | None:
     """`read_quantity`, where what is malformed or too large is no number either."""
     try:
-        return read_quantity(text)
+        return read_quantity(text, power_bits)
     except NotANumber:
         return None
 
@@ -141,12 +150,31 @@ def _split_unit(text: str) -> tuple[str, str, int]:
     return match["number"].rstrip(), unit, exponent
 
 
+def split_unit(text: str) -> tuple[str, str]:
+    r"""`36\pi\text{ cm}^3` -> (`36\pi`, "cm"), for what is no rational number.
+
+    A unit that is not known is given as it is written, none as "".
+    """
+    match = _UNIT_AFTER_EXPRESSION.fullmatch(text)
+    if not match or r"\text" in match["value"]:
+        return text, ""
+    words = (match["bare"] or match["text"]).replace(".", "").split()
+    known = [_UNIT_OF.get(word, _UNIT_OF.get(word.lower(), "")) for word in words]
+    if match["bare"] and not (known[0] and len(words[0]) > 1 and re.search(r"\\(?:pi|sqrt|frac)", match["value"])):
+        return text, ""
+    not_units = _NOT_UNITS | _MAGNITUDES.keys()
+    if not words or any(word.lower() in not_units or not word.replace("/", "").isalpha() for word in words):
+        return text, ""
+    return match["value"], known[0] if len(words) == 1 and known[0] else " ".join(words)
+
+
 class _Parser:
     """Recursive descent: sum > product > sign > power > factorial > number, bracket or \\frac."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, power_bits: int):
         if len(text) > MAX_CHARS:
             raise ValueError(f"{len(text)} characters, at most {MAX_CHARS}")
+        self._power_bits = power_bits
         self.tokens: list[Fraction | str] = []
         self.calculated = False
         self._index = 0
@@ -210,8 +238,8 @@ class _Parser:
         if exponent.denominator != 1:
             raise _Foreign  # a root
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
-        if abs(exponent) * bits > MAX_POWER_BITS:
-            raise ValueError(f"a power of more than {MAX_POWER_BITS} bits")
+        if abs(exponent) * bits > self._power_bits:
+            raise ValueError(f"a power of more than {self._power_bits} bits")
         return base ** int(exponent)
 
     def _factorial(self) -> Fraction:

@@ -3,9 +3,11 @@
 Parts that are not themselves made of parts go to a `compare_values` given by the caller (score.py).
 """
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 from verl_ext.reward.maths.intervals import is_braced, is_set, pieces_of_union, read_reals, same_notation
@@ -20,6 +22,7 @@ from verl_ext.reward.maths.normalisation import (
 from verl_ext.reward.maths.rationals import quantity_or_none
 
 MAX_PARTS = 64
+MAX_FACTOR_BITS = 4000  # of a factor before a matrix, of its cells, and of their products, where they are worked out
 MAX_UNMATCHED = 8  # values of a list that are not the same string: each pair may cost a symbolic comparison
 
 # What may stand before a matrix or a vector as its factor: a sign, a number, a root, a bracket, with powers; letters
@@ -35,6 +38,9 @@ _MATRIX = re.compile(
     rf"(?P<cells>(?:(?!\\begin).)*)\\end\{{\w+\}}\s*[\])]?(?:\s*\\cdot(?P<after>{_FACTOR % ''}))?+",
     re.DOTALL,
 )
+# A row may end with the space to the next; and some data sets lost one of the two backslashes.
+_ROW_END = re.compile(r"\\\\(?:\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\])?|\\(?=-?\d)")
+_PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
 _VECTOR = re.compile(rf"(?P<factor>{_FACTOR % ''})(?P<vector>\(.*\))", re.DOTALL)
 
 
@@ -119,6 +125,8 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, elem
         return Comparison(False, "count")
     if pred_parts.kind != gold_parts.kind and {pred_parts.kind, gold_parts.kind} != {"values", "()"}:
         return Comparison(False, "structure")
+    if pred_parts.ordered != gold_parts.ordered:  # y=5, x=3 is (3,5)
+        pred_parts, gold_parts = _by_label(pred_parts), _by_label(gold_parts)
     if pred_parts.ordered or gold_parts.ordered:
         if r"\{" in (pred[:2], gold[:2]):  # a set has no order, a tuple does
             return Comparison(False, "structure")
@@ -174,11 +182,10 @@ def _is_label(text: str) -> bool:
 def split_parts(text: str) -> Parts | None:
     """The parts an answer is made of, plus-minus written out; None for a single value."""
     if matrix := _MATRIX.fullmatch(text) if r"\begin" in text else None:
-        # Some data sets lost one of the two backslashes between rows.
-        rows = [row.split("&") for row in re.split(r"\\\\|\\(?=-?\d)", matrix["cells"].strip().removesuffix(r"\\"))]
+        rows = [row.split("&") for row in _ROW_END.split(matrix["cells"].strip().removesuffix(r"\\"))]
         shape = "x".join(str(len(row)) for row in rows)
-        cells = [_times(matrix["factor"], cell.strip()) for row in rows for cell in row]
-        return Parts(f"matrix {shape}", [_times(matrix["after"] or "", cell) for cell in cells])
+        cells = _times(matrix["factor"], [cell.strip() for row in rows for cell in row])
+        return Parts(f"matrix {shape}", _times(matrix["after"] or "", cells))
     if split_top_level(text, r"\cup")[1:]:
         return Parts("union", pieces_of_union(text))
     if is_braced(text):
@@ -186,13 +193,15 @@ def split_parts(text: str) -> Parts | None:
         return None if re.search(r"\||:|\\colon", inside) else Parts("values", _write_out(split_top_level(inside)))
     if text[:1] in ("{", "(", "[") and closing_index(text) == len(text) - 1:
         inside = split_top_level(text[1:-1])
+        if len(inside) > 1 and text[0] == "(" and len(_PLUS_MINUS.findall(text)) == 1:  # two points
+            return Parts("values", _write_out([text]))
         if len(inside) > 1:
             return Parts("values", _write_out(inside)) if text[0] == "{" else Parts(text[0] + text[-1], inside)
         return None
     vector = _VECTOR.fullmatch(text) if text.endswith(")") else None
     if vector and closing_index(vector["vector"]) == len(vector["vector"]) - 1:
         if len(cells := split_top_level(vector["vector"][1:-1])) > 1:
-            return Parts("()", [_times(vector["factor"], cell) for cell in cells])
+            return Parts("()", _times(vector["factor"], cells))
     values = _write_out(split_top_level(text))
     return Parts("values", values) if len(values) > 1 else None
 
@@ -201,7 +210,7 @@ def _write_out(values: list[str]) -> list[str]:
     r"""`1 \pm x` as the two values 1+x and 1-x."""
     written = []
     for value in values:
-        if not re.search(r"\\(?:pm|mp)(?![a-zA-Z])", value):
+        if not _PLUS_MINUS.search(value):
             written.append(value)
             continue
         for plus, minus in ("+-", "-+"):
@@ -210,17 +219,38 @@ def _write_out(values: list[str]) -> list[str]:
     return written
 
 
-def _times(factor: str, cell: str) -> str:
-    """The product, worked out where both are rational numbers: else it would count as not evaluated."""
+def _by_label(parts: Parts) -> Parts:
+    """Values that all have a letter for a label, in the order of the alphabet."""
+    labels = [split_label(item)[0] for item in parts.items]
+    if parts.ordered or not all(re.fullmatch("[a-zA-Z]", label) for label in labels):
+        return parts
+    return Parts(parts.kind, [item for _, item in sorted(zip(labels, parts.items, strict=True))])
+
+
+def _times(factor: str, cells: list[str]) -> list[str]:
+    """The products, worked out where both are rational numbers: else they would count as not evaluated."""
     factor = re.sub(r"\\cdot\s*$", "", factor).strip()
     if factor in ("", "+"):
-        return cell
+        return cells
     factor = "-1" if factor == "-" else factor
-    quantities = [quantity_or_none(each) for each in (factor, cell)]
-    if any(each is None or each.unit or each.percent for each in quantities):
+    number = _number(factor) if len(cells) <= MAX_PARTS else None
+    return [_product(factor, cell, number, _number(cell) if number is not None else None) for cell in cells]
+
+
+def _product(factor: str, cell: str, *numbers: Fraction | None) -> str:
+    if None in numbers:
         return rf"({factor})\cdot ({cell})"
-    value = quantities[0].value * quantities[1].value
+    value = math.prod(numbers)
     return str(value) if value.denominator == 1 else rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def _number(text: str) -> Fraction | None:
+    """A rational number by itself, if it is not too large to write out."""
+    quantity = quantity_or_none(text, MAX_FACTOR_BITS)
+    if quantity is None or quantity.unit or quantity.percent:
+        return None
+    bits = max(quantity.value.numerator.bit_length(), quantity.value.denominator.bit_length())
+    return quantity.value if bits <= MAX_FACTOR_BITS else None
 
 
 def _compare_unions(pred: str, gold: str, compare_values: CompareValues) -> Comparison:

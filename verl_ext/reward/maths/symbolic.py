@@ -27,7 +27,7 @@ from typing import Any
 QUICK_CPU_S = 0.1  # per comparison, in the quick lane
 CPU_S = 2.0  # per comparison, in the slow lane; also for a gold by itself
 SLOW = (r"\sum", r"\prod", r"\int", r"\lim")  # go there at once: sympy evaluates them
-WALL_S = 60.0  # per comparison: a backstop for a worker that neither works nor answers
+WALL_S = 300.0  # per comparison: a backstop for a worker that neither works nor answers, also on a busy machine
 START_WALL_S = 120.0  # importing sympy, on a loaded machine
 MEMORY_BYTES = 1 << 30  # address space of one worker
 MAX_COMPARISONS = 2000  # per worker, as sympy's caches grow

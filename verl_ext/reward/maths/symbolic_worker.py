@@ -10,6 +10,7 @@ Parsing is math-verify's (latex2sympy2_extended, an ANTLR grammar: answer text r
 import ctypes
 import json
 import os
+import random
 import re
 import resource
 import signal
@@ -21,6 +22,9 @@ AGREEMENT_DIGITS = 100
 NOISE_BITS = 8  # known of a value that is 0 but for the rounding: sympy gives it a precision of 1
 # Both signs (sqrt(x^2) is not x), no integers (sin(pi x) is not 0), nothing that an ordinary formula has a pole at.
 POINTS = [("37/29", "53/41"), ("-71/43", "83/59"), ("97/31", "-101/67")]
+# For floor and ceiling, which are constant in between: small ones for every remainder, large ones for large divisors.
+INTEGERS = [*range(-5, 15), 99, 100, 101, 997, 1000, 12345]
+INDICES = set("ijklmnN")  # symbols that stand for integers alone
 # Compared once before the first fork, so that parser and sympy are warm in all children: the first comparison of a kind
 # costs 30 to 120 ms of CPU, the next 5 to 50. Without it a child could reach the quick lane's limit again and again.
 WARM_UP = [
@@ -118,11 +122,31 @@ def load():
         """Whether it runs over an index, which may be called i, and may be slow to evaluate."""
         return expression.has(sympy.Sum, sympy.Product, sympy.Integral, sympy.Limit)
 
-    def values(expression, symbols) -> list:
-        """The expression at each of POINTS, None where it has no finite value there."""
+    def points(dimension: int) -> list[list]:
+        """POINTS in as many dimensions. Each further coordinate is off by a number of its own: differences of two are
+        equal in none.
+        """
         found = []
-        for point in POINTS if symbols else POINTS[:1]:
-            numbers = [sympy.Rational(point[i % 2]) + sympy.Rational(i // 2, 7) for i in range(len(symbols))]
+        for k, point in enumerate(POINTS if dimension else POINTS[:1]):
+            shifts = [sympy.Rational(random.Random(100 * k + i).randrange(1, 1009), 1009) for i in range(dimension)]
+            starts = [sympy.Rational(point[i % 2]) for i in range(dimension)]
+            found.append([at if i < 2 else at + sympy.sign(at) * shifts[i] for i, at in enumerate(starts)])
+        return found
+
+    def places_of(first, second, symbols) -> list[list] | None:
+        """Where two expressions are compared, if not at POINTS."""
+        if not symbols or not any(each.has(sympy.floor, sympy.ceiling) for each in (first, second)):
+            return None
+        draw = random.Random(0)
+        integers = [[sympy.Integer(n)] for n in INTEGERS]
+        if len(symbols) > 1:
+            integers = [[sympy.Integer(draw.choice(INTEGERS)) for _ in symbols] for _ in range(3 * len(INTEGERS))]
+        return integers + points(len(symbols)) * any(str(each) not in INDICES for each in symbols)
+
+    def values(expression, symbols, places=None) -> list:
+        """The expression at each of the places, None where it has no finite value there."""
+        found = []
+        for numbers in points(len(symbols)) if places is None else places:
             value = sympy.N(expression.subs(dict(zip(symbols, numbers, strict=True))), PRECISION)
             found.append(value if value.is_number and value.is_finite else None)
         return found
@@ -146,7 +170,8 @@ def load():
         if pred == gold:
             return True
         symbols = sorted(pred.free_symbols | gold.free_symbols, key=str)
-        pairs = list(zip(values(pred, symbols), values(gold, symbols), strict=True))
+        places = places_of(pred, gold, symbols)
+        pairs = list(zip(values(pred, symbols, places), values(gold, symbols, places), strict=True))
         if any((first is None) != (second is None) for first, second in pairs):
             return False
         pairs = [pair for pair in pairs if pair[0] is not None]

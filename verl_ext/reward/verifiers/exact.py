@@ -9,7 +9,8 @@ from verl_ext.reward.score import Score
 
 _TEXT = re.compile(r"\\text(?:bf|it|rm)?\s*\{([^{}]*)\}")
 _LETTER = re.compile(r"\W*([A-Z])(?:\W.*)?", re.DOTALL)
-_STATED = re.compile(r"\b(?:answer|option|choice)\b(?: is)?[\s:*]*\(?([A-Z])\b", re.IGNORECASE)
+# "the answer is a mystery" and "I think" name no choice.
+_STATED = re.compile(r"\b(?i:(answer)|option|choice)\b(?i:\s+is)?[\s:*]*\(?(I(?!\s+[a-z])|[A-HJ-Zb-hj-z])\b")
 
 
 class ExactVerifier:
@@ -33,7 +34,7 @@ class ExactVerifier:
 
 
 class ChoiceVerifier:
-    """The letter chosen is the ground truth's: boxed, tagged, or stated last as "the answer is C".
+    """The letter chosen is the ground truth's: boxed, tagged, or stated last, as "the answer is C", or else "option C".
 
     More than one letter in the box (`C or D`) is wrong.
     """
@@ -52,7 +53,7 @@ class ChoiceVerifier:
             stated = _STATED.findall(strip_tool_blocks(response_text))
             if not stated:
                 return Score(0.0, "", "no_answer", "no_choice")
-            pred = stated[-1].upper()
+            pred = max(enumerate(stated), key=lambda each: (each[1][0] != "", each[0]))[1][1].upper()
         letter = _letter(pred)
         return Score.graded(float(letter == gold), pred.strip(), "choice", letter or "")
 

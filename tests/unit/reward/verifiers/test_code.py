@@ -193,6 +193,9 @@ def test_references_are_right_and_mutants_wrong(url, load_script):
         ("```python\na = 1", None),
         ("a = 1", None),
         ("```python\n\n```", None),
+        ("```text\n1 2\n```\nSolution:\n```python\na = 1\n```", "a = 1\n"),
+        ("```python\na = 1\n```\nIt prints\n```text\n1\n```", "a = 1\n"),
+        ("```Python title\na = 1\n```\nSo ```a``` is 1.", "a = 1\n"),
     ],
 )
 def test_last_fence_is_the_program(response, program):

@@ -50,6 +50,11 @@ def test_case_counts_if_told_so():
         (r"\boxed{not C, D}", "C", "wrong"),
         (r"\boxed{Cat}", "C", "wrong"),
         ("I like C", "C", "no_answer"),
+        ("The answer is a mystery.", "A", "no_answer"),
+        ("The answer: I think it is hard.", "I", "no_answer"),
+        ("The answer is C. This choice is a good one.", "C", "correct"),
+        ("The answer is C; option B is wrong.", "C", "correct"),
+        ("I take option c.", "C", "correct"),
         ("<interpreter>the answer is C</interpreter>", "C", "no_answer"),
     ],
 )

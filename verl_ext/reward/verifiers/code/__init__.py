@@ -23,7 +23,8 @@ from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers.code.dialogue import SANDBOX_FAILURE, Dialogue
 from verl_ext.sandbox.client import CONTROL_PROGRAM, RunResult, SandboxClient
 
-_FENCE = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_FENCE = re.compile(r"```[^\n`]+```|```(?P<language>[^\n`]*)\n(?P<body>.*?)```", re.DOTALL)  # also of other languages
+_LANGUAGES = {"", "python", "py", "python3"}
 
 
 @dataclass(frozen=True)
@@ -111,8 +112,13 @@ class CodeVerifier:
 
 def extract_program(response_text: str) -> str | None:
     """The last complete fenced block of Python (or of no language) after the last `</think>`; None without one."""
-    blocks = _FENCE.findall(response_text.rpartition("</think>")[2])
+    fences = _FENCE.finditer(response_text.rpartition("</think>")[2])
+    blocks = [each["body"] for each in fences if each["body"] and _language(each) in _LANGUAGES]
     return blocks[-1] if blocks and blocks[-1].strip() else None
+
+
+def _language(fence: re.Match[str]) -> str:
+    return (fence["language"].split() or [""])[0].lower()
 
 
 def read_cases(ground_truth: Any) -> list[Case]:
