@@ -194,7 +194,8 @@ def roll_out() -> Callable[..., Any]:
             "memory_limit_mb": 256,
             "max_calls_per_s": None,
             "echo_last_expression": False,
-        }
+            "queue_timeout_s": 5,
+        } | settings.pop("sandbox", {})
         retool = {
             "protocol": "code",
             "repair_json": False,

@@ -12,10 +12,12 @@ checked against the tool's schema before the tool runs, and the model is told wh
   learn that its call was wrong.
 
 What the model can cause must be the model's error: else the model could buy its exclusion from training. So these are
-the model's error: a missing file that the arguments name, and an address that the arguments name and that does not
-answer or refuses (any HTTP 4xx or 5xx). Some errors only the tool can tell from its own, and it does so by `ToolError`:
-a request that its backend refuses for its content (HTTP 400, 404, 422), an argument that is no address at all (httpx
-does not say which one it was), or work that the arguments made too long.
+the model's error: a missing file that the arguments name, or that an argument like "" or ".." makes of a folder; and an
+address that the arguments name and that does not answer or refuses (any HTTP 4xx or 5xx). Where an error does not say
+which address it is about, as of urllib, sockets and time-outs, it is about a URL among the arguments, if there is one.
+Some errors only the tool can tell from its own, and it does so by `ToolError`: a request that its backend refuses for
+its content (HTTP 400, 404, 422), an argument that is no address at all (httpx does not say which one it was), an
+address to which the one in the arguments redirects, or work that the arguments made too long.
 """
 
 import errno
@@ -73,13 +75,16 @@ def who_is_at_fault(error: Exception, arguments: Mapping[str, Any]) -> Fault:
     if of_client or isinstance(error, _imported(_CLIENT_ERRORS)) or _is_of_urllib(error):
         return _fault_of_request(error, arguments)
     if isinstance(error, OSError):  # ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError, ...
-        return _fault_of_file(error, arguments) if _is_of_file(error) else Fault.INFRASTRUCTURE
+        return _fault_of_file(error, arguments) if _is_of_file(error) else _fault_of_request(error, arguments)
     return Fault.OURS
 
 
 def _fault_of_request(error: Exception, arguments: Mapping[str, Any]) -> Fault:
-    host, status = _host(error), _status(error)
-    if host and host in {_host_of(text) for text in _texts(arguments)}:
+    host, status, texts = _host(error), _status(error), list(_texts(arguments))
+    if host and host in {found for text in texts for found in (_host_of(text), _host_of(f"//{text.strip()}"))}:
+        return Fault.MODEL
+    is_of_machine = getattr(error, "errno", None) in _OF_THE_MACHINE
+    if not host and not is_of_machine and any("://" in text and _host_of(text) for text in texts):
         return Fault.MODEL
     if status is not None and 400 <= status < 500 and status not in _TRY_AGAIN:
         return Fault.OURS  # refused: whether for its content only the tool can say
@@ -96,7 +101,10 @@ def _fault_of_file(error: OSError, arguments: Mapping[str, Any]) -> Fault:
         return Fault.INFRASTRUCTURE
     file = os.path.normpath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
     names = {os.path.basename(file), os.path.splitext(os.path.basename(file))[0]} - {""}
-    if names & {os.path.basename(os.path.normpath(text)) for text in _texts(arguments) if text}:
+    texts = list(_texts(arguments))
+    if names & {os.path.basename(os.path.normpath(text)) for text in texts if text}:
+        return Fault.MODEL
+    if file and any(not text.strip("./") or text.endswith("/") for text in texts):  # a folder, or a name of nothing
         return Fault.MODEL
     return Fault.OURS if isinstance(error, _OF_FILES) else Fault.INFRASTRUCTURE  # ETXTBSY, EROFS, ...
 

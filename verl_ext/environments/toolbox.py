@@ -60,6 +60,7 @@ class Toolbox:
         sandbox = settings.sandbox
         self.sandbox = shared_client(sandbox)
         self._timeout_s = sandbox.timeout_s
+        self._tool_timeout_s = sandbox.timeout_s + sandbox.queue_timeout_s
         self._limits = {"timeout_s": sandbox.timeout_s, "memory_limit_mb": sandbox.memory_limit_mb}
         self._echo = sandbox.echo_last_expression
         self._traceback = settings.traceback
@@ -121,7 +122,7 @@ class Toolbox:
         while True:
             attempt += 1
             try:
-                response, reward = await self._call_tool(call, tools_kwargs)
+                response, reward = await self._call_in_time(call, tools_kwargs)
                 break
             except Exception as error:  # of whatever a tool's author wrote; a bug is raised again
                 fault = who_is_at_fault(error, call.arguments)
@@ -142,6 +143,21 @@ class Toolbox:
             await asyncio.sleep(TOOL_BACKOFF_S * 2 ** (attempt - 1))
         text = format_output(response.text, "")
         return CallResult(text, run_s=time.perf_counter() - started, reward=reward, attempts=attempt)
+
+    async def _call_in_time(self, call: Call, tools_kwargs: Mapping[str, Any]) -> tuple[ToolResponse, float | None]:
+        """`_call_tool`. A function of a tool that hangs keeps its thread: only its own time limit ends it.
+
+        Raises:
+            TimeoutError: it takes longer than a run of code may, with its queue.
+        """
+        limit = None
+        try:
+            async with asyncio.timeout(self._tool_timeout_s) as limit:
+                return await self._call_tool(call, tools_kwargs)
+        except TimeoutError as error:
+            if limit is None or not limit.expired():
+                raise
+            raise TimeoutError(f"no answer in {self._tool_timeout_s:g} s") from error
 
     async def _call_tool(self, call: Call, tools_kwargs: Mapping[str, Any]) -> tuple[ToolResponse, float | None]:
         """What the tool says, and its reward.

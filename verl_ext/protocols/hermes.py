@@ -15,6 +15,7 @@ from verl_ext.protocols.base import CODE_TOOL, Call, ChatReply, MalformedCall, s
 from verl_ext.protocols.call_json import loads, short, what_is_wrong
 
 CALL_START, CALL_STOP = "<tool_call>", "</tool_call>"
+MAX_SURPLUS = 64  # calls of a turn beyond those that are run, which are answered and counted; a model may repeat a tag
 
 _INVALID_ESCAPE = re.compile(r'(\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})|\\')
 
@@ -49,15 +50,16 @@ class HermesProtocol:
         if not ended:
             return []
         found: list[Call | MalformedCall] = []
-        start = text.find(CALL_START)
+        start, last_stop = text.find(CALL_START), text.rfind(CALL_STOP)
         if start < 0:
             return self._without_call(text)
-        while start >= 0:
+        limit = self._max_parallel_calls
+        while start >= 0 and len(found) < limit + MAX_SURPLUS:
             body_start = start + len(CALL_START)
-            stop = text.find(CALL_STOP, body_start)
+            stop = text.find(CALL_STOP, body_start) if body_start <= last_stop else -1
             following = text.find(CALL_START, body_start)
             if stop < 0:
-                if not ("\\boxed{" in text[start:] and following < 0):  # a turn that boxes an answer is an answer
+                if not (following < 0 and "\\boxed{" in text[start:]):  # a turn that boxes an answer is an answer
                     found.append(_unclosed())
             else:
                 try:
@@ -70,7 +72,6 @@ class HermesProtocol:
                         continue
                 following = text.find(CALL_START, stop)
             start = following
-        limit = self._max_parallel_calls
         return found[:limit] + [
             MalformedCall("two_blocks", f"more calls in one turn than the {limit} that are run; this one was not run")
             for _ in found[limit:]

@@ -267,12 +267,17 @@ class RetoolAgentLoop(AgentLoopBase):
         if to_run and use.first_call_token is None:
             start, end = rollout.spans[-1]
             use.first_call_token = start + round((end - start) * to_run[0].start / max(len(text), 1))
-        for call, result in zip(to_run, results, strict=True):
+        remaining, texts = iter(results), []
+        for call in calls:
+            if isinstance(call, MalformedCall):
+                use.pass_malformed()
+                texts.append(_encodable(str(call)))
+                continue
+            result = next(remaining)
             use.add_call(call, result.error, queue_s=result.queue_s, run_s=result.run_s)
+            texts.append(_encodable(result.output))
             if result.reward is not None:
                 rollout.tool_rewards.append(result.reward)
-        said = iter(results)
-        texts = [_encodable(next(said).output if isinstance(call, Call) else str(call)) for call in calls]
         reply, text, was_cut = self._encode_reply(texts, ended, rollout.room - answer_tokens)
         use.outputs_cut += was_cut
         if reply is None:

@@ -53,7 +53,11 @@ class ToolUse:
             self.code_lines += sum(bool(line.strip()) for line in call.arguments["code"].splitlines())
 
     def add_malformed(self, kind: str) -> None:
+        """Count one call that could not be run; `pass_malformed` says where it stands among the others."""
         self.malformed[kind] += 1
+
+    def pass_malformed(self) -> None:
+        """In the order of the calls, a malformed one comes now."""
         self._last_failed = True
 
     @property

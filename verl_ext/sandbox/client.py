@@ -191,7 +191,7 @@ class SandboxClient:
                 await asyncio.sleep(pause_s)
             waited_from, obstacle = time.monotonic(), "no free slot of this client"
             try:
-                async with asyncio.timeout(deadline - waited_from) as waiting, self._slots:
+                async with asyncio.timeout(deadline - timeout_s - waited_from) as waiting, self._slots:
                     obstacle = "the rate limit let no request through"
                     if self._acquire:
                         await self._acquire()

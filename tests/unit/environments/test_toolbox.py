@@ -65,7 +65,7 @@ def call(roll_out, tokenizer, monkeypatch):
     """Roll out one call of a tool that runs `fn`; returns the rollout's fields, its text, and the calls of `fn`."""
     monkeypatch.setattr(toolbox, "TOOL_BACKOFF_S", 0.001)
 
-    def call(fn, what="x", make=function_tool, **more):
+    def call(fn, what="x", make=function_tool, sandbox=None, **more):
         calls = []
 
         def counted(**arguments):
@@ -76,6 +76,7 @@ def call(roll_out, tokenizer, monkeypatch):
         turns = [f"<tool_call>{text}</tool_call>", "\\boxed{2}"]
         ids = [tokenizer.encode(turn, add_special_tokens=False) + [tokenizer.eos_token_id] for turn in turns]
         settings = {"protocol": "hermes", "response_length": 900, "max_tool_response_tokens": 300}
+        settings |= {"sandbox": sandbox} if sandbox else {}
         output, *_ = roll_out(tokenizer, ids, tools=[make(counted)], **settings)
         return output.extra_fields, tokenizer.decode(output.response_ids), calls
 
@@ -88,6 +89,18 @@ def test_the_error_that_a_tool_declares_is_told_to_the_model(call, make):
     assert fields["finish_reason"] == "answer" and len(calls) == 1
     assert fields["tool_use"]["errors"] == {"ToolError": 1}
     assert "<|im_start|>tool\nToolError: there is no city 'Atlantis'<|im_end|>" in text
+
+
+@pytest.mark.parametrize(("what", "end"), [("x", "sandbox_failure"), ("http://127.0.0.1:1/page", "answer")])
+def test_a_tool_that_hangs_holds_no_rollout_and_a_url_of_the_model_makes_it_its_error(call, what, end):
+    ended = threading.Event()
+    try:
+        fields, _, calls = call(
+            lambda what: str(ended.wait(20)), what, sandbox={"timeout_s": 0.1, "queue_timeout_s": 0.1}
+        )
+    finally:
+        ended.set()
+    assert fields["finish_reason"] == end and len(calls) == {"answer": 1}.get(end, 3)
 
 
 @pytest.mark.parametrize("make", [function_tool, base_tool])
@@ -171,7 +184,20 @@ def test_a_call_that_succeeds_after_all_is_an_ordinary_call(call):
 
 @pytest.mark.parametrize("make", [function_tool, base_tool])
 @pytest.mark.parametrize(
-    "what", ["no_such.csv", "../no_such.csv", "/etc/passwd/no_such.csv", "no_such", "folder", "a" * 300]
+    "what",
+    [
+        "no_such.csv",
+        "../no_such.csv",
+        "/etc/passwd/no_such.csv",
+        "no_such",
+        "folder",
+        "a" * 300,
+        "",
+        ".",
+        "..",
+        "a/",
+        "/",
+    ],
 )
 def test_a_file_that_the_model_named_and_that_cannot_be_read_is_its_own_error(call, make, what, tmp_path):
     (tmp_path / "folder").mkdir()
@@ -266,7 +292,14 @@ def test_what_a_backend_answers_is_never_the_models_error(call, backend, get):
         call(lambda what: get(url))
 
 
-@pytest.mark.parametrize("get", [by_httpx, by_requests])
+@pytest.mark.parametrize("what", ["", ".", "folder"])
+def test_a_folder_that_the_model_named_for_a_file_is_its_own_error(call, what, tmp_path):
+    (tmp_path / "folder").mkdir()
+    fields, *_ = call(lambda what: (tmp_path / what).read_text(), what)
+    assert fields["finish_reason"] == "answer" and sum(fields["tool_use"]["errors"].values()) == 1
+
+
+@pytest.mark.parametrize("get", [by_httpx, by_requests, by_urllib])
 def test_an_address_that_the_model_named_and_that_does_not_answer_is_its_own_error(call, get):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -293,7 +326,12 @@ def test_aiohttp_names_its_host() -> None:
 
     error = aiohttp.ClientConnectorError(Key(), OSError(errno.ECONNREFUSED, "refused"))
     assert who_is_at_fault(error, {"url": "http://no-such-host.invalid/page"}) == "model"
+    assert who_is_at_fault(error, {"host": "no-such-host.invalid"}) == "model"
     assert who_is_at_fault(error, {"query": "who runs example.org?"}) == "infrastructure"
+    assert who_is_at_fault(TimeoutError(), {"url": "http://no-such-host.invalid/page"}) == "model"
+    assert who_is_at_fault(TimeoutError(), {"query": "who runs example.org?"}) == "infrastructure"
+    full = OSError(errno.EMFILE, "Too many open files")
+    assert who_is_at_fault(full, {"url": "http://no-such-host.invalid/page"}) == "infrastructure"
     assert who_is_at_fault(aiohttp.InvalidURL("nonsense"), {"url": "nonsense"}) == "ours"
 
 

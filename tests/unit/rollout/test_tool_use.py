@@ -9,12 +9,15 @@ def test_a_failed_or_malformed_call_is_fixed_by_the_next_one_that_ends_well():
     for error in ("NameError", "NameError", None, None):  # the second error was not fixed by the first repair
         use.add_call(call, error)
     use.add_malformed("bad_json")
+    use.pass_malformed()
     use.add_call(call, None)
     use.add_malformed("bad_json")
-    assert (use.ok, use.fixed, use.calls) == (3, 2, 5)
+    use.add_call(call, None)  # which came before it
+    use.pass_malformed()
+    assert (use.ok, use.fixed, use.calls) == (4, 2, 6)
     numbers = use.as_dict()
     assert numbers["errors"] == {"NameError": 2} and numbers["malformed"] == {"bad_json": 2}
-    assert numbers["code_lines"] == 5 * 2
+    assert numbers["code_lines"] == 6 * 2
 
 
 def rollout(acc, spans, finish_reason="answer", **use):

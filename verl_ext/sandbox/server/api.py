@@ -131,6 +131,9 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
         except web.HTTPException:  # 413: a body over the limit
             outcome = "rejected"
             raise
+        except Exception:  # a bug, or no descriptors left: aiohttp answers 500
+            outcome = "sandbox_error"
+            raise
         finally:
             metrics.requests.labels(outcome).inc()
 
