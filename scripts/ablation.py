@@ -27,7 +27,6 @@ not recorded; two steps later, those of the window are. P are the parameters of 
 import argparse
 import itertools
 import os
-import shutil
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,13 +37,17 @@ from typing import Any, NamedTuple
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "scripts"))
 
-from compare_modes import SLOW, launch, machine, spread, steps_of  # noqa: E402
-from compare_objectives import MODES, markdown  # noqa: E402
-from published import Published  # noqa: E402
+from compare_modes import SEPARATE, SLOW, launch, settings_of, spread, steps_of  # noqa: E402
+from compare_objectives import markdown  # noqa: E402
+from published import Published, empty  # noqa: E402
 
+from verl_ext.fleet.modes import IN_SERVER  # noqa: E402
 from verl_ext.memory.shape import read_shape  # noqa: E402
+from verl_ext.quickstart.source import find_source  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed  # noqa: E402
 from verl_ext.records import store  # noqa: E402
+from verl_ext.runs import durable  # noqa: E402
+from verl_ext.runs.lock import lock_folder  # noqa: E402
 
 MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 ROWS = {  # name -> what it is, and its overrides
@@ -52,13 +55,10 @@ ROWS = {  # name -> what it is, and its overrides
     "continuous": ("continuous batching", (f"{MANAGER}=verl_ext.rollout.workers.LeanAgentLoopManager",)),
     "in_server": (
         "+ agent loops within the server",
-        (f"{MANAGER}=verl_ext.rollout.workers.InServerAgentLoopManager",),
+        (f"{MANAGER}={IN_SERVER}",),
     ),
-    "abort": (
-        "rollouts beside the learner, updates break off",
-        (*MODES["separate_async"], "retool.fleet.weight_update=abort"),
-    ),
-    "keep": ("+ in-flight updates", (*MODES["separate_async"], "retool.fleet.weight_update=keep")),
+    "abort": ("+ rollouts beside the learner, updates break off", (*SEPARATE, "retool.fleet.weight_update=abort")),
+    "keep": ("+ in-flight updates", (*SEPARATE, "retool.fleet.weight_update=keep")),
 }
 SHARED = (
     *SLOW,
@@ -231,16 +231,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ["ONEDNN_DEFAULT_FPMATH_MODE"] = "STRICT"  # fp32 in the runs as in the peak
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO / "scripts"), os.environ.get("PYTHONPATH")]))
     source, out = args.source.resolve(), args.out.resolve()
-    settings = {"steps": args.steps, "mean_s": args.mean_s, "overrides": args.overrides} | machine()
     cells = [(row, repeat) for repeat in range(args.repeats) for row in args.row]
     try:
+        settings = settings_of(find_source(source).digests, args.steps, args.overrides) | {"mean_s": args.mean_s}
         results = Published(args.results or out / "results.jsonl")
         missing = [cell for cell in cells if not results.has("_".join(map(str, cell)), settings)]
         for row, repeat in missing[: args.max_runs]:
             name = f"{row}_{repeat}"
             print(f"== {name}", flush=True)
             run, peak = out / name, peaks()
-            shutil.rmtree(run, ignore_errors=True)  # of a run that was broken off
+            durable.make_folder(run)
+            with lock_folder(run):  # `launch` takes it again
+                empty(run)  # of a run that was broken off
             command = command_of(row, repeat, args.steps, args.overrides)
             launch(command, source, run, args.mean_s, repeat, args.timeout_s)
             found = figures_of(run, read_model(source / "sft" / "merged"), args.steps) | peak

@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -32,14 +31,16 @@ from bench_vs_trl import sizes  # noqa: E402
 from chaos_faults import FAULTS, QUICK, Fault, Judge, Missed, Sandbox, Scene, small_disk  # noqa: E402
 from chaos_measure import figures  # noqa: E402
 from omegaconf import OmegaConf  # noqa: E402
-from published import Published  # noqa: E402
+from published import Published, empty  # noqa: E402
 from slow_sandbox import proxied  # noqa: E402
 
 from verl_ext.cpu.warm_python import ENVIRONMENT  # noqa: E402
 from verl_ext.datasets.peek import count_rows  # noqa: E402
+from verl_ext.quickstart.rungs import RUNGS  # noqa: E402
+from verl_ext.quickstart.source import find_source  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor  # noqa: E402
 from verl_ext.runs import durable  # noqa: E402
-from verl_ext.runs.lock import LOCK, lock_folder  # noqa: E402
+from verl_ext.runs.lock import lock_folder  # noqa: E402
 from verl_ext.runs.machine import environment  # noqa: E402
 from verl_ext.settings import compose_run  # noqa: E402
 
@@ -142,8 +143,7 @@ def measure(
     with lock_folder(folder) as lock, ExitStack() as stack:
         if run.is_mount():  # of a script that was killed
             subprocess.run(["umount", str(run)], check=True)
-        for path in set(folder.iterdir()) - {folder / LOCK}:
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
+        empty(folder)
         run.mkdir()
         if fault.small_disk:
             stack.enter_context(small_disk(run))
@@ -278,9 +278,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = args.only or (QUICK if args.quick else tuple(FAULTS))
     source, out, missed = args.source.resolve(), args.out.resolve(), {}
     platform = environment()["platform"]
-    settings = {"seed": args.seed, "cpu": platform["cpu"], "cores": platform["cores"]}
     os.environ.setdefault("VERL_LOGGING_LEVEL", "INFO")
     try:
+        made = {"from": dict(find_source(source).digests), "task": RUNGS["tiny"].task_digest()}
+        settings = made | {"seed": args.seed, "cpu": platform["cpu"], "cores": platform["cores"]}
         results = Published(args.results or out / "results.jsonl")
         for name in names:
             if results.has(f"{args.side}: {name}", settings):
@@ -296,6 +297,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(f"chaos.py: {error}")
     rows = {name: row for name in names if (row := results.rows.get(f"{args.side}: {name}"))}
     print(f"\n{table(names, rows, missed)}")
+    if missed:
+        sys.exit("chaos.py: not measured, and the next call tries them again: " + ", ".join(missed))
 
 
 if __name__ == "__main__":

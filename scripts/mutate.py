@@ -32,6 +32,8 @@ from queue import Queue
 sys.path.insert(0, str(Path(__file__).parent))
 from mutants import Mutant, find_mutants
 
+from verl_ext.runs import jsonl
+
 REPO = Path(__file__).resolve().parents[1]
 UNIT = "tests/unit"
 SAMPLER = ["trainer/test_sampler.py", "trainer/test_sampler_excluded.py", "trainer/test_sampler_surplus.py"]
@@ -149,6 +151,7 @@ class Journal:
     def add(self, **record: object) -> None:
         self.results[record["key"]] = record["result"]
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        jsonl.cut_half_line(self.path)  # of a kill
         with open(self.path, "a") as file:
             file.write(json.dumps(record) + "\n")
 

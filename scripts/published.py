@@ -6,11 +6,13 @@ folder of a run that has no result yet.
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_ext.runs import durable, jsonl
+from verl_ext.runs.lock import LOCK
 
 BEGUN = "comparison.json"  # of a run's folder: the settings that it began with
 
@@ -37,6 +39,12 @@ def has_begun(folder: Path, settings: Mapping[str, Any], writes: str) -> bool:
     if (there := json.loads((folder / BEGUN).read_text())) != settings:
         raise ValueError(f"{folder} began with other settings. {advice}\n  there: {there}")
     return True
+
+
+def empty(folder: Path) -> None:
+    """Delete what is in a folder, but its lock, which the caller holds: a run of a killed script may go on there."""
+    for path in set(folder.iterdir()) - {folder / LOCK}:
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
 
 class Published:

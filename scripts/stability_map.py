@@ -17,9 +17,10 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -107,15 +108,20 @@ def read_task(folder: Path) -> Task:
     return Task(compose_run(RUN), tokenizer, list(problems("rl_train")), list(problems("eval"))[:HELD_OUT], interpret)
 
 
-CODE = ("verl_ext/objectives/*.py", "verl_ext/trainer/objective.py", "verl_ext/trainer/advantages.py") + tuple(
-    f"verl_ext/analysis/{name}.py" for name in ("cell", "preset", "tiny_model")
+CODE = (
+    *("verl_ext/objectives/*.py", "verl_ext/trainer/objective.py", "verl_ext/trainer/advantages.py"),
+    *(f"verl_ext/analysis/{name}.py" for name in ("cell", "preset", "tiny_model")),
+    *("verl_ext/protocols/*.py", "data/tiny_tools/task.py"),
 )
+
+
+_digest = functools.cache(digest)  # of all cells it would take minutes
 
 
 def settings_of(cell: Cell, digests: Mapping[str, str], steps: int) -> dict[str, Any]:
     """What a run of the map was made with: data and SFT, the values of its preset, its number of steps."""
-    preset = digest(f"configs/objective/{cell.objective}.yaml", f"configs/{RUN}.yaml", SHARED)
-    return {"from": dict(digests), "preset": preset, "steps": steps, "code": digest(*CODE)}
+    preset = _digest(f"configs/objective/{cell.objective}.yaml", f"configs/{RUN}.yaml", SHARED)
+    return {"from": dict(digests), "preset": preset, "steps": steps, "code": _digest(*CODE)}
 
 
 def run(cell: Cell, quickstart: Path, steps: int) -> dict:
@@ -125,6 +131,20 @@ def run(cell: Cell, quickstart: Path, steps: int) -> dict:
     config, weights = load_model(quickstart / "sft" / "merged")
     result = in_short(run_cell(cell, config, weights, read_task(quickstart), steps=steps))
     return result | {"cpu_s_per_step": round((time.process_time() - began) / steps, 2)}
+
+
+@contextmanager
+def _processes(number: int) -> Iterator[ProcessPoolExecutor]:
+    """A pool that ends what it plays where its user stops, by an error or Ctrl-C; left alone, it plays all."""
+    with ProcessPoolExecutor(number, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
+        try:
+            yield pool
+        except BaseException:
+            processes = list((getattr(pool, "_processes", None) or {}).values())
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in processes:
+                process.terminate()
+            raise
 
 
 def run_missing(
@@ -142,7 +162,7 @@ def run_missing(
     left, failed, is_alone = list(missing), {}, False
     while left:
         before, most = len(left), 1 if is_alone else processes
-        with ProcessPoolExecutor(most, mp_context=get_context("spawn"), initializer=end_with_parent) as pool:
+        with _processes(most) as pool:
             cells = {pool.submit(run, cell, quickstart, steps): cell for cell in left[: 1 if is_alone else None]}
             for future in as_completed(cells):
                 cell, error = cells[future], future.exception()
@@ -172,15 +192,18 @@ def _but_sft(made: Mapping[str, Any]) -> dict[str, Any]:
     return dict(made) | {"from": {name: digest for name, digest in made["from"].items() if name != SFT}}
 
 
-def check_settings(file: Path, settings: Mapping[Cell, Mapping[str, Any]]) -> None:
+def check_settings(file: Path, settings: Mapping[Cell, Mapping[str, Any]], wanted: Collection[Cell]) -> None:
     """Before hours of runs. Those of a seed begin from one SFT; those of another seed may begin from another machine's.
 
+    Args:
+        settings: of each cell of the map, as it would be made now.
+        wanted: cells that are to be there.
     Raises:
         ValueError: a run of the file was made with other settings, is of another number of steps, or began from another
             SFT than the others of its seed.
     """
     done, steps = read_runs(file), {made["steps"] for made in settings.values()}
-    sft_of = {cell.seed: made["from"].get(SFT) for cell, made in settings.items() if cell not in done}
+    sft_of = {cell.seed: settings[cell]["from"].get(SFT) for cell in wanted if cell not in done}
     for cell, result in done.items():
         there = result.get("settings", {"from": {}})
         sft = there["from"].get(SFT)
@@ -190,10 +213,11 @@ def check_settings(file: Path, settings: Mapping[Cell, Mapping[str, Any]]) -> No
                 f"to be made, from {sft_of[cell.seed]}. Name the quickstart of the first with --quickstart or another "
                 f"folder with --out, or delete all lines of seed {cell.seed}, and its runs are made again."
             )
-        if (cell in settings and _but_sft(there) != _but_sft(settings[cell])) or {result["steps"]} != steps:
+        now = settings.get(cell)
+        if now is None or _but_sft(there) != _but_sft(now) or {result["steps"]} != steps:
             raise ValueError(
                 f"{file}: {cell.name} was made with other settings.\n  there: {there}\n  now:   "
-                f"{settings.get(cell, steps)}\nName another folder with --out, or delete the line, and the run is made "
+                f"{now}\nName another folder with --out, or delete the line, and the run is made "
                 "again."
             )
 
@@ -220,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ("OBJECTIVE", "STALENESS", "PRECISION", "SEED")
     parser.add_argument("--cell", nargs=4, metavar=names, help="this run alone")
-    parser.add_argument("--maps", action="store_true", help="no run, the maps alone")
+    parser.add_argument("--maps", action="store_true", help="no run and no check of its settings, the maps alone")
     parser.add_argument("--steps", type=int, default=80, help="of a run (default: 80)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time (default: one a core)")
     parser.add_argument("--quickstart", type=Path, default=Path("outputs/quickstart"), help="has data/ and sft/merged/")
@@ -231,9 +255,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         wanted = [chosen(args.cell)] if args.cell else [] if args.maps else cells()
         if wanted:
             digests = find_source(args.quickstart).digests
-            settings = {cell: settings_of(cell, digests, args.steps) for cell in wanted}
-            check_settings(file, settings)
-            missing = {cell: made for cell, made in settings.items() if cell not in read_runs(file)}
+            settings = {cell: settings_of(cell, digests, args.steps) for cell in cells()}
+            check_settings(file, settings, wanted)
+            done = read_runs(file)
+            missing = {cell: settings[cell] for cell in wanted if cell not in done}
             failed = run_missing(missing, file, args.quickstart, args.steps, args.processes)
         found = read_runs(file)
         print(table(OBJECTIVES, CONDITIONS, found, len(cells())))

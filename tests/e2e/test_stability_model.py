@@ -51,7 +51,7 @@ def redone(model: TinyModel, weights: Weights, rows: list[tuple[list[int], list[
         ids[row, : len(prompt) + len(response)] = torch.tensor(prompt + response)
         places[row, : len(response)] = torch.arange(len(prompt) - 1, len(prompt) + len(response) - 1)
         targets[row, : len(response)] = torch.tensor(response)
-    found = model.log_probs(weights, ids, places, targets)
+    found = model.log_probs(weights, ids, places, targets, torch.ones_like(targets, dtype=torch.bool))
     return torch.cat([own[: len(response)] for own, (_, response, _) in zip(found, rows, strict=True)])
 
 

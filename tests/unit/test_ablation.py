@@ -3,11 +3,13 @@
 import asyncio
 import json
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
 
 from verl_ext.records import store
+from verl_ext.runs.lock import lock_folder
 from verl_ext.settings import compose_run
 
 
@@ -143,8 +145,8 @@ def test_rows_differ_in_what_they_name_and_every_run_can_have_it(script):
         "static": ("sync", "StaticBatchManager", "abort"),
         "continuous": ("sync", "LeanAgentLoopManager", "abort"),
         "in_server": ("sync", "InServerAgentLoopManager", "abort"),
-        "abort": ("separate_async", "LeanAgentLoopManager", "abort"),
-        "keep": ("separate_async", "LeanAgentLoopManager", "keep"),
+        "abort": ("separate_async", "InServerAgentLoopManager", "abort"),
+        "keep": ("separate_async", "InServerAgentLoopManager", "keep"),
     }
 
 
@@ -172,6 +174,7 @@ def test_the_table_divides_by_the_highest_peak(script):
 
 def test_rows_take_turns_and_a_published_run_is_not_made_again(script, tmp_path, monkeypatch, capsys):
     began = []
+    monkeypatch.setattr(script, "find_source", lambda folder: SimpleNamespace(digests={"sft": folder.name}))
     monkeypatch.setattr(script, "launch", lambda command, source, out, *rest: began.append((out.name, *rest)))
     monkeypatch.setattr(script, "peaks", lambda: {"peak_flops": 4e10, "peak_bytes": 1e10})
     monkeypatch.setattr(script, "read_model", lambda folder: None)
@@ -181,8 +184,17 @@ def test_rows_take_turns_and_a_published_run_is_not_made_again(script, tmp_path,
     assert began == [("static_0", 0.5, 0, 900)] and "| static batches | 1 | 200 |" in capsys.readouterr().out
     script.main(options)
     assert [name for name, *_ in began] == ["static_0", "keep_0", "static_1", "keep_1"]
-    with pytest.raises(SystemExit, match="static_0 was made with other settings"):
-        script.main([*options, "--mean-s", "2"])
+    for others in (["--mean-s", "2"], ["--from", "another"]):
+        with pytest.raises(SystemExit, match="static_0 was made with other settings"):
+            script.main([*options, *others])
+    left = tmp_path / "static_2" / "metrics-1.jsonl"
+    left.parent.mkdir()
+    left.touch()
+    with lock_folder(left.parent), pytest.raises(SystemExit, match="Another run writes into"):
+        script.main([*options, "--repeats", "3"])
+    assert left.exists(), "a run of a script that was killed goes on there"
+    script.main([*options, "--repeats", "3"])
+    assert not left.exists() and began[-2][0] == "static_2"
 
 
 def test_peaks_are_those_of_a_machine(script):

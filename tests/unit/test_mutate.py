@@ -111,3 +111,5 @@ def test_results_are_read_again_and_a_line_cut_short_is_not(mutate: ModuleType, 
         file.write(json.dumps({"key": "c", "result": "killed"})[:-3])
     again = mutate.Journal(path)
     assert again.results == {"a": "killed", "b": "survived"} and again.killed == {("file.py", "f")}
+    again.add(key="c", result="survived", mutant=["file.py", "h"])
+    assert mutate.Journal(path).results["c"] == "survived"

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -108,6 +109,32 @@ def test_a_run_that_raises_stops_no_other_and_is_tried_again(script, played, mon
     monkeypatch.setattr(script, "run_cell", plays)
     script.main(["--out", str(tmp_path)])
     assert sorted(played[33:]) == [f"dapo_s16_fp32_{seed}" for seed in (0, 1, 2)]
+
+
+def test_a_result_that_cannot_be_written_ends_the_map(script, played, monkeypatch, tmp_path):
+    """Left alone, a pool plays all that it was given, for hours, and nobody writes what it finds."""
+    plays = script.run_cell
+
+    def full(*_):
+        raise OSError("no space left on device")
+
+    def slowly(*rest, **options):
+        time.sleep(0.05)
+        return plays(*rest, **options)
+
+    monkeypatch.setattr(script, "run_cell", slowly)
+    monkeypatch.setattr(script.durable, "append_line", full)
+    with pytest.raises(SystemExit, match="no space left"):
+        script.main(["--out", str(tmp_path), "--processes", "2"])
+    assert len(played) < 10
+
+
+def test_a_cell_alone_is_not_added_to_runs_of_other_code(script, played, monkeypatch, tmp_path):
+    script.main(["--cell", "gspo", "4", "bf16", "1", "--out", str(tmp_path)])
+    monkeypatch.setattr(script, "CODE", ("README.md",))
+    with pytest.raises(SystemExit, match="gspo_s4_bf16_1 was made with other settings"):
+        script.main(["--cell", "dapo", "0", "fp32", "1", "--out", str(tmp_path)])
+    assert len(played) == 1
 
 
 @pytest.mark.parametrize(

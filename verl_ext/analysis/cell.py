@@ -110,7 +110,7 @@ class Sampled(NamedTuple):
     ids: Tensor
     places: Tensor
     targets: Tensor
-    accuracy: float
+    right: Tensor  # float[B], accuracies
     calls: float
 
 
@@ -135,7 +135,7 @@ def run_cell(cell: Cell, config: dict, start: Weights, task: Task, *, steps: int
         chosen = [order[((step - 1) * prompts + i) % len(order)] for i in range(prompts)]
         problems = [task.train[i] for i in chosen]
         sampled = roll_out(engine, past[0], problems, task, generator)
-        row = {"step": step, "acc": sampled.accuracy, "calls": sampled.calls}
+        row = {"step": step, "acc": float(sampled.right.mean()), "calls": sampled.calls}
         row["reward_std"] = float(sampled.batch.rewards.std())
         if step % COSINE_EVERY == 0:
             fresh = [roll_out(trainer, weights, problems, task, generator) for _ in range(FRESH)]
@@ -172,23 +172,26 @@ def roll_out(
         targets[row, :length] = torch.tensor(rollout.ids)
     groups = [str(i // task.n) for i in range(len(asked))]
     batch = Batch(mask, noted, rewards, groups)
-    return Sampled(batch, ids, places, targets, fmean(right), fmean(rollout.calls for rollout in rollouts))
+    return Sampled(batch, ids, places, targets, torch.tensor(right), fmean(rollout.calls for rollout in rollouts))
 
 
-def prepared(preset: Preset, model: TinyModel, weights: Weights, sampled: Sampled, updates: int) -> Update:
-    """What the losses need, with the pass for old log-probs where the preset has one."""
-    old = None
-    if preset.needs_old_log_probs:
-        with torch.no_grad():
-            old = model.log_probs(weights, sampled.ids, sampled.places, sampled.targets)
-    return preset.prepare(sampled.batch, old, updates=updates)
+def _log_probs(model: TinyModel, weights: Weights, sampled: Sampled, rows: Tensor) -> Tensor:
+    mask = sampled.batch.mask[rows]
+    return model.log_probs(weights, sampled.ids[rows], sampled.places[rows], sampled.targets[rows], mask)
+
+
+def _prepared(preset: Preset, sampled: Sampled, old: Tensor | None, updates: int) -> Update:
+    advantages = preset.advantages(sampled.batch)
+    advantages = torch.where(preset.is_trained(sampled.right, sampled.batch.groups), advantages, 0)
+    return preset.prepare(sampled.batch, old, updates=updates, advantages=advantages[:, None])
 
 
 def gradient(preset: Preset, model: TinyModel, weights: Weights, sampled: Sampled) -> Tensor:
     """float[parameters]: of the loss of the whole batch, as the first update would have it."""
-    update = prepared(preset, model, weights, sampled, 1)
-    log_prob = model.log_probs(weights, sampled.ids, sampled.places, sampled.targets)
-    loss, _ = preset.loss(update, torch.arange(len(sampled.ids)), log_prob)
+    rows = torch.arange(len(sampled.ids))
+    log_prob = _log_probs(model, weights, sampled, rows)
+    old = log_prob.detach() if preset.needs_old_log_probs else None
+    loss, _ = preset.loss(_prepared(preset, sampled, old, 1), rows, log_prob)
     return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(weights.values()))])
 
 
@@ -204,14 +207,19 @@ def _update(
     preset: Preset, model: TinyModel, weights: Weights, optimizer: torch.optim.Optimizer, sampled: Sampled
 ) -> dict[str, float]:
     """The updates of a step: shares of tokens by kind, the largest gradient, the engine's distance from the trainer."""
-    update = prepared(preset, model, weights, sampled, preset.updates)
     counts: dict[str, float] = {}
-    norms, difference = [], None
+    norms, update = [], None
     for rows in torch.arange(len(sampled.ids)).chunk(preset.updates):
-        log_prob = model.log_probs(weights, sampled.ids[rows], sampled.places[rows], sampled.targets[rows])
-        if difference is None:
+        log_prob = _log_probs(model, weights, sampled, rows)
+        if update is None:  # nothing has moved: these are the old log-probs, too
             off = (log_prob.detach() - sampled.batch.rollout_log_prob[rows]).abs()
-            difference = float(off[update.mask[rows]].mean())
+            difference = float(off[sampled.batch.mask[rows]].mean())
+            old = log_prob.detach() if preset.needs_old_log_probs else None
+            if old is not None and len(rows) < len(sampled.ids):
+                with torch.no_grad():
+                    others = torch.arange(len(rows), len(sampled.ids))
+                    old = torch.cat([old, _log_probs(model, weights, sampled, others)])
+            update = _prepared(preset, sampled, old, preset.updates)
         loss, found = preset.loss(update, rows, log_prob)
         counts = {name: counts.get(name, 0.0) + count for name, count in found.items()}
         optimizer.zero_grad()

@@ -107,13 +107,10 @@ def _advantages(
         found = tir_otb(at_last_own(batch.rewards, batch.mask), batch.mask, batch.groups, old, squares)
     else:
         found = preset.advantages(batch)[:, None]
-    counts = torch.ones(len(rows), dtype=torch.bool)
-    if algorithm.filter_groups.enable:
-        for group in rows_of_groups(batch.groups):
-            counts[group] = len(set(recorded.acc[rows[group]].tolist())) > 1
+    found = torch.where(preset.is_trained(recorded.acc[rows], batch.groups)[:, None], found, 0)
     if preset.config.trainer.v1.sampler.sampler_kwargs.void_turn_filter == "loss":
-        counts &= ~recorded.void[rows]
-    return torch.where(counts[:, None], found, 0)
+        found = torch.where(recorded.void[rows][:, None], 0, found)
+    return found
 
 
 def effective_share(weights: Tensor) -> float | None:

@@ -5,6 +5,7 @@ verl's sampler or more passes has no place here: resampling, filters of groups a
 batch has some of it (correction_lab.py).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -13,7 +14,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from verl_ext.objectives.group_mean import group_mean
+from verl_ext.objectives.group_mean import group_mean, rows_of_groups
 from verl_ext.objectives.icepop import pop
 from verl_ext.objectives.maxrl import maxrl
 from verl_ext.objectives.mean import unit_factors
@@ -69,20 +70,17 @@ class Preset:
         """Mini-batches of a batch."""
         return self.config.data.train_batch_size // self._actor.ppo_mini_batch_size
 
-    def prepare(
-        self, batch: Batch, old_log_prob: Tensor | None, *, updates: int, advantages: Tensor | None = None
-    ) -> Update:
+    def prepare(self, batch: Batch, old_log_prob: Tensor | None, *, updates: int, advantages: Tensor) -> Update:
         """What the losses of all mini-batches are computed from.
 
         Args:
             old_log_prob: float[B, T], of the trainer before the first update; None where the preset has none.
             updates: mini-batches of the batch.
-            advantages: float[B, T], instead of those of `advantages`.
+            advantages: float[B, T], or [B, 1].
         """
         old = batch.rollout_log_prob if old_log_prob is None else old_log_prob
         factors = unit_factors(batch.mask.sum(-1), batch.groups, unit=self._unit, updates=updates)
-        found = self.advantages(batch)[:, None] if advantages is None else advantages
-        found = found * factors[:, None].to(batch.rewards.dtype)
+        found = advantages * factors[:, None].to(batch.rewards.dtype)
         return Update(old, found * batch.mask, self._weights(batch, old_log_prob), batch.mask)
 
     def loss(self, update: Update, rows: Tensor, log_prob: Tensor) -> tuple[Tensor, dict[str, float]]:
@@ -136,6 +134,19 @@ class Preset:
         if algorithm.adv_estimator == "maxrl":
             return maxrl(batch.rewards, batch.groups)
         return group_mean(batch.rewards, batch.groups, by_std=algorithm.norm_adv_by_std_in_grpo)
+
+    def is_trained(self, right: Tensor, groups: Sequence[str]) -> Tensor:
+        """bool[B]: whether a row trains. Where the preset filters groups, those that are all right or all wrong do not,
+        also if the length penalty makes their rewards differ: as fillers they have advantage 0.
+
+        Args:
+            right: float[B], accuracies.
+        """
+        found = torch.ones(len(right), dtype=torch.bool)
+        if self.config.algorithm.filter_groups.enable:
+            for rows in rows_of_groups(groups):
+                found[rows] = len(set(right[rows].tolist())) > 1
+        return found
 
     def _weights(self, batch: Batch, old_log_prob: Tensor | None) -> Tensor | None:
         """As verl computes them once a batch (rollout_corr_helper.py:502, 0.9.1); 0 outside of the mask."""

@@ -154,7 +154,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tool-s", type=float, help="seconds of a call, instead of the published run's")
     parser.add_argument("--workers", type=int, help="of the sandbox, instead of the published run's 128")
     parser.add_argument("--gpus", type=int, default=8, help="a multiple of 4 (default: 8)")
-    parser.add_argument("--rollout-gpus", type=int, help="of the servers in asynchronous modes (default: half)")
+    parser.add_argument(
+        "--rollout-gpus", type=int, help="of the servers in asynchronous modes (default: half, in fours)"
+    )
     parser.add_argument("--steps", type=int, default=8, help="that a mean of a mode is over (default: 8)")
     parser.add_argument("--fit", action="store_true", help="find the published run's speeds again; takes minutes")
     picture = "outputs/step_time.svg"

@@ -52,30 +52,35 @@ class TinyModel:
         angle = torch.arange(max_tokens).float()[:, None] * frequency
         self.cos, self.sin = (torch.cat([each, each], -1) for each in (angle.cos(), angle.sin()))
 
-    def log_probs(self, weights: Weights, ids: Tensor, places: Tensor, targets: Tensor) -> Tensor:
-        """float[B, R]: of `targets` at the `places` before them. The layers compute without padding, but for attention.
+    def log_probs(self, weights: Weights, ids: Tensor, places: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+        """float[B, R]: of `targets` at the `places` before them; 0 outside of `mask`.
+
+        The layers compute without padding, but for attention, and the head at the mask alone.
 
         Args:
             ids: int[B, T], padded on the right.
             places, targets: int[B, R].
+            mask: bool[B, R].
         """
         lengths = places.amax(1) + 1  # what stands behind is not read
         is_read = torch.arange(ids.shape[1]) < lengths[:, None]
-        positions = is_read.nonzero()[:, 1]
+        positions, read = is_read.nonzero()[:, 1], is_read.flatten().nonzero()[:, 0]
 
         def padded(each: Tensor) -> Tensor:
-            rows = each.new_zeros(*ids.shape, self.heads, each.shape[-1])
-            return rows.masked_scatter(is_read[..., None, None], each[0].transpose(0, 1)).transpose(1, 2)
+            rows = each.new_zeros(ids.numel(), self.heads, each.shape[-1])
+            rows = rows.index_copy(0, read, each[0].transpose(0, 1))
+            return rows.view(*ids.shape, self.heads, -1).transpose(1, 2)
 
         def attend(_: int, *each: Tensor) -> Tensor:
             attended = F.scaled_dot_product_attention(*map(padded, each), is_causal=True)
-            return attended.transpose(1, 2)[is_read].transpose(0, 1)[None]
+            return attended.transpose(1, 2).flatten(0, 1).index_select(0, read).transpose(0, 1)[None]
 
         hidden = self._embed(weights, ids[is_read])[None]
         hidden = self._body(weights, hidden, self.cos[positions], self.sin[positions], attend)[0]
-        picked = hidden[(lengths.cumsum(0) - lengths)[:, None] + places]
+        picked = hidden[((lengths.cumsum(0) - lengths)[:, None] + places)[mask]]
         logits = self._round(F.linear(picked, weights["model.embed_tokens.weight"]))
-        return logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        found = logits.log_softmax(-1).gather(-1, targets[mask][:, None])[:, 0]
+        return found.new_zeros(mask.shape).masked_scatter(mask, found)
 
     @torch.no_grad()
     def sample(
@@ -111,38 +116,39 @@ class TinyModel:
         hidden = self._body(weights, hidden, self.cos[:first], self.sin[:first], prefill)
         hidden = hidden[torch.arange(count), lengths - 1]
         rollouts, forced = [Rollout() for _ in prompts], [deque() for _ in prompts]
-        alive, positions = list(range(count)), lengths.clone()
+        # Rows of the cache, those of them that go on, and where the next token of each is written. A row that has ended
+        # stays, as a copy of the cache costs more, until half of them have.
+        rows, alive, positions, tokens = list(range(count)), list(range(count)), lengths.clone(), lengths.clone()
         while True:
-            scores = self._round(F.linear(hidden, weights["model.embed_tokens.weight"])).log_softmax(-1)
+            scores = self._round(F.linear(hidden[alive], weights["model.embed_tokens.weight"])).log_softmax(-1)
             drawn = torch.multinomial(scores.exp(), 1, generator=generator)
             found, drawn = scores.gather(1, drawn)[:, 0].tolist(), drawn[:, 0].tolist()
             kept = []
-            for place, row in enumerate(alive):
-                rollout = rollouts[row]
-                if forced[row]:
-                    drawn[place], found[place] = forced[row].popleft(), 0.0
-                    rollout.mask.append(0)
-                else:
-                    rollout.mask.append(1)
-                rollout.ids.append(drawn[place])
-                rollout.log_probs.append(found[place])
-                if rollout.mask[-1] and drawn[place] == self.end:
+            for place, token, log_prob in zip(alive, drawn, found, strict=True):
+                rollout, coming = rollouts[rows[place]], forced[rows[place]]
+                rollout.mask.append(int(not coming))
+                if coming:
+                    token, log_prob = coming.popleft(), 0.0
+                rollout.ids.append(token)
+                rollout.log_probs.append(log_prob)
+                tokens[place] = token
+                if rollout.mask[-1] and token == self.end:
                     continue
-                if rollout.mask[-1] and drawn[place] == stop:
+                if rollout.mask[-1] and token == stop:
                     said = reply(rollout)
                     if said is None or len(said) >= limit - len(rollout.ids):
                         continue
-                    forced[row].extend(said)
+                    coming.extend(said)
                 if len(rollout.ids) < limit:
                     kept.append(place)
             if not kept:
                 return rollouts
-            alive = [alive[place] for place in kept]
-            if len(kept) < len(drawn):
-                keys, values, positions = keys[:, kept], values[:, kept], positions[kept]
-            tokens = torch.tensor([drawn[place] for place in kept])
+            if 2 * len(kept) <= len(rows):
+                keys, values, positions, tokens = keys[:, kept], values[:, kept], positions[kept], tokens[kept]
+                rows, kept = [rows[place] for place in kept], list(range(len(kept)))
             hidden = self._step(weights, tokens, positions, keys, values)
-            positions = positions + 1
+            alive = kept
+            positions[alive] += 1
 
     def _step(self, weights: Weights, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The hidden state after one more token of each row, whose keys and values are kept."""

@@ -54,4 +54,4 @@ def sampled(tiny, task):
     found = roll_out(TinyModel(tiny.config), old, task.train, task, generator)
     rewards = torch.where(torch.arange(len(found.ids)) % 3 == 0, 1.0, -1.0)
     rewards[:8] = -1.0  # a group of equal rewards
-    return found._replace(batch=found.batch._replace(rewards=rewards))
+    return found._replace(batch=found.batch._replace(rewards=rewards), right=(rewards > 0).float())

@@ -25,7 +25,7 @@ def play(tiny, task, monkeypatch, *, steps=4, **changes):
         used.append(torch.cat([each.detach().flatten() for each in weights.values()]).clone())
         found = real(engine, weights, *rest)
         rewards = torch.where(torch.arange(len(found.ids)) % 3 == 0, 1.0, -1.0)  # the random model has none right
-        return found._replace(batch=found.batch._replace(rewards=rewards))
+        return found._replace(batch=found.batch._replace(rewards=rewards), right=(rewards > 0).float())
 
     monkeypatch.setattr(cells, "roll_out", roll_out)
     cell = Cell(**({"objective": "dapo", "staleness": 0, "bf16": False, "seed": 0} | changes))
