@@ -1,16 +1,15 @@
 """What does asynchrony gain where tools are slow, and what does it cost in accuracy? The tiny task in every mode.
 
-    .venv/bin/python scripts/compare_modes.py                    # four modes x .5 s, 2 s x 3 seeds
+    .venv/bin/python scripts/compare_modes.py                    # five modes x .5 s, 2 s x 3 seeds
     .venv/bin/python scripts/compare_modes.py --max-runs 1       # the next run that is missing
     .venv/bin/python scripts/compare_modes.py --show RUN         # what a run took at each step, beside what it drew
 
-`separate_async_keep` is `separate_async` with updates under running requests. All have one objective, that of
-configs/tiny_dapo.yaml, whose old log-probs are the rollout's, as `keep` needs them; and agent loops in an actor of
-their own, which asynchronous modes need: the mode is all that differs (what loops within the server save is a row of
-ablation.py). Each call of a tool is held back
-for a log-normal time (slow_sandbox.py). Modes take turns, so that a machine that gets slower is slower for all. Prints
-a table. Ratios of speed and differences of accuracy are of two runs with one seed, as means with 95% intervals by
-Student's t over seeds.
+`separate_async_keep` is `separate_async` with updates under running requests. `separate_async_actor` has agent loops in
+an actor of their own and a server that is watched, as `hardware=cpu_separate` has them: every turn is a message between
+processes. All others have loops within the server. All have one objective, that of configs/tiny_dapo.yaml, whose old
+log-probs are the rollout's, as `keep` needs them. Each call of a tool is held back for a log-normal time
+(slow_sandbox.py). Modes take turns, so that a machine that gets slower is slower for all. Prints a table. Ratios of
+speed and differences of accuracy are of two runs with one seed, as means with 95% intervals by Student's t over seeds.
 
 A broken run goes on from its checkpoint; one that fails is told, and the next call tries it again. The result of a
 finished one is a line of --results, and the run is not made again. The machine should do nothing else meanwhile, and is
@@ -38,6 +37,7 @@ from slow_sandbox import slow_sandbox  # noqa: E402
 from verl_ext.checkpoints import folder as checkpoints  # noqa: E402
 from verl_ext.checkpoints.manifest import NotWhole  # noqa: E402
 from verl_ext.evaluation.estimators import half_width  # noqa: E402
+from verl_ext.fleet.modes import IN_SERVER  # noqa: E402
 from verl_ext.ledger.prompts import FILE  # noqa: E402
 from verl_ext.outcome import PromptEnd  # noqa: E402
 from verl_ext.quickstart.rungs import RUNGS  # noqa: E402
@@ -57,13 +57,22 @@ SLOW = (
     "retool.sandbox.queue_timeout_s=600",  # nor is a slow call a lost one
 )
 OVERRIDES = ("trainer.save_freq=10", "actor_rollout_ref.rollout.val_kwargs.n=4", *SLOW)
-KEEP = "separate_async_keep"
-LOOPS = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager"
-MODES = compare_objectives.MODES | {
-    "sync": (LOOPS,),
-    KEEP: (*compare_objectives.MODES["separate_async"], "retool.fleet.weight_update=keep"),
+SEPARATE = (
+    "hardware=cpu_separate",
+    f"actor_rollout_ref.rollout.agent.agent_loop_manager_class={IN_SERVER}",
+    "retool.fleet.health.enable=false",  # loops within a server end with it
+    "retool.fleet.routing=verl",
+)
+ACTOR, KEEP = "separate_async_actor", "separate_async_keep"
+MODES = {
+    "sync": (),
+    "colocate_async": ("trainer.v1.trainer_mode=colocate_async",),
+    "separate_async": SEPARATE,
+    ACTOR: ("hardware=cpu_separate",),
+    KEEP: (*SEPARATE, "retool.fleet.weight_update=keep"),
 }
-PARTNERS = {"colocate_async": "sync", "separate_async": "sync", KEEP: "separate_async"}  # what a mode is compared with
+# What a mode is compared with
+PARTNERS = {"colocate_async": "sync", "separate_async": "sync", ACTOR: "separate_async", KEEP: ACTOR}
 MEANS = (0.5, 2.0)  # latencies in s
 TARGETS = {  # mode, mean latency -> how many times its partner's trained tokens/s it shall have
     ("separate_async", 0.5): 1.3,

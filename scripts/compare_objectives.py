@@ -38,10 +38,7 @@ OBJECTIVES = sorted(path.stem for path in (REPO / "configs" / "objective").glob(
 COMPARED = ("dapo", "olmorl", "icepop", "glm5_async", "cispo", "dr_grpo")
 MODES = {  # mode -> overrides of configs/tiny_dapo.yaml
     "sync": (),
-    "colocate_async": (
-        "trainer.v1.trainer_mode=colocate_async",
-        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager",
-    ),
+    "colocate_async": ("trainer.v1.trainer_mode=colocate_async",),
     "separate_async": ("hardware=cpu_separate",),
 }
 SHORT = ("trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")

@@ -269,7 +269,6 @@ def test_the_asynchronous_trainer_takes_the_same_sampler_and_options(small: Path
     overrides = (
         "objective=cispo",
         "trainer.v1.trainer_mode=colocate_async",
-        "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager",
         "++reward.reward_kwargs.random_reward_p=0.2",  # of groups of 6, 26% are all wrong
         *EVERY_MODES,
         *("retool.adaptive_n.phases=[[0,6],[2,8]]", "retool.light_validation.full_every=3"),

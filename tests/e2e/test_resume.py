@@ -55,13 +55,14 @@ RL = [
     "actor_rollout_ref.rollout.n=4",
     "algorithm.filter_groups.max_num_gen_batches=1",
 ]
-COLOCATE = [
-    "trainer.v1.trainer_mode=colocate_async",
-    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager",
-]
+COLOCATE = ["trainer.v1.trainer_mode=colocate_async"]
 MODES = {
     "sync": OLD_NAMES,
     "colocate_async": COLOCATE,
+    "colocate_async, loops in an actor": [
+        *COLOCATE,
+        f"{AGENT}.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager",
+    ],
     "colocate_async, resampled": [*COLOCATE, "objective=grpo_roc"],
     "separate_async": ["hardware=cpu_separate"],
     "separate_async, adaptive n": ["hardware=cpu_separate", "retool.adaptive_n.enable=true"],
@@ -230,10 +231,17 @@ def test_rl_ends_at_its_last_step(small: Path, tmp_path: Path, trainer: str, mod
         assert prompts_drawn(late) >= prompts_drawn(early) + 8, "the data started anew"
 
 
-@pytest.mark.skipif(CASES is CHOSEN, reason="takes 4 minutes: RETOOL_RESUME_MATRIX=1; unit/rollout/test_liveness.py")
-@pytest.mark.parametrize(("mode", "name"), [("colocate_async", "LeanAgentLoopWorker"), ("sync", "vLLMHttpServer")])
+@pytest.mark.skipif(CASES is CHOSEN, reason="takes 6 minutes: RETOOL_RESUME_MATRIX=1; unit/rollout/test_liveness.py")
+@pytest.mark.parametrize(
+    ("mode", "name"),
+    [
+        ("colocate_async, loops in an actor", "LeanAgentLoopWorker"),
+        ("colocate_async", "FleetServer"),
+        ("sync", "vLLMHttpServer"),
+    ],
+)
 def test_a_process_of_the_agent_loops_that_is_gone_ends_the_run(small: Path, tmp_path: Path, mode: str, name: str):
-    """In the mode `sync` of the tiny run they are in the server's process. Otherwise the run would wait for ever: its
+    """In the tiny run they are in the server's process, or in an actor's. Otherwise the run would wait for ever: its
     rollouts wait for the sandbox when the process is killed.
     """
     out, waits, killed = tmp_path / "rl", threading.Event(), threading.Event()

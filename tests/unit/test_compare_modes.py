@@ -7,6 +7,7 @@ import statistics
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_ext.checkpoints.manifest import vouch
+from verl_ext.fleet import balancer, health, weight_update
 from verl_ext.records import store
 from verl_ext.settings import compose_run
 
@@ -182,6 +184,7 @@ def test_the_table_compares_runs_of_one_seed(script):
         script.Cell("separate_async", 0.5, 1): (150.0, 0.90),
         script.Cell("separate_async", 2.0, 0): (50.0, 0.9),
         script.Cell("separate_async", 2.0, 1): (40.0, 0.9),
+        script.Cell("separate_async_actor", 2.0, 1): (40.0, 0.9),
         script.Cell("separate_async_keep", 2.0, 1): (50.0, 0.8),
     }
     speed, accuracy = "x1.45 ± 2.54", "-0.035 ± 0.191"
@@ -190,27 +193,32 @@ def test_the_table_compares_runs_of_one_seed(script):
         "| 0.5 s | separate_async | 2 | 158 ± 11 | 0.875 ± 0.035 | sync "
         f"| {speed} | {accuracy} | x1.3: yes; accuracy: yes |",
         "| 2 s | separate_async | 2 | 45 ± 7 | 0.900 ± 0.000 | sync | - | - | - |",
-        "| 2 s | separate_async_keep | 1 | 50 | 0.800 | separate_async | x1.25 | -0.100 | x1.25: yes; accuracy: no |",
+        "| 2 s | separate_async_actor | 1 | 40 | 0.900 | separate_async | x1.00 | +0.000 | - |",
+        "| 2 s | separate_async_keep | 1 | 50 | 0.800 | separate_async_actor "
+        "| x1.25 | -0.100 | x1.25: yes; accuracy: no |",
     ]
+
+
+def value_of(config, key, default=None):
+    value = OmegaConf.select(config, key)
+    return default if value is None else value
 
 
 def test_every_mode_can_be_composed(script):
     for mode in script.MODES:
         config = compose_run("tiny_dapo", script.command_of(script.Cell(mode, 2.0, 7), 30, [])[2:])
         assert (config.data.seed, config.trainer.test_freq) == (7, 30)
-        loops = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class
-        assert loops == "verl_ext.rollout.workers.LeanAgentLoopManager", "what is compared is the mode"
+        is_within = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class == script.IN_SERVER
+        assert is_within == (mode != script.ACTOR), "what is compared is the mode"
+        get = partial(value_of, config)
+        assert not [*weight_update.refusals(get), *health.refusals(get), *balancer.refusals(get)]
 
 
-def test_in_flight_updates_are_all_that_a_mode_differs_in_from_its_partner(script):
-    from verl_ext.fleet import weight_update
-
-    configs = [
+def test_in_flight_updates_are_all_that_a_mode_differs_in_from_separate_async(script):
+    keep, abort = (
         compose_run("tiny_dapo", script.command_of(script.Cell(mode, 2.0, 0), 30, [])[2:])
-        for mode in (script.KEEP, script.PARTNERS[script.KEEP])
-    ]
-    keep, abort = configs
-    assert list(weight_update.refusals(lambda key, default=None: OmegaConf.select(keep, key, default=default))) == []
+        for mode in (script.KEEP, "separate_async")
+    )
     assert (keep.retool.fleet.weight_update, abort.retool.fleet.weight_update) == ("keep", "abort")
     keep.retool.fleet.weight_update = "abort"
     assert keep == abort

@@ -13,6 +13,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.fleet.modes import needs_loops_that_ask_for_servers
 from verl_ext.fleet.ranks import RankHandle, ranks_of
 from verl_ext.fleet.routing import Router
 from verl_ext.versions import VERL, require_versions
@@ -20,7 +21,6 @@ from verl_ext.versions import VERL, require_versions
 KEY = "retool.fleet.routing"
 MAX_ROLLOUTS = 100_000  # whose slot is known, those asked for last; the others have that of their hash
 _ROLLOUT = "actor_rollout_ref.rollout"
-_IN_SERVER = "verl_ext.rollout.workers.InServerAgentLoopManager"
 
 
 class RingLoadBalancer:
@@ -163,10 +163,7 @@ def refusals(get: Callable[..., Any]) -> Iterator[str]:
     if get(f"{_ROLLOUT}.full_determinism"):
         yield f"""{KEY} is ring with {_ROLLOUT}.full_determinism=true: where a rollout goes depends on what runs then,
             so that no two runs would be equal -> Set {KEY}=verl."""
-    if get(f"{_ROLLOUT}.agent.agent_loop_manager_class") == _IN_SERVER:
-        yield f"""{KEY} is ring with {_ROLLOUT}.agent.agent_loop_manager_class={_IN_SERVER}: its agent loops run within
-            the one server and ask no router -> Set it to verl_ext.rollout.workers.LeanAgentLoopManager, or
-            {KEY}=verl."""
+    yield from needs_loops_that_ask_for_servers(f"{KEY} is ring", f"{KEY}=verl", get)
     ranks, name = get(f"{_ROLLOUT}.data_parallel_size", 1), get(f"{_ROLLOUT}.name")
     if ranks > 1 and (name != "vllm" or get(f"{_ROLLOUT}.disaggregation.enabled")):
         yield f"""{KEY} is ring with {_ROLLOUT}.data_parallel_size={ranks}, name={name} and disaggregation.enabled=

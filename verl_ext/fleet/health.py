@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Any
 
-from verl_ext.fleet.modes import needs_servers_of_their_own, needs_servers_that_may_change
+from verl_ext.fleet.modes import (
+    needs_loops_that_ask_for_servers,
+    needs_servers_of_their_own,
+    needs_servers_that_may_change,
+)
 from verl_ext.settings import HealthSettings
 
 KEY = "retool.fleet.health"
@@ -112,3 +116,4 @@ def refusals(get: Callable[..., Any]) -> Iterator[str]:
         return
     yield from needs_servers_of_their_own(f"{KEY}.enable is true", f"{KEY}.enable=false", get)
     yield from needs_servers_that_may_change(f"{KEY}.enable is true", f"{KEY}.enable=false", get)
+    yield from needs_loops_that_ask_for_servers(f"{KEY}.enable is true", f"{KEY}.enable=false", get)

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from verl_ext.fleet import commands
 from verl_ext.fleet.commands import Command, Refused
-from verl_ext.fleet.modes import needs_servers_that_may_change
+from verl_ext.fleet.modes import needs_loops_that_ask_for_servers, needs_servers_that_may_change
 from verl_ext.fleet.replicas import GIVE_UP_S, free_gpus, place_of, start_in_time, start_replica, stop_replica
 
 if TYPE_CHECKING:
@@ -62,9 +62,10 @@ class Members:
         self._coming: dict[int, str] = {}  # server -> how far it is
         self._ready: list[RolloutReplica] = []  # started, without weights yet; where they are watched, in newcomers
         self._leaving: dict[int, RolloutReplica] = {}
-        found = needs_servers_that_may_change(
-            "A run has the servers of its start", "start it again with as many servers as it needs", self._setting
-        )
+        stays = "A run has the servers of its start", "start it again with as many servers as it needs", self._setting
+        within = [*needs_loops_that_ask_for_servers(*stays)]
+        self._router_knows_load = not within
+        found = (*needs_servers_that_may_change(*stays), *within)
         self._refusals = [" ".join(each.split()).replace(" -> ", ". ") for each in found]
 
     @contextmanager
@@ -131,7 +132,7 @@ class Members:
     def rows(self) -> list[dict[str, Any]]:
         """Every server: its number, address, state, requests (of each rank as well), and the step of its weights."""
         status = ray.get(self._servers.global_load_balancer.get_status.remote(), timeout=ROUTER_S)
-        slots = status.get("slots", status["servers"])
+        slots = status.get("slots", status["servers"]) if self._router_knows_load else {}
         waiting = {each.replica_rank: DEAD if each in self._dead else WAITS for each in self._newcomers or ()}
         rows, coming = [], self._coming | waiting
         there = [each for each in self._checkpoints.replicas if each.replica_rank not in coming]

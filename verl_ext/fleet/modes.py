@@ -1,9 +1,12 @@
-"""Which runs have servers of their own alone (verl's replica mode `standalone`), and whose servers may come and go."""
+"""Which runs have servers of their own alone (verl's replica mode `standalone`), whose servers may come and go, and
+whose agent loops can turn to another server.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+IN_SERVER = "verl_ext.rollout.workers.InServerAgentLoopManager"  # known by its name, as its module had another one
 
 
 def needs_servers_of_their_own(setting: str, instead: str, get: Callable[..., Any]) -> Iterator[str]:
@@ -41,3 +44,11 @@ def needs_servers_that_may_change(setting: str, instead: str, get: Callable[...,
     elif backend in ("nccl", "hccl", "kimi_ckpt_engine") and not get(rebuild):
         yield f"""{setting} with {rebuild}=false: {backend} keeps the group of its first update, from which no server
             may be missing and to which none can come -> Set ++{rebuild}=true, or {instead}."""
+
+
+def needs_loops_that_ask_for_servers(setting: str, instead: str, get: Callable[..., Any]) -> Iterator[str]:
+    """Why agent loops would stay with the server that they have; the arguments are as above."""
+    manager = str(get(key := f"{_ROLLOUT}.agent.agent_loop_manager_class"))
+    if manager.rpartition(".")[2] == IN_SERVER.rpartition(".")[2]:
+        yield f"""{setting} with {key}={manager}: its agent loops run within the one server and ask no router -> Set
+            it to verl_ext.rollout.workers.LeanAgentLoopManager, or {instead}."""

@@ -40,6 +40,12 @@ def noted_attempts() -> Iterator[Attempts]:
         _attempts.reset(token)
 
 
+def note_server(server: str) -> None:
+    """Which server the next request of this turn goes to."""
+    if (attempts := _attempts.get()) is not None:
+        attempts.server = server
+
+
 def note_lost(server: str) -> None:
     """A request of this turn lost its server, and goes on elsewhere."""
     if (attempts := _attempts.get()) is not None:
@@ -83,8 +89,7 @@ def note_attempts(clients: ModuleType) -> None:
 
     async def acquire_noted(self: Any, *args: Any, **kwargs: Any) -> tuple[str, Any]:
         name, server = await acquire(self, *args, **kwargs)
-        if (attempts := _attempts.get()) is not None:
-            attempts.server = name
+        note_server(name)
         return name, server
 
     async def generate_noted(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -34,12 +34,13 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.profiler import simple_timer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
-from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
 from verl_ext.outcome import RolloutEnd, infrastructure_failure
 from verl_ext.records.recorder import Group, costs_nothing, find, pack
 from verl_ext.records.trajectories import problem_columns, raised_columns, rollout_columns
 from verl_ext.rollout.loop import RETRY_PAUSE_S
+from verl_ext.rollout.weight_versions import note_server
 from verl_ext.settings import FailedSamples
 
 logger = logging.getLogger(__name__)
@@ -299,10 +300,12 @@ class InServerAgentLoopManager(AgentLoopManagerTQ):
     """Runs the agent loops in the event loop of the one vLLM server, so that a turn needs no message between actors.
 
     For short rollouts these messages are most of the work. For long rollouts, or many servers, take
-    `LeanAgentLoopManager`, which leaves the server's event loop to vLLM.
+    `LeanAgentLoopManager`, which leaves the server's event loop to vLLM. A server that dies takes its rollouts with it,
+    and the run ends: `retool.fleet.health` is refused, and so are other servers (fleet/modes.py).
 
     Raises:
-        ValueError: there is more than one server, `rollout.agent.num_workers` is not 1, or the trainer is asynchronous.
+        ValueError: there is more than one server, `rollout.agent.num_workers` is not 1, or servers are watched, whose
+            dead engines hand requests back to a client that goes elsewhere.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -310,37 +313,41 @@ class InServerAgentLoopManager(AgentLoopManagerTQ):
         found = {
             "rollout.agent.num_workers": self.rollout_config.agent.num_workers,
             "vLLM servers": number_of_replicas(self.config),
-            "trainer.v1.trainer_mode": self.config.trainer.v1.trainer_mode,
+            "retool.fleet.health.enable": bool(OmegaConf.select(self.config, "retool.fleet.health.enable")),
         }
-        if list(found.values()) != [1, 1, "sync"]:
+        if list(found.values()) != [1, 1, False]:
             raise ValueError(
-                "InServerAgentLoopManager needs one agent-loop worker, one vLLM server and the mode 'sync', "
-                f"got {found}. Set rollout.agent.agent_loop_manager_class to "
-                "verl_ext.rollout.workers.LeanAgentLoopManager."
+                f"InServerAgentLoopManager needs one agent-loop worker and one vLLM server, not watched, got {found}. "
+                "Set rollout.agent.agent_loop_manager_class to verl_ext.rollout.workers.LeanAgentLoopManager."
             )
 
     async def _init_agent_loop_workers(self) -> None:
         server_id, server = await self.llm_client._acquire_server("agent_loops")
         self.llm_client._release_server(server_id, "agent_loops")
-        await server.__ray_call__.remote(_start_agent_loops, self.config, self.reward_loop_worker_handles)
+        await server.__ray_call__.remote(_start_agent_loops, server_id, self.config, self.reward_loop_worker_handles)
         generate = SimpleNamespace(remote=lambda batch: server.__ray_call__.remote(_generate_sequences, batch))
         # What is called of an actor's handle: by verl, and by liveness.py.
         self.agent_loop_workers = [SimpleNamespace(generate_sequences=generate, __ray_ready__=server.__ray_ready__)]
 
 
-def _start_agent_loops(server: Any, config: DictConfig, reward_loop_worker_handles: list | None) -> None:
+def _start_agent_loops(
+    server: Any, server_id: str, config: DictConfig, reward_loop_worker_handles: list | None
+) -> None:
     """In the server's process: an agent-loop worker whose client calls the server directly."""
 
     handle = SimpleNamespace(generate=SimpleNamespace(remote=server.generate))
 
     async def acquire(request_id: str, **extra: Any) -> tuple[str, Any]:
-        return "this", handle
+        return server_id, handle
 
     async def start() -> None:
         # It reads its settings anew for every turn, which is slow from a DictConfig.
         rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
-        client = LLMServerClient(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)))
-        client._acquire_server = acquire  # the worker asks once, and never releases: see `skip_load_balancer`
+        is_sync = config.trainer.v1.trainer_mode == "sync"
+        client_class = LLMServerClient if is_sync else FullyAsyncLLMServerClient  # as verl's trainers have them
+        client = client_class(SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout)))
+        client._acquire_server = acquire
+        skip_load_balancer(client)
         server.agent_loop_worker = LeanAgentLoopWorker(config, client, None, reward_loop_worker_handles)
 
     _run_in_event_loop(server, start())
@@ -357,12 +364,15 @@ def _run_in_event_loop(server: Any, coroutine: Coroutine) -> None:
 
 
 def number_of_replicas(config: DictConfig) -> int:
-    """vLLM servers of a colocated run: GPUs over GPUs per server."""
-    rollout = config.actor_rollout_ref.rollout
+    """vLLM servers of a run: GPUs over GPUs per server. In `separate_async` they have a pool of their own."""
+    rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     per_server = (
         rollout.tensor_model_parallel_size * rollout.get("pipeline_model_parallel_size", 1) * rollout.data_parallel_size
     )
-    return config.trainer.nnodes * config.trainer.n_gpus_per_node // per_server
+    gpus = trainer.nnodes * trainer.n_gpus_per_node
+    if OmegaConf.select(config, "trainer.v1.trainer_mode") == "separate_async":
+        gpus = rollout.nnodes * rollout.n_gpus_per_node + gpus * config.actor_rollout_ref.hybrid_engine
+    return gpus // per_server
 
 
 def number_of_slots(config: DictConfig) -> int:
@@ -379,6 +389,7 @@ def skip_load_balancer(client: LLMServerClient) -> None:
     async def acquire_once(request_id: str, **extra: Any) -> tuple:
         if not server:
             server.append(await acquire(request_id, **extra))
+        note_server(server[0][0])
         return server[0]
 
     client._acquire_server = acquire_once

@@ -126,7 +126,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._groups: dict[str, EndedGroup] = {}  # uid -> training groups that ended and are still in the queue
         # Since the last batch was taken:
         self._counts = StepCounts()
-        self._limit = math.inf  # groups that may be evicted for each reason before a batch is taken
+        self._limit = math.inf  # groups that may fail before a batch is taken
+        self._spare_limit = math.inf  # groups that may be replaced as EQUAL or VOID before a batch is taken
         self._is_spent = False  # whether so many groups were evicted as EQUAL or VOID
         self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
         self.baseline_only: set[str] = set()  # keys of the rollouts in the newest batch that are not in the loss
@@ -246,6 +247,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
 
     def wait_for_sampleable(self, global_steps: int, partition_id: str, target_count: int) -> tuple[set[str], dict]:
         self._limit = self.max_gen_batches * target_count if partition_id != "val" else math.inf
+        self._spare_limit = self._limit - target_count  # the batch itself is generated, too
         return super().wait_for_sampleable(global_steps, partition_id, target_count)
 
     def _terminal_eviction_reasons(
@@ -256,7 +258,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._classify(partition_id, global_steps)
         failed, spare = self._uids(PromptEnd.FAILED), self._uids(*REPLACEABLE)
         stop_if_most_failed(self._counts.ends[PromptEnd.FAILED], self._counts.seen, self._limit, global_steps)
-        if self._counts.num_replaceable() > self._limit:
+        if self._counts.num_replaceable() > self._spare_limit:
             if not self._is_spent:
                 logger.warning(
                     "step %d: %d prompt groups ended, but only %d had unequal rewards (max_num_gen_batches=%d); "

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
-from verl_ext.fleet import balancer
+from verl_ext.fleet import balancer, modes
 from verl_ext.fleet.balancer import RING, RingLoadBalancer, install, refusals
 from verl_ext.fleet.ranks import RankHandle
 from verl_ext.fleet.routing import NoServerError
@@ -229,6 +229,10 @@ def test_every_mode_can_have_the_ring(mode):
             {f"{ROLLOUT}.agent.agent_loop_manager_class": "verl_ext.rollout.workers.InServerAgentLoopManager"},
             "ask no router",
         ),
+        (  # as it was called before
+            {f"{ROLLOUT}.agent.agent_loop_manager_class": "verl_ext.agent_loop.manager.InServerAgentLoopManager"},
+            "ask no router",
+        ),
     ],
 )
 def test_what_the_ring_cannot_route_is_refused(changes, message):
@@ -245,7 +249,7 @@ def run(**changes):
 def test_the_name_of_the_manager_that_asks_no_router_is_right():
     from verl_ext.rollout import workers
 
-    module, name = balancer._IN_SERVER.rsplit(".", 1)
+    module, name = modes.IN_SERVER.rsplit(".", 1)
     assert module == workers.__name__ and hasattr(workers, name)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl_ext.fleet.health import Health, Pulse, State, refusals
+from verl_ext.fleet.modes import IN_SERVER
 from verl_ext.settings import HealthSettings, compose_run
 from verl_ext.settings.checks import problems, read_settings
 
@@ -148,6 +149,7 @@ def refused(changes):
         ({"trainer.v1.trainer_mode": "sync"}, "trainer_mode=sync: expected separate_async"),
         ({"actor_rollout_ref.hybrid_engine": True}, "hybrid_engine=true"),
         ({"actor_rollout_ref.rollout.name": "sglang"}, "name=sglang"),
+        ({"actor_rollout_ref.rollout.agent.agent_loop_manager_class": IN_SERVER}, "ask no router"),
         ({"actor_rollout_ref.rollout.checkpoint_engine.backend": "delta_sharded"}, "backend=delta_sharded"),
         ({"actor_rollout_ref.rollout.checkpoint_engine.backend": "kimi_ckpt_engine"}, "kimi_ckpt_engine keeps"),
         (

@@ -8,6 +8,8 @@ from omegaconf import OmegaConf
 
 from tests.unit.fleet.members_scene import call, refused, states, wait_until
 from verl_ext.fleet import commands
+from verl_ext.fleet.members import Members
+from verl_ext.fleet.modes import IN_SERVER
 
 
 def test_servers_are_listed_with_their_load_and_their_weights(world):
@@ -16,6 +18,15 @@ def test_servers_are_listed_with_their_load_and_their_weights(world):
     ranks = {f"10.0.0.1:{server}/{rank}": rank for server in range(2) for rank in range(4)}
     world.router.get_status = call(lambda: {"servers": {}, "slots": ranks})
     assert world.members.rows()[1] == row | {"ranks": [0, 1, 2, 3], "requests": 6}
+
+
+def test_of_agent_loops_within_the_server_the_router_knows_no_load_and_no_server_may_come(world):
+    manager = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+    OmegaConf.update(world.servers.config, manager, IN_SERVER)
+    members = Members(world.servers, world.checkpoints)
+    assert [(row["ranks"], row["requests"]) for row in members.rows()] == [([], None)] * 2
+    with pytest.raises(commands.Refused, match="ask no router. Set it to .*LeanAgentLoopManager"):
+        members.add()
 
 
 def test_a_server_that_does_not_answer_is_listed_all_the_same(world):

@@ -10,6 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.rollout.rollouts import samples_of
+from verl_ext.rollout.weight_versions import noted_attempts
 
 ROOT = Path(__file__).parents[3]
 
@@ -200,14 +201,15 @@ def test_an_unknown_agent_loop_is_named() -> None:
         worker._make_loop("no_such")
 
 
-@pytest.mark.parametrize(("workers", "gpus", "mode"), [(2, 1, "sync"), (1, 2, "sync"), (1, 1, "colocate_async")])
-def test_loops_in_the_server_need_one_server_and_one_worker_in_step(workers: int, gpus: int, mode: str) -> None:
+@pytest.mark.parametrize(("workers", "gpus", "watched"), [(2, 1, False), (1, 2, False), (1, 1, True)])
+def test_loops_in_the_server_need_one_server_and_one_worker(workers: int, gpus: int, watched: bool) -> None:
     from verl_ext.rollout.workers import InServerAgentLoopManager
 
     rollout = {"tensor_model_parallel_size": 1, "data_parallel_size": 1, "agent": {"num_workers": workers}}
-    trainer = {"nnodes": 1, "n_gpus_per_node": gpus, "v1": {"trainer_mode": mode}}
+    trainer = {"nnodes": 1, "n_gpus_per_node": gpus}
     config = {"actor_rollout_ref": {"rollout": rollout, "model": {}}, "trainer": trainer}
-    with pytest.raises(ValueError, match="needs one agent-loop worker, one vLLM server and the mode 'sync'"):
+    config["retool"] = {"fleet": {"health": {"enable": watched}}}
+    with pytest.raises(ValueError, match="needs one agent-loop worker and one vLLM server, not watched, got"):
         InServerAgentLoopManager(OmegaConf.create(config), None)
 
 
@@ -240,10 +242,18 @@ def test_number_of_replicas(nodes: int, gpus: int, tensor_parallel: int, expecte
 
     rollout = {"tensor_model_parallel_size": tensor_parallel, "data_parallel_size": 1}
     trainer = {"nnodes": nodes, "n_gpus_per_node": gpus}
-    assert (
-        number_of_replicas(OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": rollout}}))
-        == expected
-    )
+    config = OmegaConf.create({"trainer": trainer, "actor_rollout_ref": {"rollout": rollout}})
+    assert number_of_replicas(config) == expected
+
+
+@pytest.mark.parametrize(("hybrid", "expected"), [(False, 3), (True, 5)])
+def test_servers_of_their_own_are_counted_and_those_beside_the_actor(hybrid: bool, expected: int) -> None:
+    from verl_ext.rollout.workers import number_of_replicas
+
+    rollout = {"tensor_model_parallel_size": 4, "data_parallel_size": 1, "nnodes": 2, "n_gpus_per_node": 6}
+    trainer = {"nnodes": 1, "n_gpus_per_node": 8, "v1": {"trainer_mode": "separate_async"}}
+    actor = {"rollout": rollout, "hybrid_engine": hybrid}
+    assert number_of_replicas(OmegaConf.create({"trainer": trainer, "actor_rollout_ref": actor})) == expected
 
 
 @pytest.mark.parametrize(("routing", "expected"), [("verl", 1), ("ring", 4), (None, 1)])
@@ -254,6 +264,42 @@ def test_the_ring_has_the_data_parallel_ranks_of_one_server_to_choose_from(routi
     config = {"trainer": {"nnodes": 1, "n_gpus_per_node": 8}, "actor_rollout_ref": {"rollout": rollout}}
     assert number_of_slots(OmegaConf.create(config | {"retool": {"fleet": {"routing": routing}}})) == expected
     assert number_of_slots(OmegaConf.create(config)) == 1  # of a run without the key
+
+
+@pytest.mark.parametrize(
+    ("mode", "client"),
+    [
+        ("sync", "LLMServerClient"),
+        ("colocate_async", "FullyAsyncLLMServerClient"),
+        ("separate_async", "FullyAsyncLLMServerClient"),
+    ],
+)
+async def test_loops_in_the_server_ask_it_directly_and_go_on_after_an_update(
+    monkeypatch, mode: str, client: str
+) -> None:
+    """In the asynchronous modes an update of the weights breaks requests off: only verl's client of these goes on."""
+    from verl_ext.rollout import workers
+    from verl_ext.settings import compose_run
+
+    made = []
+    monkeypatch.setattr(workers, "LeanAgentLoopWorker", lambda config, client, *rest: made.append(client))
+    config = compose_run("tiny_dapo", [f"trainer.v1.trainer_mode={mode}"])
+
+    class Server:
+        _server_task = asyncio.ensure_future(asyncio.sleep(60))
+
+        async def generate(self, **request: Any) -> Any:
+            return request
+
+    server = Server()
+    await asyncio.to_thread(workers._start_agent_loops, server, "10.0.0.1:1", config, None)
+    server._server_task.cancel()
+    assert type(made[0]).__name__ == client
+    with noted_attempts() as attempts:
+        name, handle = await made[0]._acquire_server("a rollout")
+    assert name == attempts.server == "10.0.0.1:1"
+    assert await handle.generate.remote(prompt_ids=[1]) == {"prompt_ids": [1]}
+    made[0]._release_server(name, request_id="a rollout")
 
 
 async def test_the_load_balancer_is_asked_once() -> None:
@@ -272,6 +318,8 @@ async def test_the_load_balancer_is_asked_once() -> None:
     client = Client()
     skip_load_balancer(client)
     for request_id in "abc":
-        assert await client._acquire_server(request_id, prompt_ids=[1]) == ("server_0", "handle")
+        with noted_attempts() as attempts:
+            assert await client._acquire_server(request_id, prompt_ids=[1]) == ("server_0", "handle")
         client._release_server("server_0", request_id=request_id)
+        assert attempts.server == "server_0"
     assert client.asked == ["a"]
