@@ -94,7 +94,7 @@ def main() -> None:
                 figures = run_ours(supervisor, args.run, sandbox, args.steps, out, overrides, str(python), repo)
             found[name].append(figures)
             print(f"round {number + 1}: {name}: {figures}", flush=True)
-    (folder / "summary.json").write_text(json.dumps(found, indent=2))
+            (folder / "summary.json").write_text(json.dumps(found, indent=2))  # if a later run fails
     heads = ("first step after, s", "a later step, s", "its update, s", "CPU of its records, s")
     print(f"\n| {args.rounds} rounds of {args.steps} steps | {' | '.join(heads)} |")
     print("| --- | --- | --- | --- | --- |")

@@ -243,11 +243,10 @@ def main() -> None:
                             figures = run_ours(*common, overrides, model=args.model)
                         print(f"   {figures}", flush=True)
                         rows.setdefault((latency_s, name), []).append(figures)
+                        done = [{"latency_s": key[0], "trainer": key[1], "runs": runs} for key, runs in rows.items()]
+                        (folder / "summary.json").write_text(json.dumps(done, indent=2))  # if a later run fails
 
     means = {key: {name: statistics.mean(run[name] for run in runs) for name in runs[0]} for key, runs in rows.items()}
-    (folder / "summary.json").write_text(
-        json.dumps([{"latency_s": key[0], "trainer": key[1], "runs": runs} for key, runs in rows.items()], indent=2)
-    )
     responses = sizes(compose_run(*MODELS[args.model].config))["responses"]
     print(
         f"\nSteps that train on {responses} responses, median from step {WARM_UP + 1} on; "

@@ -14,7 +14,8 @@ checked against the tool's schema before the tool runs, and the model is told wh
 What the model can cause must be the model's error: else the model could buy its exclusion from training. So these are
 the model's error: a missing file that the arguments name, or that an argument like "" or ".." makes of a folder; and an
 address that the arguments name and that does not answer or refuses (any HTTP 4xx or 5xx). Where an error does not say
-which address it is about, as of urllib, sockets and time-outs, it is about a URL among the arguments, if there is one.
+which address it is about, as of urllib, sockets and time-outs, and the last attempt has it too, it is about a URL among
+the arguments, if there is one: a tool that sends the model's URLs to a backend of its own raises ToolUnavailable.
 Some errors only the tool can tell from its own, and it does so by `ToolError`: a request that its backend refuses for
 its content (HTTP 400, 404, 422), an argument that is no address at all (httpx does not say which one it was), an
 address to which the one in the arguments redirects, or work that the arguments made too long.
@@ -59,11 +60,13 @@ class ToolUnavailable(RuntimeError):
     """Raised by a tool: its backend failed, whatever the arguments were. The call is not tried again."""
 
 
-def who_is_at_fault(error: Exception, arguments: Mapping[str, Any]) -> Fault:
+def who_is_at_fault(error: Exception, arguments: Mapping[str, Any], *, is_last: bool = True) -> Fault:
     """MODEL, INFRASTRUCTURE or OURS, for what a tool raised; see the module's docstring.
 
     Args:
         arguments: of the call, as the model wrote them.
+        is_last: whether no further attempt follows. Before, an error that does not name its address may be of the
+            tool's own backend, and passes.
     """
     if isinstance(error, ToolError):
         return Fault.MODEL
@@ -73,18 +76,18 @@ def who_is_at_fault(error: Exception, arguments: Mapping[str, Any]) -> Fault:
         return Fault.OURS
     of_client = isinstance(error, aiohttp.ClientError | http.client.HTTPException)
     if of_client or isinstance(error, _imported(_CLIENT_ERRORS)) or _is_of_urllib(error):
-        return _fault_of_request(error, arguments)
+        return _fault_of_request(error, arguments, is_last)
     if isinstance(error, OSError):  # ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError, ...
-        return _fault_of_file(error, arguments) if _is_of_file(error) else _fault_of_request(error, arguments)
+        return _fault_of_file(error, arguments) if _is_of_file(error) else _fault_of_request(error, arguments, is_last)
     return Fault.OURS
 
 
-def _fault_of_request(error: Exception, arguments: Mapping[str, Any]) -> Fault:
+def _fault_of_request(error: Exception, arguments: Mapping[str, Any], is_last: bool) -> Fault:
     host, status, texts = _host(error), _status(error), list(_texts(arguments))
-    if host and host in {found for text in texts for found in (_host_of(text), _host_of(f"//{text.strip()}"))}:
+    if host and any(host in (_host_of(text), _bare_host(text)) for text in texts):
         return Fault.MODEL
-    is_of_machine = getattr(error, "errno", None) in _OF_THE_MACHINE
-    if not host and not is_of_machine and any("://" in text and _host_of(text) for text in texts):
+    is_of_machine = getattr(getattr(error, "reason", error), "errno", None) in _OF_THE_MACHINE  # urllib's reason
+    if is_last and not host and not is_of_machine and any("://" in text and _host_of(text) for text in texts):
         return Fault.MODEL
     if status is not None and 400 <= status < 500 and status not in _TRY_AGAIN:
         return Fault.OURS  # refused: whether for its content only the tool can say
@@ -104,7 +107,8 @@ def _fault_of_file(error: OSError, arguments: Mapping[str, Any]) -> Fault:
     texts = list(_texts(arguments))
     if names & {os.path.basename(os.path.normpath(text)) for text in texts if text}:
         return Fault.MODEL
-    if file and any(not text.strip("./") or text.endswith("/") for text in texts):  # a folder, or a name of nothing
+    is_nameless = isinstance(error, IsADirectoryError | NotADirectoryError) or os.path.basename(file).startswith(".")
+    if file and is_nameless and any(not text.strip("./") or text.endswith("/") for text in texts):
         return Fault.MODEL
     return Fault.OURS if isinstance(error, _OF_FILES) else Fault.INFRASTRUCTURE  # ETXTBSY, EROFS, ...
 
@@ -152,3 +156,9 @@ def _host_of(text: str) -> str | None:
         return urlsplit(text.strip()).hostname
     except ValueError:
         return None
+
+
+def _bare_host(text: str) -> str | None:
+    """Of an argument that is a host without a scheme."""
+    text = text.strip()
+    return _host_of(f"//{text}") if "." in text or ":" in text or text == "localhost" else None

@@ -26,6 +26,7 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 TOOL_ATTEMPTS = 3  # calls of a tool whose backend does not answer, the first included
 TOOL_BACKOFF_S = 0.5  # pause before the second call; doubles
+RELEASE_S = 10.0  # for a tool to let go of its instance, also after a call that took too long
 _EXCEPTION = re.compile(r"\A[A-Za-z_][\w.]*")
 
 
@@ -125,7 +126,7 @@ class Toolbox:
                 response, reward = await self._call_in_time(call, tools_kwargs)
                 break
             except Exception as error:  # of whatever a tool's author wrote; a bug is raised again
-                fault = who_is_at_fault(error, call.arguments)
+                fault = who_is_at_fault(error, call.arguments, is_last=attempt == TOOL_ATTEMPTS)
                 if fault is Fault.OURS:
                     error.add_note(
                         f"Raised by the tool {call.tool!r} for the arguments {call.arguments!r:.200}. Correct it: "
@@ -178,7 +179,7 @@ class Toolbox:
             try:
                 response, reward, _ = await tool.execute(instance, call.arguments)
             finally:
-                await tool.release(instance)
+                await asyncio.wait_for(tool.release(instance), RELEASE_S)
         if response.image or response.video:
             raise NotImplementedError(f"Tool {call.tool} answered with an image or a video; only text is supported.")
         if response.text is None:

@@ -175,8 +175,7 @@ class SandboxClient:
             if tries == self._max_attempts or not has_time:
                 lost = 0 if session else await self._lost_while_sound(losses, deadline)
                 if lost >= MIN_LOSSES and (is_suspect or not has_time):
-                    stderr = f"Killed: {lost} attempts to run this program lost it, and the sandbox is well"
-                    return RunResult("code_error", "", stderr, -signal.SIGKILL, 0.0, 0.0, attempts, "")
+                    return _blamed(lost, attempts)
                 if not has_time:
                     failure = _InfrastructureFailure(f"{failure}; no time left to try again")
                     break
@@ -207,6 +206,9 @@ class SandboxClient:
                     return result
             except TimeoutError:
                 failure = _InfrastructureFailure(f"{obstacle} for {time.monotonic() - waited_from:.1f} s")
+                lost = 0 if session else await self._lost_while_sound(losses, deadline)
+                if lost >= MIN_LOSSES:
+                    return _blamed(lost, attempts)
                 break
             except _InfrastructureFailure as exc:
                 failure = exc
@@ -355,6 +357,11 @@ class _InfrastructureFailure(Exception):
     def __init__(self, message: str, retry_after_s: float = 0.0, *, may_have_run: bool = True, blameless: bool = False):
         super().__init__(message)
         self.retry_after_s, self.may_have_run, self.blameless = retry_after_s, may_have_run, blameless
+
+
+def _blamed(lost: int, attempts: int) -> RunResult:
+    stderr = f"Killed: {lost} attempts to run this program lost it, and the sandbox is well"
+    return RunResult("code_error", "", stderr, -signal.SIGKILL, 0.0, 0.0, attempts, "")
 
 
 def _failure(message: str, attempts: int = 0) -> RunResult:

@@ -128,7 +128,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
         self._counts = StepCounts()
         self._limit = math.inf  # groups that may fail before a batch is taken
         self._spare_limit = math.inf  # groups that may be replaced as EQUAL or VOID before a batch is taken
-        self._is_spent = False  # whether so many groups were evicted as EQUAL or VOID
+        self._replaced = 0  # such groups
+        self._is_spent = False  # whether more have ended
         self.fillers: set[str] = set()  # uids of the groups in the newest batch that are not useful
         self.baseline_only: set[str] = set()  # keys of the rollouts in the newest batch that are not in the loss
         self.left_out: dict[str, str] = {}  # key -> why a rollout of its groups is not in the loss
@@ -164,7 +165,8 @@ class DapoReplayBuffer(ReplayBufferAsync):
         ends = self._counts.ends
         del ends[PromptEnd.OPEN]  # not decided yet, or counted by the later end
         logger.info("step %d: what became of the prompt groups: %s", global_steps, describe(ends))
-        self._counts, self._is_spent, self._batches = StepCounts(), False, self._batches + 1
+        self._counts, self._replaced, self._is_spent = StepCounts(), 0, False
+        self._batches += 1
         if self._batches == self._batches_per_step:
             metrics = self._of_step.metrics() | metrics
             self._of_step, self._batches = StepCounts(), 0
@@ -257,8 +259,9 @@ class DapoReplayBuffer(ReplayBufferAsync):
             return super()._terminal_eviction_reasons(global_steps, partition_id)
         self._classify(partition_id, global_steps)
         failed, spare = self._uids(PromptEnd.FAILED), self._uids(*REPLACEABLE)
+        room = max(self._spare_limit - self._replaced, 0)
         stop_if_most_failed(self._counts.ends[PromptEnd.FAILED], self._counts.seen, self._limit, global_steps)
-        if self._counts.num_replaceable() > self._spare_limit:
+        if len(spare) > room:
             if not self._is_spent:
                 logger.warning(
                     "step %d: %d prompt groups ended, but only %d had unequal rewards (max_num_gen_batches=%d); "
@@ -266,10 +269,15 @@ class DapoReplayBuffer(ReplayBufferAsync):
                     *(global_steps, self._counts.seen.groups, self._counts.ends[PromptEnd.OPEN], self.max_gen_batches),
                 )
             self._is_spent = True
-            spare = set()
+            steps = self.prompt_global_steps[partition_id]
+            spare = set(sorted(spare, key=lambda uid: (steps[uid], uid))[:room])  # the oldest; the others are fillers
         stale = self._stale_terminal_keys(global_steps, partition_id)
         self._end(stale & self._uids(*_USEFUL), PromptEnd.STALE)
         return stale | self._uids(PromptEnd.STALE), spare, failed, Counter()
+
+    def _evict_terminal_groups(self, global_steps: int, partition_id: str, eviction_reasons: tuple) -> tuple:
+        self._replaced += len(eviction_reasons[1])
+        return super()._evict_terminal_groups(global_steps, partition_id, eviction_reasons)
 
     def _uids(self, *ends: PromptEnd) -> set[str]:
         return {uid for uid, group in self._groups.items() if group.end in ends}

@@ -8,6 +8,7 @@ ON = [
     "retool.fleet.health.enable=true",
     "actor_rollout_ref.hybrid_engine=false",
     "actor_rollout_ref.rollout.checkpoint_engine.backend=shared_file",
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager",
 ]
 
 

@@ -275,6 +275,15 @@ def test_asynchronous_sampling_of_equal_groups_has_an_end(make, mode, caplog):
     assert caplog.text.count("step 3:") == 1 and "only 0 had unequal rewards" in caplog.text
 
 
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_what_one_batch_may_not_replace_the_next_one_does_not_replace_at_once(make, mode):
+    """Eight equal groups wait: each batch of two may replace two of them, the oldest, and takes two."""
+    queue, buffer = make([RIGHT] * 100, batch_size=8, max_num_gen_batches=2, mode=mode)
+    for number in (1, 2):
+        batch, _ = buffer.sample(3, "train", 2)
+        assert len(batch.keys) == 4 and len(queue.groups) == 8 + 2 * number
+
+
 def test_stale_groups_are_dropped_in_asynchronous_modes(make):
     queue, buffer = make([MIXED, MIXED, MIXED], batch_size=2, mode="separate_async")
     buffer.max_off_policy_threshold = 2

@@ -43,10 +43,9 @@ _TAIL = re.compile(
     re.DOTALL,
 )
 _UNIT_AFTER_EXPRESSION = re.compile(
-    r"(?P<value>.*\S)\s*(?:\\text\s*\{(?P<text>[^{}]*)\}|(?<=\s)(?P<bare>[a-zA-Z]+(?:/[a-zA-Z]+)?))"
-    r"(?:\s*\^\s*(?:\d|\{\d\}))?",
-    re.DOTALL,
+    r"(?P<value>.*\S)\s*\\text\s*\{(?P<text>[^{}]*)\}(?:\s*\^\s*(?:\d|\{\d\}))?", re.DOTALL
 )
+_QUALIFIERS = ("square", "sq", "cubic", "cu")
 _TOKEN = re.compile(
     r"""\s*(?:
     (?P<mixed> (\d++)(?: \s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\} | \s+(\d+)\s*/\s*(\d+) ))
@@ -151,21 +150,14 @@ def _split_unit(text: str) -> tuple[str, str, int]:
 
 
 def split_unit(text: str) -> tuple[str, str]:
-    r"""`36\pi\text{ cm}^3` -> (`36\pi`, "cm"), for what is no rational number.
+    r"""`36\pi\text{ cm}^3` -> (`36\pi`, "cm"), for what is no rational number; "" without a unit that is known.
 
-    A unit that is not known is given as it is written, none as "".
+    Letters without a font are factors: `2\pi hr` is an area.
     """
     match = _UNIT_AFTER_EXPRESSION.fullmatch(text)
-    if not match or r"\text" in match["value"]:
-        return text, ""
-    words = (match["bare"] or match["text"]).replace(".", "").split()
-    known = [_UNIT_OF.get(word, _UNIT_OF.get(word.lower(), "")) for word in words]
-    if match["bare"] and not (known[0] and len(words[0]) > 1 and re.search(r"\\(?:pi|sqrt|frac)", match["value"])):
-        return text, ""
-    not_units = _NOT_UNITS | _MAGNITUDES.keys()
-    if not words or any(word.lower() in not_units or not word.replace("/", "").isalpha() for word in words):
-        return text, ""
-    return match["value"], known[0] if len(words) == 1 and known[0] else " ".join(words)
+    words = match["text"].replace(".", "").split() if match and r"\text" not in match["value"] else []
+    units = [_UNIT_OF.get(word, _UNIT_OF.get(word.lower())) for word in words if word.lower() not in _QUALIFIERS]
+    return (match["value"], units[0]) if len(units) == 1 and units[0] else (text, "")
 
 
 class _Parser:

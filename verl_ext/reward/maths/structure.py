@@ -190,7 +190,10 @@ def split_parts(text: str) -> Parts | None:
         return Parts("union", pieces_of_union(text))
     if is_braced(text):
         inside = text[2:-2]
-        return None if re.search(r"\||:|\\colon", inside) else Parts("values", _write_out(split_top_level(inside)))
+        if re.search(r"\||:|\\colon", inside):
+            return None
+        values = _write_out(split_top_level(inside))
+        return Parts("values", list({key(value): value for value in values}.values()))  # a set has each once
     if text[:1] in ("{", "(", "[") and closing_index(text) == len(text) - 1:
         inside = split_top_level(text[1:-1])
         if len(inside) > 1 and text[0] == "(" and len(_PLUS_MINUS.findall(text)) == 1:  # two points
@@ -220,9 +223,12 @@ def _write_out(values: list[str]) -> list[str]:
 
 
 def _by_label(parts: Parts) -> Parts:
-    """Values that all have a letter for a label, in the order of the alphabet."""
+    """Values that are labelled x, y and so on, in the order of the alphabet, which is a tuple's.
+
+    Of others, such as m and b of a line, nobody knows which comes first.
+    """
     labels = [split_label(item)[0] for item in parts.items]
-    if parts.ordered or not all(re.fullmatch("[a-zA-Z]", label) for label in labels):
+    if parts.ordered or "".join(sorted(labels)) not in ("xy", "xyz", "ab", "abc", "abcd"):
         return parts
     return Parts(parts.kind, [item for _, item in sorted(zip(labels, parts.items, strict=True))])
 

@@ -23,7 +23,7 @@ NOISE_BITS = 8  # known of a value that is 0 but for the rounding: sympy gives i
 # Both signs (sqrt(x^2) is not x), no integers (sin(pi x) is not 0), nothing that an ordinary formula has a pole at.
 POINTS = [("37/29", "53/41"), ("-71/43", "83/59"), ("97/31", "-101/67")]
 # For floor and ceiling, which are constant in between: small ones for every remainder, large ones for large divisors.
-INTEGERS = [*range(-5, 15), 99, 100, 101, 997, 1000, 12345]
+INTEGERS = [*range(1, 15), 99, 100, 101, 997, 1000, 12345]
 INDICES = set("ijklmnN")  # symbols that stand for integers alone
 # Compared once before the first fork, so that parser and sympy are warm in all children: the first comparison of a kind
 # costs 30 to 120 ms of CPU, the next 5 to 50. Without it a child could reach the quick lane's limit again and again.
@@ -140,7 +140,7 @@ def load():
         draw = random.Random(0)
         integers = [[sympy.Integer(n)] for n in INTEGERS]
         if len(symbols) > 1:
-            integers = [[sympy.Integer(draw.choice(INTEGERS)) for _ in symbols] for _ in range(3 * len(INTEGERS))]
+            integers = [[sympy.Integer(draw.choice(INTEGERS)) for _ in symbols] for _ in range(2 * len(INTEGERS))]
         return integers + points(len(symbols)) * any(str(each) not in INDICES for each in symbols)
 
     def values(expression, symbols, places=None) -> list:
@@ -172,10 +172,10 @@ def load():
         symbols = sorted(pred.free_symbols | gold.free_symbols, key=str)
         places = places_of(pred, gold, symbols)
         pairs = list(zip(values(pred, symbols, places), values(gold, symbols, places), strict=True))
-        if any((first is None) != (second is None) for first, second in pairs):
-            return False
-        pairs = [pair for pair in pairs if pair[0] is not None]
-        return all(agree(*pair) for pair in pairs) if pairs else None
+        if places is None and any((first is None) != (second is None) for first, second in pairs):
+            return False  # integers, of `places`, may be poles
+        pairs = [pair for pair in pairs if None not in pair]
+        return all(agree(*pair) for pair in pairs) if len(pairs) > 3 * (places is not None) else None
 
     def same_equation(pred, gold) -> bool:
         """Left minus right sides in a constant ratio: 2x + 2y = 6 is x + y = 3."""
@@ -183,7 +183,8 @@ def load():
         if pred.free_symbols != gold.free_symbols or not gold.free_symbols:
             return False
         symbols = sorted(gold.free_symbols, key=str)
-        pairs = zip(values(pred, symbols), values(gold, symbols), strict=True)
+        places = places_of(pred, gold, symbols)
+        pairs = zip(values(pred, symbols, places), values(gold, symbols, places), strict=True)
         ratios = [first / second for first, second in pairs if first is not None and second not in (None, 0)]
         return len(ratios) > 1 and ratios[0] != 0 and all(agree(ratios[0], ratio) for ratio in ratios[1:])
 
@@ -196,7 +197,8 @@ def load():
         else:
             for part in [gold] if isinstance(gold, sympy.Expr) else gold.args:
                 if isinstance(part, sympy.Expr):
-                    values(part, sorted(part.free_symbols, key=str))
+                    symbols = sorted(part.free_symbols, key=str)
+                    values(part, symbols, places_of(part, part, symbols))
 
     def is_equal(pred_latex: str | None, gold_latex: str) -> bool:
         if pred_latex is None:

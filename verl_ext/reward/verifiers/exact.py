@@ -10,7 +10,11 @@ from verl_ext.reward.score import Score
 _TEXT = re.compile(r"\\text(?:bf|it|rm)?\s*\{([^{}]*)\}")
 _LETTER = re.compile(r"\W*([A-Z])(?:\W.*)?", re.DOTALL)
 # "the answer is a mystery" and "I think" name no choice.
-_STATED = re.compile(r"\b(?i:(answer)|option|choice)\b(?i:\s+is)?[\s:*]*\(?(I(?!\s+[a-z])|[A-HJ-Zb-hj-z])\b")
+_CHOICE = r"(?:\(([A-Za-z])\)|(?:([A-HJ-Zb-hj-z]|I(?!\s+[a-z])|a(?=\s*(?:[.,;!*\n]|\Z)))\b))"
+_STATED = [
+    re.compile(rf"\b(?i:answer)\b(?:(?i:\s+is)[\s:*]*|[\s*]*:[\s*]*){_CHOICE}"),
+    re.compile(rf"\b(?i:answer|option|choice)\b(?i:\s+is)?[\s:*]*{_CHOICE}"),
+]
 
 
 class ExactVerifier:
@@ -50,10 +54,11 @@ class ChoiceVerifier:
             )
         pred = extract_answer(response_text)
         if pred is None:
-            stated = _STATED.findall(strip_tool_blocks(response_text))
+            spoken = strip_tool_blocks(response_text)
+            stated = next((found for form in _STATED if (found := form.findall(spoken))), None)
             if not stated:
                 return Score(0.0, "", "no_answer", "no_choice")
-            pred = max(enumerate(stated), key=lambda each: (each[1][0] != "", each[0]))[1][1].upper()
+            pred = "".join(stated[-1]).upper()
         letter = _letter(pred)
         return Score.graded(float(letter == gold), pred.strip(), "choice", letter or "")
 

@@ -195,6 +195,9 @@ def test_references_are_right_and_mutants_wrong(url, load_script):
         ("```python\n\n```", None),
         ("```text\n1 2\n```\nSolution:\n```python\na = 1\n```", "a = 1\n"),
         ("```python\na = 1\n```\nIt prints\n```text\n1\n```", "a = 1\n"),
+        ("Put it in ``` fences:\n```python\na = 1\n```", "a = 1\n"),
+        ("```text\n1 2\n```python\na = 1\n```", "a = 1\n"),
+        ("It is ```py\na = 1```", "a = 1"),
         ("```Python title\na = 1\n```\nSo ```a``` is 1.", "a = 1\n"),
     ],
 )

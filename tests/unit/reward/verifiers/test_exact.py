@@ -55,6 +55,10 @@ def test_case_counts_if_told_so():
         ("The answer is C. This choice is a good one.", "C", "correct"),
         ("The answer is C; option B is wrong.", "C", "correct"),
         ("I take option c.", "C", "correct"),
+        ("Answer A is too small, answer B too big. The correct choice is D.", "D", "correct"),
+        ("The answer is (a).", "A", "correct"),
+        ("The answer is a.", "A", "correct"),
+        ("Answer: a", "A", "correct"),
         ("<interpreter>the answer is C</interpreter>", "C", "no_answer"),
     ],
 )
