@@ -46,6 +46,8 @@ _BAD_ADDRESSES = (
 )
 
 
+# Names of arguments that hold an address, also without a scheme.
+_ADDRESSES = ("url", "uri", "host", "address", "domain", "site", "link", "endpoint", "server", "page")
 _OF_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
 # Whatever file was meant: a full disk, a lost network disk, too many open files, no memory. EIO is not among them: the
 # model can name a file that gives it, such as a serial port.
@@ -83,11 +85,12 @@ def who_is_at_fault(error: Exception, arguments: Mapping[str, Any], *, is_last: 
 
 
 def _fault_of_request(error: Exception, arguments: Mapping[str, Any], is_last: bool) -> Fault:
-    host, status, texts = _host(error), _status(error), list(_texts(arguments))
-    if host and any(host in (_host_of(text), _bare_host(text)) for text in texts):
+    host, status = _host(error), _status(error)
+    named, maybe = _hosts_named(arguments)
+    if host and host in named | maybe:
         return Fault.MODEL
     is_of_machine = getattr(getattr(error, "reason", error), "errno", None) in _OF_THE_MACHINE  # urllib's reason
-    if is_last and not host and not is_of_machine and any("://" in text and _host_of(text) for text in texts):
+    if is_last and not host and not is_of_machine and named:
         return Fault.MODEL
     if status is not None and 400 <= status < 500 and status not in _TRY_AGAIN:
         return Fault.OURS  # refused: whether for its content only the tool can say
@@ -104,22 +107,39 @@ def _fault_of_file(error: OSError, arguments: Mapping[str, Any]) -> Fault:
         return Fault.INFRASTRUCTURE
     file = os.path.normpath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
     names = {os.path.basename(file), os.path.splitext(os.path.basename(file))[0]} - {""}
-    texts = list(_texts(arguments))
+    texts = [text for _, text in _texts(arguments)]
     if names & {os.path.basename(os.path.normpath(text)) for text in texts if text}:
         return Fault.MODEL
-    is_nameless = isinstance(error, IsADirectoryError | NotADirectoryError) or os.path.basename(file).startswith(".")
-    if file and is_nameless and any(not text.strip("./") or text.endswith("/") for text in texts):
+    is_nameless = not isinstance(error, FileNotFoundError) or os.path.basename(file).startswith(".")
+    if file and is_nameless and any(not text.strip("./") or text.endswith("/") and "://" not in text for text in texts):
         return Fault.MODEL
     return Fault.OURS if isinstance(error, _OF_FILES) else Fault.INFRASTRUCTURE  # ETXTBSY, EROFS, ...
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All strings among the values of a call's arguments."""
+def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """All strings among the values of a call's arguments, each with the name that it stands under."""
     if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(item)
+        yield name, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(item, str(key))
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item, name)
+
+
+def _hosts_named(arguments: Mapping[str, Any]) -> tuple[set[str], set[str]]:
+    """Hosts of URLs, and of arguments that are called an address; and what may be a host among the other arguments."""
+    named, maybe = set(), set()
+    for name, text in _texts(arguments):
+        text = text.strip()
+        if "://" in text:
+            named.add(_host_of(text))
+        elif any(word in name.lower() for word in _ADDRESSES):
+            named.add(_host_of(f"//{text}"))
+        elif "." in text or ":" in text:
+            maybe.add(_host_of(f"//{text}"))
+    return named - {None}, maybe - {None}
 
 
 def _imported(names: tuple[tuple[str, str], ...]) -> tuple[type, ...]:
@@ -156,9 +176,3 @@ def _host_of(text: str) -> str | None:
         return urlsplit(text.strip()).hostname
     except ValueError:
         return None
-
-
-def _bare_host(text: str) -> str | None:
-    """Of an argument that is a host without a scheme."""
-    text = text.strip()
-    return _host_of(f"//{text}") if "." in text or ":" in text or text == "localhost" else None

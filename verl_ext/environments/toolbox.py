@@ -179,7 +179,10 @@ class Toolbox:
             try:
                 response, reward, _ = await tool.execute(instance, call.arguments)
             finally:
-                await asyncio.wait_for(tool.release(instance), RELEASE_S)
+                try:
+                    await asyncio.wait_for(tool.release(instance), RELEASE_S)
+                except TimeoutError:
+                    logger.warning("the tool %s has not released its instance in %g s", call.tool, RELEASE_S)
         if response.image or response.video:
             raise NotImplementedError(f"Tool {call.tool} answered with an image or a video; only text is supported.")
         if response.text is None:

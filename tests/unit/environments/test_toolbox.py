@@ -1,5 +1,6 @@
 """Whose error an exception of a tool is: tools as verl's BaseTool and FunctionTool have them, in the real loop."""
 
+import asyncio
 import builtins
 import errno
 import http.client
@@ -338,7 +339,28 @@ def test_aiohttp_names_its_host() -> None:
         assert who_is_at_fault(each, {"url": "http://no-such-host.invalid/page"}) == "infrastructure"
     missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/index.db")
     assert who_is_at_fault(missing, {"query": "", "url": "https://example.org/"}) == "ours"
+    there = FileExistsError(errno.EEXIST, "File exists", "/data/")
+    assert who_is_at_fault(there, {"name": ""}) == "model"
+    for argument in ("x", "x/page"):
+        Key.host = "x"
+        error = aiohttp.ClientConnectorError(Key(), OSError(errno.ECONNREFUSED, "refused"))
+        assert who_is_at_fault(error, {"url": argument}) == who_is_at_fault(error, {"host": argument}) == "model"
+    assert who_is_at_fault(error, {"query": "x"}) == "infrastructure", "a backend may be called so"
     assert who_is_at_fault(aiohttp.InvalidURL("nonsense"), {"url": "nonsense"}) == "ours"
+
+
+def test_a_tool_that_does_not_let_go_keeps_its_answer(call, monkeypatch):
+    async def release(self, instance_id, **kwargs):
+        await asyncio.sleep(20)
+
+    def slow(fn):
+        tool = base_tool(fn)
+        monkeypatch.setattr(type(tool), "release", release)
+        return tool
+
+    monkeypatch.setattr(toolbox, "RELEASE_S", 0.05)
+    fields, text, calls = call(lambda what: "7", make=slow)
+    assert len(calls) == 1 and fields["tool_use"]["ok"] == 1 and "<|im_start|>tool\n7<|im_end|>" in text
 
 
 def test_the_sandboxs_own_tool_says_whose_error_it_is() -> None:

@@ -112,15 +112,18 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, elem
     if pred_parts is None and gold_parts is None:
         return compare_values(pred, gold)
     pred_parts, gold_parts = pred_parts or Parts("values", [pred]), gold_parts or Parts("values", [gold])
+    if is_braced(pred) or is_braced(gold):  # a set has each value once
+        pred_parts, gold_parts = _once(pred_parts), _once(gold_parts)
     if is_braced(pred) != is_braced(gold):
-        braced, bare = (pred_parts, gold) if is_braced(pred) else (gold_parts, pred)
+        braced, other, bare = (pred_parts, gold_parts, gold) if is_braced(pred) else (gold_parts, pred_parts, pred)
         if element or _NO_VALUE.match(bare):
             return Comparison(False, "structure")
-        if len(braced.items) == 1:  # \{(1,2)\} and (1,2)
-            pair = (braced.items[0], bare) if is_braced(pred) else (bare, braced.items[0])
+        if len(braced.items) == 1 and (other.ordered or len(other.items) == 1):  # \{(1,2)\} and (1,2)
+            whole = bare if other.ordered else other.items[0]
+            pair = (braced.items[0], whole) if is_braced(pred) else (whole, braced.items[0])
             return compare_answers(*pair, compare_values, element=True)
     if not pred_parts.ordered and len(pred_parts.items) > len(gold_parts.items) > 1:
-        pred_parts = Parts(pred_parts.kind, list({key(item): item for item in pred_parts.items}.values()))
+        pred_parts = _once(pred_parts)
     if len(pred_parts.items) != len(gold_parts.items) or len(gold_parts.items) > MAX_PARTS:
         return Comparison(False, "count")
     if pred_parts.kind != gold_parts.kind and {pred_parts.kind, gold_parts.kind} != {"values", "()"}:
@@ -192,8 +195,7 @@ def split_parts(text: str) -> Parts | None:
         inside = text[2:-2]
         if re.search(r"\||:|\\colon", inside):
             return None
-        values = _write_out(split_top_level(inside))
-        return Parts("values", list({key(value): value for value in values}.values()))  # a set has each once
+        return Parts("values", _write_out(split_top_level(inside)))
     if text[:1] in ("{", "(", "[") and closing_index(text) == len(text) - 1:
         inside = split_top_level(text[1:-1])
         if len(inside) > 1 and text[0] == "(" and len(_PLUS_MINUS.findall(text)) == 1:  # two points
@@ -220,6 +222,11 @@ def _write_out(values: list[str]) -> list[str]:
             one = re.sub(r"\\pm(?![a-zA-Z])\s*", plus, re.sub(r"\\mp(?![a-zA-Z])\s*", minus, value))
             written.append(re.sub(r"(^|=\s*)\+", r"\1", one))
     return written
+
+
+def _once(parts: Parts) -> Parts:
+    """Without values that are written twice, where they have no order."""
+    return parts if parts.ordered else Parts(parts.kind, list({key(item): item for item in parts.items}.values()))
 
 
 def _by_label(parts: Parts) -> Parts:

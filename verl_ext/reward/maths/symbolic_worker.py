@@ -22,8 +22,8 @@ AGREEMENT_DIGITS = 100
 NOISE_BITS = 8  # known of a value that is 0 but for the rounding: sympy gives it a precision of 1
 # Both signs (sqrt(x^2) is not x), no integers (sin(pi x) is not 0), nothing that an ordinary formula has a pole at.
 POINTS = [("37/29", "53/41"), ("-71/43", "83/59"), ("97/31", "-101/67")]
-# For floor and ceiling, which are constant in between: small ones for every remainder, large ones for large divisors.
-INTEGERS = [*range(1, 15), 99, 100, 101, 997, 1000, 12345]
+# For floor and ceiling, which are constant in between: every remainder of small divisors, 0 and -1 of many larger ones.
+INTEGERS = [*range(18), 99, 100, 719, 720, 997, 5039, 5040, 12345]
 INDICES = set("ijklmnN")  # symbols that stand for integers alone
 # Compared once before the first fork, so that parser and sympy are warm in all children: the first comparison of a kind
 # costs 30 to 120 ms of CPU, the next 5 to 50. Without it a child could reach the quick lane's limit again and again.

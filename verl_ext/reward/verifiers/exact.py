@@ -10,9 +10,12 @@ from verl_ext.reward.score import Score
 _TEXT = re.compile(r"\\text(?:bf|it|rm)?\s*\{([^{}]*)\}")
 _LETTER = re.compile(r"\W*([A-Z])(?:\W.*)?", re.DOTALL)
 # "the answer is a mystery" and "I think" name no choice.
-_CHOICE = r"(?:\(([A-Za-z])\)|(?:([A-HJ-Zb-hj-z]|I(?!\s+[a-z])|a(?=\s*(?:[.,;!*\n]|\Z)))\b))"
+_CHOICE = (
+    r"(?:\(([A-Za-z])\)|(?:([A-HJ-Zb-hj]|I(?!\s+[a-z])|a(?=\s*(?:[.,;!*\n]|\Z)))\b"
+    r"(?!\s*[=+/^<>_]|\s*-\s*\d|['’])))"  # x = 4, isn't
+)
 _STATED = [
-    re.compile(rf"\b(?i:answer)\b(?:(?i:\s+is)[\s:*]*|[\s*]*:[\s*]*){_CHOICE}"),
+    re.compile(rf"\b(?i:answer)\b(?:(?i:\s+is)(?:[\s:*]+|(?=\())|[\s*]*:[\s*]*){_CHOICE}"),
     re.compile(rf"\b(?i:answer|option|choice)\b(?i:\s+is)?[\s:*]*{_CHOICE}"),
 ]
 

@@ -198,6 +198,8 @@ def test_references_are_right_and_mutants_wrong(url, load_script):
         ("Put it in ``` fences:\n```python\na = 1\n```", "a = 1\n"),
         ("```text\n1 2\n```python\na = 1\n```", "a = 1\n"),
         ("It is ```py\na = 1```", "a = 1"),
+        ("1. ```\na = 1\n```\nIt works, see ```x```.", "a = 1\n"),
+        ("```python\na = 1\n```\n```\n```", "a = 1\n"),
         ("```Python title\na = 1\n```\nSo ```a``` is 1.", "a = 1\n"),
     ],
 )

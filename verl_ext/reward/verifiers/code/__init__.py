@@ -23,10 +23,10 @@ from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers.code.dialogue import SANDBOX_FAILURE, Dialogue
 from verl_ext.sandbox.client import CONTROL_PROGRAM, RunResult, SandboxClient
 
-# Of any language, whose end must not be taken for a beginning: at the start of a line, or of Python also within one. A
-# fence of Python within a block begins anew: the block was never closed.
+# Of any language, whose end must not be taken for a beginning: at the start of a line; of Python or of none also within
+# one. A fence of Python within a block begins anew: the block was never closed.
 _FENCE = re.compile(
-    r"(?:^[ \t]*```(?P<language>[^\n`]*)|```(?P<python>(?i:python3?|py))\b[^\n`]*)\n"
+    r"(?:^[ \t]*```(?P<language>[^\n`]*)|```(?P<python>(?:(?i:python3?|py)\b[^\n`]*)?))\n"
     r"(?P<body>(?:(?!```(?i:python3?|py)\b).)*?)```(?!(?i:python3?|py)\b)",
     re.DOTALL | re.MULTILINE,
 )
@@ -119,12 +119,12 @@ class CodeVerifier:
 def extract_program(response_text: str) -> str | None:
     """The last complete fenced block of Python (or of no language) after the last `</think>`; None without one."""
     fences = _FENCE.finditer(response_text.rpartition("</think>")[2])
-    blocks = [each["body"] for each in fences if each["python"] or _language(each) in _LANGUAGES]
+    blocks = [each["body"] for each in fences if each["body"] and _language(each) in _LANGUAGES]
     return blocks[-1] if blocks and blocks[-1].strip() else None
 
 
 def _language(fence: re.Match[str]) -> str:
-    return (fence["language"].split() or [""])[0].lower()
+    return ((fence["language"] or fence["python"] or "").split() or [""])[0].lower()
 
 
 def read_cases(ground_truth: Any) -> list[Case]:
