@@ -46,8 +46,9 @@ _BAD_ADDRESSES = (
 )
 
 
-# Names of arguments that hold an address, also without a scheme.
-_ADDRESSES = ("url", "uri", "host", "address", "domain", "site", "link", "endpoint", "server", "page")
+# Names of arguments end so that hold an address, also without a scheme; and so, where they may.
+_ADDRESSES = ("url", "uri", "host", "hostname", "endpoint")
+_MAYBE_ADDRESSES = ("address", "domain", "site", "link", "server", "page")
 _OF_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)
 # Whatever file was meant: a full disk, a lost network disk, too many open files, no memory. EIO is not among them: the
 # model can name a file that gives it, such as a serial port.
@@ -110,7 +111,8 @@ def _fault_of_file(error: OSError, arguments: Mapping[str, Any]) -> Fault:
     texts = [text for _, text in _texts(arguments)]
     if names & {os.path.basename(os.path.normpath(text)) for text in texts if text}:
         return Fault.MODEL
-    is_nameless = not isinstance(error, FileNotFoundError) or os.path.basename(file).startswith(".")
+    is_nameless = isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError) or os.path.isdir(file)
+    is_nameless |= os.path.basename(file).startswith(".")
     if file and is_nameless and any(not text.strip("./") or text.endswith("/") and "://" not in text for text in texts):
         return Fault.MODEL
     return Fault.OURS if isinstance(error, _OF_FILES) else Fault.INFRASTRUCTURE  # ETXTBSY, EROFS, ...
@@ -129,15 +131,15 @@ def _texts(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _hosts_named(arguments: Mapping[str, Any]) -> tuple[set[str], set[str]]:
-    """Hosts of URLs, and of arguments that are called an address; and what may be a host among the other arguments."""
+    """Hosts of URLs, and of arguments that are called one; and what may be a host among the other arguments."""
     named, maybe = set(), set()
     for name, text in _texts(arguments):
         text = text.strip()
         if "://" in text:
             named.add(_host_of(text))
-        elif any(word in name.lower() for word in _ADDRESSES):
+        elif name.lower().endswith(_ADDRESSES):
             named.add(_host_of(f"//{text}"))
-        elif "." in text or ":" in text:
+        elif "." in text or ":" in text or name.lower().endswith(_MAYBE_ADDRESSES):
             maybe.add(_host_of(f"//{text}"))
     return named - {None}, maybe - {None}
 

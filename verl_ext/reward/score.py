@@ -126,6 +126,8 @@ class _ValueComparison:
     def __call__(self, pred: str, gold: str) -> Comparison:
         if decided := _compare_quantities(pred, gold) or _compare_notations(pred, gold):
             return decided
+        if (words := _compare_words(pred, gold)) and words.equal:
+            return words
         (pred_value, pred_unit), (gold_value, gold_unit) = split_unit(pred), split_unit(gold)
         if not (pred_unit and gold_unit) or pred_unit == gold_unit:  # else they differ as words do
             pred, gold = pred_value, gold_value

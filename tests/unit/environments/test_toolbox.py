@@ -346,6 +346,9 @@ def test_aiohttp_names_its_host() -> None:
         error = aiohttp.ClientConnectorError(Key(), OSError(errno.ECONNREFUSED, "refused"))
         assert who_is_at_fault(error, {"url": argument}) == who_is_at_fault(error, {"host": argument}) == "model"
     assert who_is_at_fault(error, {"query": "x"}) == "infrastructure", "a backend may be called so"
+    assert who_is_at_fault(TimeoutError(), {"address": "10 Downing Street", "security": "AAPL"}) == "infrastructure"
+    own = PermissionError(errno.EACCES, "Permission denied", "/var/lib/tool/index.db")
+    assert who_is_at_fault(own, {"query": "x", "filter": ""}) == "ours"
     assert who_is_at_fault(aiohttp.InvalidURL("nonsense"), {"url": "nonsense"}) == "ours"
 
 

@@ -22,7 +22,7 @@ from verl_ext.reward.maths.normalisation import (
 from verl_ext.reward.maths.rationals import quantity_or_none
 
 MAX_PARTS = 64
-MAX_FACTOR_BITS = 4000  # of a factor before a matrix, of its cells, and of their products, where they are worked out
+MAX_FACTOR_BITS = 6500  # of a factor before a matrix, of its cells, and of their products, where they are worked out
 MAX_UNMATCHED = 8  # values of a list that are not the same string: each pair may cost a symbolic comparison
 
 # What may stand before a matrix or a vector as its factor: a sign, a number, a root, a bracket, with powers; letters
@@ -118,8 +118,8 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, elem
         braced, other, bare = (pred_parts, gold_parts, gold) if is_braced(pred) else (gold_parts, pred_parts, pred)
         if element or _NO_VALUE.match(bare):
             return Comparison(False, "structure")
-        if len(braced.items) == 1 and (other.ordered or len(other.items) == 1):  # \{(1,2)\} and (1,2)
-            whole = bare if other.ordered else other.items[0]
+        if len(braced.items) == 1:  # \{(1,2)\} and (1,2)
+            whole = other.items[0] if len(other.items) == 1 and not other.ordered else bare
             pair = (braced.items[0], whole) if is_braced(pred) else (whole, braced.items[0])
             return compare_answers(*pair, compare_values, element=True)
     if not pred_parts.ordered and len(pred_parts.items) > len(gold_parts.items) > 1:

@@ -137,19 +137,20 @@ def load():
         """Where two expressions are compared, if not at POINTS."""
         if not symbols or not any(each.has(sympy.floor, sympy.ceiling) for each in (first, second)):
             return None
-        draw = random.Random(0)
-        integers = [[sympy.Integer(n)] for n in INTEGERS]
+        draw, powers = random.Random(0), [power for each in (first, second) for power in each.atoms(sympy.Pow)]
+        grows = any(each.has(sympy.factorial, sympy.binomial) for each in (first, second))
+        grows |= any(power.exp.free_symbols for power in powers)
+        known = [sympy.Integer(n) for n in INTEGERS if n < 100 or not grows]
+        integers = [[n] for n in known]
         if len(symbols) > 1:
-            integers = [[sympy.Integer(draw.choice(INTEGERS)) for _ in symbols] for _ in range(2 * len(INTEGERS))]
+            integers = [[draw.choice(known) for _ in symbols] for _ in range(2 * len(known))]
         return integers + points(len(symbols)) * any(str(each) not in INDICES for each in symbols)
 
-    def values(expression, symbols, places=None) -> list:
-        """The expression at each of the places, None where it has no finite value there."""
-        found = []
+    def values(expression, symbols, places=None):
+        """Yields the expression at each of the places, None where it has no finite value there."""
         for numbers in points(len(symbols)) if places is None else places:
             value = sympy.N(expression.subs(dict(zip(symbols, numbers, strict=True))), PRECISION)
-            found.append(value if value.is_number and value.is_finite else None)
-        return found
+            yield value if value.is_number and value.is_finite else None
 
     def is_zero(value) -> bool:
         """Whether nothing of it is known but that it is small: of e^{-999} all digits are known."""
@@ -171,11 +172,15 @@ def load():
             return True
         symbols = sorted(pred.free_symbols | gold.free_symbols, key=str)
         places = places_of(pred, gold, symbols)
-        pairs = list(zip(values(pred, symbols, places), values(gold, symbols, places), strict=True))
-        if places is None and any((first is None) != (second is None) for first, second in pairs):
-            return False  # integers, of `places`, may be poles
-        pairs = [pair for pair in pairs if None not in pair]
-        return all(agree(*pair) for pair in pairs) if len(pairs) > 3 * (places is not None) else None
+        compared = 0
+        for first, second in zip(values(pred, symbols, places), values(gold, symbols, places), strict=True):
+            if first is not None and second is not None:
+                if not agree(first, second):
+                    return False
+                compared += 1
+            elif places is None and (first is None) != (second is None):
+                return False  # integers, of `places`, may be poles
+        return True if compared > 3 * (places is not None) else None
 
     def same_equation(pred, gold) -> bool:
         """Left minus right sides in a constant ratio: 2x + 2y = 6 is x + y = 3."""
@@ -198,7 +203,7 @@ def load():
             for part in [gold] if isinstance(gold, sympy.Expr) else gold.args:
                 if isinstance(part, sympy.Expr):
                     symbols = sorted(part.free_symbols, key=str)
-                    values(part, symbols, places_of(part, part, symbols))
+                    list(values(part, symbols, places_of(part, part, symbols)))
 
     def is_equal(pred_latex: str | None, gold_latex: str) -> bool:
         if pred_latex is None:

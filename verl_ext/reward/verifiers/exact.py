@@ -9,14 +9,18 @@ from verl_ext.reward.score import Score
 
 _TEXT = re.compile(r"\\text(?:bf|it|rm)?\s*\{([^{}]*)\}")
 _LETTER = re.compile(r"\W*([A-Z])(?:\W.*)?", re.DOTALL)
-# "the answer is a mystery" and "I think" name no choice.
+# "the answer is a mystery", "I think", "x = 4" and "isn't" name no choice.
 _CHOICE = (
-    r"(?:\(([A-Za-z])\)|(?:([A-HJ-Zb-hj]|I(?!\s+[a-z])|a(?=\s*(?:[.,;!*\n]|\Z)))\b"
-    r"(?!\s*[=+/^<>_]|\s*-\s*\d|['’])))"  # x = 4, isn't
+    r"(?:\(([A-Za-z])\)|(?:([A-HJ-Zb-hj]|I(?!\s+[a-z])|a(?=\s*(?:[.,;!*\n):]|because|\Z)))\b"
+    r"(?![ \t]*[=+/^_]|[ \t]*-[ \t]*\d|['’])))"
 )
-_STATED = [
-    re.compile(rf"\b(?i:answer)\b(?:(?i:\s+is)(?:[\s:*]+|(?=\())|[\s*]*:[\s*]*){_CHOICE}"),
-    re.compile(rf"\b(?i:answer|option|choice)\b(?i:\s+is)?[\s:*]*{_CHOICE}"),
+_NAMES = r"\b(?i:answer|option|choice)\b"
+_STATED = [  # the first form that a response has, its last one
+    re.compile(
+        rf"(?:{_NAMES}(?i:\s+is)(?:[\s:*]+|(?=\())(?:(?i:option|choice)[\s:*]*)?|\b(?i:answer)[\s*]*:[\s*]*){_CHOICE}"
+    ),
+    re.compile(rf"{_NAMES}(?i:\s+is)?[\s:*]*{_CHOICE}"),
+    re.compile(rf"{_NAMES}(?i:\s+is)?[\s:*]*(\(?)([A-HJ-Z])\b(?!['’])"),  # C - 12
 ]
 
 
@@ -61,7 +65,7 @@ class ChoiceVerifier:
             stated = next((found for form in _STATED if (found := form.findall(spoken))), None)
             if not stated:
                 return Score(0.0, "", "no_answer", "no_choice")
-            pred = "".join(stated[-1]).upper()
+            pred = "".join(stated[-1]).strip("(").upper()
         letter = _letter(pred)
         return Score.graded(float(letter == gold), pred.strip(), "choice", letter or "")
 

@@ -26,7 +26,7 @@ from verl_ext.sandbox.client import CONTROL_PROGRAM, RunResult, SandboxClient
 # Of any language, whose end must not be taken for a beginning: at the start of a line; of Python or of none also within
 # one. A fence of Python within a block begins anew: the block was never closed.
 _FENCE = re.compile(
-    r"(?:^[ \t]*```(?P<language>[^\n`]*)|```(?P<python>(?:(?i:python3?|py)\b[^\n`]*)?))\n"
+    r"(?:^[ \t]*```(?P<language>[^\n`]*)|```(?P<python>(?i:python3?|py)\b[^\n`]*|[ \t]*))\n"
     r"(?P<body>(?:(?!```(?i:python3?|py)\b).)*?)```(?!(?i:python3?|py)\b)",
     re.DOTALL | re.MULTILINE,
 )
