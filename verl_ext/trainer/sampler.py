@@ -262,7 +262,7 @@ class DapoReplayBuffer(ReplayBufferAsync):
         room = max(self._spare_limit - self._replaced, 0)
         stop_if_most_failed(self._counts.ends[PromptEnd.FAILED], self._counts.seen, self._limit, global_steps)
         if len(spare) > room:
-            if not self._is_spent and self._counts.seen.groups:
+            if not self._is_spent:
                 logger.warning(
                     "step %d: %d prompt groups ended, but only %d had unequal rewards (max_num_gen_batches=%d); "
                     "where useful groups are missing, others are taken now, and their advantages are set to 0",
