@@ -231,7 +231,7 @@ def test_rl_ends_at_its_last_step(small: Path, tmp_path: Path, trainer: str, mod
         assert prompts_drawn(late) >= prompts_drawn(early) + 8, "the data started anew"
 
 
-@pytest.mark.skipif(CASES is CHOSEN, reason="takes 6 minutes: RETOOL_RESUME_MATRIX=1; unit/rollout/test_liveness.py")
+@pytest.mark.skipif(CASES is CHOSEN, reason="takes minutes: RETOOL_RESUME_MATRIX=1; unit/rollout/test_liveness.py")
 @pytest.mark.parametrize(
     ("mode", "name"),
     [

@@ -46,7 +46,7 @@ _BAD_ADDRESSES = (
 )
 
 
-# Names of arguments end so that hold an address, also without a scheme; and so, where they may.
+# How the name of an argument ends that holds an address, also without a scheme; and of one that may hold one.
 _ADDRESSES = ("url", "uri", "host", "hostname", "endpoint")
 _MAYBE_ADDRESSES = ("address", "domain", "site", "link", "server", "page")
 _OF_FILES = (FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError, PermissionError)

@@ -151,12 +151,12 @@ class Toolbox:
         Raises:
             TimeoutError: it takes longer than a run of code may, with its queue.
         """
-        limit = None
+        limit = asyncio.timeout(self._tool_timeout_s)
         try:
-            async with asyncio.timeout(self._tool_timeout_s) as limit:
+            async with limit:
                 return await self._call_tool(call, tools_kwargs)
         except TimeoutError as error:
-            if limit is None or not limit.expired():
+            if not limit.expired():
                 raise
             raise TimeoutError(f"no answer in {self._tool_timeout_s:g} s") from error
 

@@ -15,12 +15,12 @@ _CHOICE = (
     r"(?![ \t]*[=+/^_]|[ \t]*-[ \t]*\d|['’])))"
 )
 _NAMES = r"\b(?i:answer|option|choice)\b"
-_STATED = [  # the first form that a response has, its last one
+_STATED = [  # of the first form that a response has, the last one counts
     re.compile(
         rf"(?:{_NAMES}(?i:\s+is)(?:[\s:*]+|(?=\())(?:(?i:option|choice)[\s:*]*)?|\b(?i:answer)[\s*]*:[\s*]*){_CHOICE}"
     ),
     re.compile(rf"{_NAMES}(?i:\s+is)?[\s:*]*{_CHOICE}"),
-    re.compile(rf"{_NAMES}(?i:\s+is)?[\s:*]*(\(?)([A-HJ-Z])\b(?!['’])"),  # C - 12
+    re.compile(rf"{_NAMES}(?i:\s+is)?[\s:*]*\(?([A-HJ-Z])\b(?!['’])"),  # C - 12
 ]
 
 
@@ -65,7 +65,7 @@ class ChoiceVerifier:
             stated = next((found for form in _STATED if (found := form.findall(spoken))), None)
             if not stated:
                 return Score(0.0, "", "no_answer", "no_choice")
-            pred = "".join(stated[-1]).strip("(").upper()
+            pred = "".join(stated[-1]).upper()
         letter = _letter(pred)
         return Score.graded(float(letter == gold), pred.strip(), "choice", letter or "")
 
