@@ -196,7 +196,8 @@ async def _take_samples(
             stack.push_async_callback(sampler.aclose)
             await sampler.check_prompts(rows)
             of_server = {"model": identity, "interface": server.interface, "seeded": server.seeded}
-            settings = sample_settings(config, rows, seed=args.seed, **of_server)
+            template = str(tokenizer.chat_template or "")
+            settings = sample_settings(config, rows, seed=args.seed, chat_template=template, **of_server)
             tasks = make_tasks(rows, settings["n"], args.seed)
             about = {"title": f"Evaluation of {named['model']}", **named, "samples": len(tasks), **about}
             store = Store(args.out, settings, about)

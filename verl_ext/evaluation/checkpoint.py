@@ -12,6 +12,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from verl_ext.checkpoints import folder as checkpoints
+from verl_ext.runs import durable
 from verl_ext.settings import REPO
 
 _SHARD = re.compile(r"model_world_size_(\d+)_rank_(\d+)\.pt")
@@ -96,9 +97,16 @@ def merge(checkpoint: Checkpoint) -> Path:
             raise CheckpointError(
                 f"merging {checkpoint.shards} failed with status {status}; the end of {log.name}:\n{tail}"
             )
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(part, target)
+        put_merged(part, target)
     return target
+
+
+def put_merged(part: Path, target: Path) -> None:
+    """Give a merged folder its name once its bytes are on the disk: with the name it counts as done."""
+    durable.sync_tree(part)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(part, target)
+    durable.sync(target.parent)
 
 
 def merge_command(shards: Path, target: Path) -> list[str]:

@@ -27,9 +27,10 @@ from verl_ext.outcome import EVALUATION_FAILURES
 
 
 def _majority(samples: Sequence[Sample], k: int) -> float:
-    """The acc of the most frequent `pred` of k samples: the mean over disjoint blocks of k in dump order.
+    """The acc of the most frequent `pred` of k samples: the mean over disjoint blocks of k, in order of their uids.
 
-    The rest after the last whole block is left out. Unbiased, since samples are exchangeable.
+    The rest after the last whole block is left out. Unbiased, since a uid says nothing of its sample; a dump's order
+    would, as short responses end first.
     """
     blocks = [samples[start : start + k] for start in range(0, len(samples) - k + 1, k)]
     accs = [majority_acc([row.pred for row in block], [row.acc for row in block]) for block in blocks]
@@ -133,12 +134,15 @@ def compare(
 ) -> dict[str, Difference]:
     """Figures of `after` minus those of `before`, paired by problem: one resampling of problems serves both sides.
 
-    Problems are paired by their own text where both sides have it, else by the input text, chat template included.
+    Problems are paired by their own text where both sides have it, else by the input text, chat template included: so
+    are an evaluation and a run's records, which name a problem by a hash.
 
     Args as for `evaluate`; k defaults to the smaller n of the two. Groups without a common problem are left out.
     """
-    by = _identity([*before, *after])
-    sides = [_by_problem(before, by), _by_problem(after, by)]
+    for by in dict.fromkeys((_identity([*before, *after]), "input")):  # records have a hash for the text
+        sides = [_by_problem(before, by), _by_problem(after, by)]
+        if sides[0].keys() & sides[1].keys():
+            break
     _, k = _counts(sides, k)
     judged = [_judged(side) for side in sides]
     common = [key for key in judged[0] if key in judged[1]]
@@ -277,7 +281,7 @@ def _by_problem(samples: Iterable[Sample], by: str) -> dict[tuple[str, str], lis
     problems = defaultdict(list)
     for sample in samples:
         problems[sample.data_source, getattr(sample, by)].append(sample)
-    return dict(problems)
+    return {key: sorted(rows, key=lambda row: row.uid) for key, rows in problems.items()}
 
 
 def _judged(problems: dict[tuple[str, str], list[Sample]]) -> dict[tuple[str, str], list[Sample]]:

@@ -73,6 +73,10 @@ def make_result(
             f"**{wanted - judged} of {wanted} samples are not judged** (not taken {wanted - len(samples)}"
             f"{'; ' + counts if counts else ''}). They are in no figure; the same command takes them."
         )
+    if short := figures["overall"].num_problems_short:
+        blocks.append(
+            f"{short} problems have fewer than k judged samples: their best@k and maj@k are of what there is."
+        )
     accuracy, behaviour = evaluation.evaluation_tables(figures)
     by_size = [["acc by k, 95% interval", "k", "pass@k", "maj@k"]]
     for group, curve in curves.items():

@@ -26,7 +26,7 @@ from verl_ext.outcome import SERVER_FAILURE, UNVERIFIED, evaluation_failure
 from verl_ext.reward.manager import RetoolRewardManager
 from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.seeds import seed_of
-from verl_ext.settings import REPO
+from verl_ext.settings import REPO, FailedSamples
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class Sampler:
         rollout = config.actor_rollout_ref.rollout
         self._tokenizer, self._server = tokenizer, server
         self._max_prompt_length, self._max_response_length = rollout.prompt_length, rollout.response_length
+        self._retries = FailedSamples.from_config(config).retries
         self._params = {name: rollout.val_kwargs[name] for name in ("temperature", "top_p", "top_k")}
         config = OmegaConf.merge(config, {"actor_rollout_ref": {"rollout": {"prompt_length": sys.maxsize}}})
         self._default_loop = rollout.agent.default_agent_loop
@@ -166,7 +167,7 @@ class Sampler:
         """
         started = time.perf_counter()
         seed = {"seed": task.seed} if self._server.seeded else {}
-        columns = task.row | {"session_id": task.number, "global_steps": 0}
+        columns = task.row | {"session_id": task.number, "global_steps": 0, "call_retries": self._retries}
         if before and before["failure"] == UNVERIFIED:
             ids, fields, prompt = before["response_ids"], before, before["input"]
         else:

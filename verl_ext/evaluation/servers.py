@@ -16,6 +16,7 @@ from verl.workers.rollout.replica import TokenOutput
 
 from verl_ext.protocols.code import CODE_START
 from verl_ext.reward.openai_endpoint import OpenAiEndpoint, RequestFailed
+from verl_ext.rollout.loop import FAILED_STOPS
 
 # Of `sampling_params`, what every server is told, so that no generation_config.json decides in its place.
 NEUTRAL = {"min_p": 0.0, "repetition_penalty": 1.0}
@@ -129,8 +130,8 @@ class VllmServer:
             final = [output async for output in outputs][-1]  # the only one, as `output_kind` asks
         except EngineDeadError as error:
             raise ServerFailure(f"vLLM's engine died: {error}") from error
-        if not final.outputs or final.outputs[0].finish_reason == "abort":
-            raise ServerFailure("vLLM's engine aborted the request")
+        if not final.outputs or final.outputs[0].finish_reason in FAILED_STOPS:
+            raise ServerFailure("vLLM's engine failed the request, or aborted it")
         return TokenOutput(token_ids=list(final.outputs[0].token_ids), stop_reason="completed", extra_fields={})
 
     async def aclose(self) -> None:
@@ -247,7 +248,10 @@ class OpenAiServer:
         return [*self._tokenizer.encode(text, add_special_tokens=False), self._tokenizer.eos_token_id]
 
     async def _choice(self, request: dict[str, Any]) -> dict[str, Any]:
-        return (await self._request("/completions", request))["choices"][0]
+        choice = (await self._request("/completions", request))["choices"][0]
+        if (reason := choice.get("finish_reason")) in FAILED_STOPS:
+            raise ServerFailure(f"{self.url} ended the request by {reason!r}")
+        return choice
 
     async def _request(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         try:

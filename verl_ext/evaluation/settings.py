@@ -16,7 +16,7 @@ _FINGERPRINT_BYTES = 2**20  # of each end of a file
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".jinja", ".txt", ".model")
 # Of `retool` and of its sandbox, what no sample depends on.
 _OF_TRAINING = (
-    *("recorder", "checkpoints", "repeatable"),
+    *("recorder", "checkpoints", "repeatable", "fleet", "record_batches", "trajectory_log"),
     *("adaptive_n", "validation_schedule", "light_validation", "early_stop"),
 )
 _ADDRESSES = ("urls", "max_concurrency", "max_calls_per_s", "queue_timeout_s")
@@ -52,6 +52,7 @@ def sample_settings(
     seed: int,
     model: Mapping[str, Any],
     interface: str,
+    chat_template: str,
     seeded: bool = True,
 ) -> dict[str, Any]:
     """What the samples depend on, as plain JSON: with other settings an evaluation does not go on.
@@ -60,6 +61,7 @@ def sample_settings(
         rows: of `problems.read_sets`.
         model: what tells its weights from others.
         interface: of the server.
+        chat_template: of the tokenizer.
         seeded: each sample has a seed of its own, made of `seed`.
     """
     rollout, retool = config.actor_rollout_ref.rollout, OmegaConf.to_container(config.retool, resolve=True)
@@ -80,7 +82,10 @@ def sample_settings(
         "agent_loop": rollout.agent.default_agent_loop,
         "max_parallel_calls": rollout.multi_turn.max_parallel_calls,
         "tool_config_path": rollout.multi_turn.tool_config_path,
+        "function_tool_path": rollout.multi_turn.function_tool_path,
+        "chat_template": hashlib.sha256(chat_template.encode()).hexdigest(),
         "chat_template_kwargs": _plain(config.data, "apply_chat_template_kwargs") or {},
+        "engine": {name: _plain(rollout, name) for name in ("dtype", "quantization", "engine_kwargs.vllm")},
         "verifiers": _plain(config.reward, "reward_kwargs.verifiers"),
         "retool": retool,
     }

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 
 # Why the engine ended a request, where that was neither the model's end nor its budget (vllm/v1/engine/__init__.py:43).
-_FAILED_STOPS = ("aborted", "abort", "error")
+FAILED_STOPS = ("aborted", "abort", "error")
 _FINAL_ONLY = "vllm.sampling_params:RequestOutputKind.FINAL_ONLY"
 RETRY_PAUSE_S = 2.0  # before a failed part of a validation sample is tried again, longer by as much each time
 _CUT_STEP = 8  # tokens; where a reply does not fit, so many more than what is too much are cut from each output
@@ -198,7 +198,7 @@ class RetoolAgentLoop(AgentLoopBase):
         rollout.use.generate_s += seconds
         ids = list(output.token_ids)
         log_probs = checked_log_probs(output.log_probs, ids) if wants_log_probs(params) else [0.0] * len(ids)
-        aborted = output.stop_reason in _FAILED_STOPS
+        aborted = output.stop_reason in FAILED_STOPS
         text = self.tokenizer.decode(ids)
         if not aborted and (kept := self._length_up_to_stop(ids, text)) < len(ids):
             ids, log_probs = ids[:kept], log_probs[:kept]
@@ -244,7 +244,7 @@ class RetoolAgentLoop(AgentLoopBase):
                 entries.append({"malformed": call.kind, "output": str(call)})
             else:
                 entries.append({"tool": call.tool, "arguments": call.arguments})
-        if use.malformed.total() > self.max_malformed_calls:
+        if use.malformed.total() - use.malformed["two_blocks"] > self.max_malformed_calls:  # surplus ones
             return RolloutEnd.MALFORMED_LIMIT
         is_last = use.calls + len(to_run) > self.max_tool_calls
         if is_last and not self.run_last_code:

@@ -97,6 +97,17 @@ def test_k_below_n_takes_the_unbiased_estimates(samples):
     assert each.metrics["acc/maj@k"].value == 0.25  # blocks "7 5" (tie, 1/2) and "5 5" (0)
 
 
+def test_the_order_in_which_samples_ended_does_not_matter(samples):
+    """Short responses end first: of five that are right and three that are wrong, maj@4 would be (1 + 0) / 2.
+
+    By their numbers right are 0, 1, 2, 4 and 6: three of the first four, and two of the last, a tie: (1 + .5) / 2.
+    """
+    uids = [f"uuid-a_{session}_0" for session in (0, 2, 4, 6, 1, 3, 5, 7)]
+    rows = [row("a", 0, i < 5, uid=uid) for i, uid in enumerate(uids)]
+    figures = [by_k(samples(each), draws=10) for each in (rows, sorted(rows, key=lambda each: each["uid"]))]
+    assert figures[0] == figures[1] and figures[0]["tiny_tools"]["maj@k"][4].value == 0.75
+
+
 def test_k_beyond_the_samples_is_refused(samples):
     with pytest.raises(ValueError, match="k is 3, but .* 1 <= k <= 2"):
         evaluate(samples(TWO_PROBLEMS), k=3)
@@ -229,6 +240,8 @@ def test_problems_are_paired_by_their_own_text_where_both_sides_have_it(samples)
     dump = samples([row("a", 0, 1)])  # of verl: has the input only
     assert compare(before, dump, draws=10)["tiny_tools"].num_problems == 1
     assert compare(after, dump, draws=10) == {}
+    records = samples([row("a", 0, 1) | {"problem": "0f3a"}])  # which name a problem by a hash
+    assert compare(before, records, draws=10)["tiny_tools"].num_problems == 1
 
 
 def test_samples_that_their_server_failed_belong_to_their_problems(samples):

@@ -104,7 +104,8 @@ def test_settings_are_what_a_sample_depends_on_and_not_where_the_sandbox_is():
         config = composed.copy()
         if key:
             OmegaConf.update(config, key, value, force_add=True)
-        return sample_settings(config, rows, **{"seed": 0, "model": {"sha256": "1"}, "interface": "fake"} | changes)
+        given = {"seed": 0, "model": {"sha256": "1"}, "interface": "fake", "chat_template": "{{ messages }}"}
+        return sample_settings(config, rows, **given | changes)
 
     now = settings()
     assert json.loads(json.dumps(now)) == now
@@ -118,6 +119,7 @@ def test_settings_are_what_a_sample_depends_on_and_not_where_the_sandbox_is():
         "trainer.nnodes": 1,
         "retool.early_stop.enable": True,
         "retool.checkpoints.keep_last": 1,
+        "retool.fleet.health.every_s": 1,
     }
     for key, value in same.items():
         assert settings(key, value) == now, key
@@ -128,11 +130,16 @@ def test_settings_are_what_a_sample_depends_on_and_not_where_the_sandbox_is():
         "data.max_response_length": 64,
         "actor_rollout_ref.rollout.val_kwargs.top_k": 5,
         "reward.reward_kwargs.verifiers": {"mine": "x.Y"},
+        "retool.validation.retries": 0,
+        "actor_rollout_ref.rollout.dtype": "float16",
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.max_num_seqs": 1,
+        "actor_rollout_ref.rollout.multi_turn.function_tool_path": "tools.py",
     }
     for key, value in other.items():
         assert settings(key, value) != now, key
     assert settings(seeded=False) == now | {"seed": None}
     assert settings(seed=1) != now != settings(model={"sha256": "2"})
+    assert settings(chat_template="{{ messages[0] }}") != now
 
 
 def test_a_models_fingerprint_changes_with_any_of_its_files(tmp_path):

@@ -60,9 +60,10 @@ class FakeSandbox:
 def config():
     from verl_ext.evaluation.settings import load_config
 
+    sampling = "actor_rollout_ref.rollout.val_kwargs"
     return load_config(
         "tiny_dapo",
-        ["actor_rollout_ref.rollout.val_kwargs.temperature=0.5", "actor_rollout_ref.rollout.val_kwargs.top_p=0.9"],
+        [f"{sampling}.temperature=0.5", f"{sampling}.top_p=0.9", "retool.validation.retries=0"],
     )
 
 
@@ -183,6 +184,19 @@ def test_what_sandbox_or_server_failed_is_never_wrong_and_tried_again(config, to
     assert all(row["failure"] is None and row["acc"] == 1.0 for row in rows.values()) and len(rows) == 4
     assert len(server.prompts) == 2 * 3
     assert evaluate(read_dump(tmp_path / "samples.jsonl"), draws=10)["mine"].num_samples == 4
+
+
+def test_a_call_that_the_sandbox_fails_is_made_again_and_the_response_stays(config, tokenizer, tmp_path, monkeypatch):
+    """To sample it anew would favour responses without calls."""
+    from omegaconf import OmegaConf
+
+    monkeypatch.setattr("verl_ext.rollout.loop.RETRY_PAUSE_S", 0.0)
+    sandbox = FakeSandbox()
+    sandbox.fails = 2
+    patient = OmegaConf.merge(config, {"retool": {"validation": {"retries": 2}}})
+    rows, server = sample(patient, tokenizer, tmp_path, [problem(1)], lambda *_: "\\boxed{2}", n=1, sandbox=sandbox)
+    (row,) = rows.values()
+    assert (row["failure"], row["acc"], len(server.prompts)) == (None, 1.0, 2)
 
 
 def test_a_response_that_no_verifier_could_judge_is_judged_again_not_sampled_again(

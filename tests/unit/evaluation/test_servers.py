@@ -175,6 +175,15 @@ async def test_what_infrastructure_fails_is_asked_again_and_then_said(tokenizer,
         assert len(requests) == 3 + 4
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_a_request_that_the_engine_did_not_end_is_a_failure(tokenizer, reason):
+    current = [text_only("")]
+    async with connected(tokenizer, lambda request: current[0](request)) as (server, _):
+        current[0] = text_only("\\boxed{2", reason)
+        with pytest.raises(ServerFailure, match=f"ended the request by '{reason}'"):
+            await turn(server, [1])
+
+
 async def test_a_server_that_has_gone_or_is_too_slow_is_a_failure(tokenizer):
     async with connected(tokenizer, text_only("")) as (server, _):
         pass

@@ -137,20 +137,20 @@ def test_a_server_that_is_out_of_reach_for_long_is_a_loss(ask, monkeypatch):
 
 @pytest.mark.parametrize("loses", ["", "OutOfMemoryError"])
 def test_a_turn_that_loses_a_server_too_often_is_a_failure_of_infrastructure(ask, loses):
-    from verl_ext.rollout.loop import _FAILED_STOPS
+    from verl_ext.rollout.loop import FAILED_STOPS
 
     servers = {name: Server(3, dies_after=1, loses=loses) for name in "abcd"}
     output, attempts, balancer = ask(servers)
-    assert output.stop_reason in _FAILED_STOPS and len(balancer.get_all_servers()) == 1
+    assert output.stop_reason in FAILED_STOPS and len(balancer.get_all_servers()) == 1
     kept = 0 if loses else 3
     assert output.token_ids == TEXT[:kept] and len(output.log_probs) == kept == sum(tokens for tokens, _ in attempts)
 
 
 def test_a_turn_waits_for_a_server_where_none_is_left_and_fails_when_none_comes(ask):
-    from verl_ext.rollout.loop import _FAILED_STOPS
+    from verl_ext.rollout.loop import FAILED_STOPS
 
     output, _, _ = ask({"a": Server(3, dies_after=2)})
-    assert output.stop_reason in _FAILED_STOPS and output.token_ids == TEXT[:2]
+    assert output.stop_reason in FAILED_STOPS and output.token_ids == TEXT[:2]
 
 
 def test_a_turn_that_an_update_broke_off_is_no_loss(ask):
@@ -172,7 +172,7 @@ def test_a_turn_waits_for_a_router_that_cannot_be_reached_as_for_a_server(ask, m
     from ray.exceptions import ActorUnavailableError
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-    from verl_ext.rollout.loop import _FAILED_STOPS
+    from verl_ext.rollout.loop import FAILED_STOPS
 
     acquire, began = GlobalRequestLoadBalancer.acquire_server, time.monotonic()
 
@@ -183,7 +183,7 @@ def test_a_turn_waits_for_a_router_that_cannot_be_reached_as_for_a_server(ask, m
 
     monkeypatch.setattr(GlobalRequestLoadBalancer, "acquire_server", acquire_or_not)
     output, _, balancer = ask({"a": Server(3)}, wait_s=0.1 if away_s > 1 else 10)
-    assert (output.stop_reason in _FAILED_STOPS) == (away_s > 1) and balancer.get_all_servers() == ["a"]
+    assert (output.stop_reason in FAILED_STOPS) == (away_s > 1) and balancer.get_all_servers() == ["a"]
     assert output.token_ids == ([] if away_s > 1 else TEXT[:8])
 
 
@@ -220,7 +220,7 @@ def test_a_router_that_is_gone_is_a_failure_of_infrastructure_and_no_servers(ask
     from ray.exceptions import RayActorError
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
-    from verl_ext.rollout.loop import _FAILED_STOPS
+    from verl_ext.rollout.loop import FAILED_STOPS
 
     acquire, calls = GlobalRequestLoadBalancer.acquire_server, []
 
@@ -234,7 +234,7 @@ def test_a_router_that_is_gone_is_a_failure_of_infrastructure_and_no_servers(ask
     monkeypatch.setattr(GlobalRequestLoadBalancer, "acquire_server", acquire_once)
     monkeypatch.setattr(GlobalRequestLoadBalancer, "remove_servers", gone)
     output, attempts, _ = ask({"a": Server(3, dies_after=5)})
-    assert output.stop_reason in _FAILED_STOPS
+    assert output.stop_reason in FAILED_STOPS
     assert attempts.lost == (["a"] if dies == "with a server" else [])
     assert output.token_ids == (TEXT[:5] if dies == "with a server" else [])
 
@@ -245,7 +245,7 @@ def test_a_router_that_hangs_does_not_hang_the_turn(ask, monkeypatch, hangs):
     from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
     from verl_ext.fleet import client as clients
-    from verl_ext.rollout.loop import _FAILED_STOPS
+    from verl_ext.rollout.loop import FAILED_STOPS
 
     async def hang(self, *args, **kwargs):
         await asyncio.Event().wait()
@@ -253,7 +253,7 @@ def test_a_router_that_hangs_does_not_hang_the_turn(ask, monkeypatch, hangs):
     monkeypatch.setattr(GlobalRequestLoadBalancer, hangs, hang)
     monkeypatch.setattr(clients, "ROUTER_S", 0.05)
     output, attempts, _ = ask({"a": Server(3, dies_after=1)}, attempts=2)
-    assert output.stop_reason in _FAILED_STOPS
+    assert output.stop_reason in FAILED_STOPS
     assert attempts.lost == ([] if hangs == "acquire_server" else ["a", "a"])
     assert output.token_ids == TEXT[: len(attempts.lost)]
 
