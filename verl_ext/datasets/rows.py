@@ -47,7 +47,7 @@ def field(row: dict[str, Any], column: str, where: str, kind: type | tuple[type,
     """
     value: Any = row
     for depth, part in enumerate(column.split(".")):
-        if isinstance(value, list):
+        if isinstance(value, list) and part.isdecimal():
             value = value[int(part)] if int(part) < len(value) else None
         elif isinstance(value, dict) and part in value:
             value = value[part]

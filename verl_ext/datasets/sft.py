@@ -1,4 +1,5 @@
-"""SFT on ReTool traces: the same tokens that a rollout would have, with the loss on what the model wrote only.
+"""SFT on ReTool traces: the same tokens that a rollout would have, with the loss on what the model wrote only. What a
+tool said is there as the trace has it: a rollout would cut it (`retool.max_tool_response_tokens`, `retool.traceback`).
 
 Used by `data.custom_cls` of configs/shared/sft.yaml. verl's own MultiTurnSFTDataset renders message by message
 through the chat template. It would put the interpreter's answer into a turn of its own, and would train on an answer

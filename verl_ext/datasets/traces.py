@@ -138,7 +138,7 @@ def _trace(messages: list[dict[str, Any]], tools: Any, name: str, protocol: str)
             response.append(make_message("tool", message["content"].strip()))
         elif message["role"] == "assistant" and message.get("tool_calls"):
             codes = [_code(call) for call in message["tool_calls"]]
-            response.append(make_message("assistant", (message["content"] or "").strip(), codes))
+            response.append(make_message("assistant", (message.get("content") or "").strip(), codes))
         else:
             response += _inline(message["role"], message["content"])
     if response and response[-1]["role"] == "assistant":
@@ -159,7 +159,7 @@ def _inline(role: str, text: str) -> Iterator[dict[str, Any]]:
 def _with_call(text: str) -> dict[str, Any]:
     if not text.rstrip().endswith("</code>"):
         raise ValueError(f"the interpreter answers a message that does not end in </code>: {text[-100:]!r}")
-    code = extract_code(text)
+    code = extract_code(text).strip("\n")  # a protocol writes its own
     return make_message("assistant", text[: text.rindex(CODE_START)].strip(), [code])
 
 

@@ -134,7 +134,7 @@ def _with_call(content: str, outputs: list[str]) -> _Turn:
     text = content.rstrip()
     if not text.endswith(CODE_STOP):
         raise ValueError(f"the interpreter answers a message that does not end in {CODE_STOP}: {content[-100:]!r}")
-    code = extract_code(text)
+    code = extract_code(text).strip("\n")  # a protocol writes its own
     return _Turn(text[: text.rindex(CODE_START)].rstrip(), [Call(CODE_TOOL, {"code": code}, 0)], outputs, text)
 
 

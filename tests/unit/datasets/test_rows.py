@@ -122,6 +122,7 @@ def test_a_broken_parquet_file_is_named(tmp_path):
         ),
         ("ability.x", r"column ability.x: the row has no ability.x; there it has 'math'"),
         ("prompt.1.content", r"column prompt.1.content: the row has no prompt.1.content; there it has None"),
+        ("prompt.content", r"column prompt.content: the row has no prompt.content; there it has \["),
         ("extra_info.index", r"column extra_info.index: found 0; expected str"),
         ("prompt", r"column prompt: found \[\{.*; expected str"),
     ],

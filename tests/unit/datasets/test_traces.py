@@ -55,7 +55,7 @@ PUBLISHED = [
 PUBLISHED[0]["content"] = f"*user question:*\n{PUBLISHED[0]['content']}"
 OWN_ROLE = [
     {"role": "user", "content": QUESTION},
-    {"role": "assistant", "content": f"I compute.\n<code>{CODE}</code>"},
+    {"role": "assistant", "content": f"I compute.\n<code>\n{CODE}\n</code>"},
     {"role": "interpreter", "content": "3 2"},
     {"role": "assistant", "content": "Again.\n<code>print(2)</code>"},
     {"role": "interpreter", "content": "2"},
@@ -87,6 +87,14 @@ def test_the_public_forms_of_a_trace_become_one(tmp_path, protocol):
         assert response[1] == message("tool", "3 2") and response[3] == message("tool", "2")
         assert response[2]["tool_calls"][0]["function"]["arguments"] == {"code": "print(2)"}
         assert response[4]["content"].split() == ["So", "it", "is", "2.", "\\boxed{2}"]
+
+
+def test_a_call_may_come_without_content(tmp_path):
+    """OpenAI's form lets a message with calls leave it out."""
+    messages = [dict(each) for each in PUBLISHED]
+    del messages[1]["content"]
+    traces, _ = cleaned(write(tmp_path / "a.jsonl", {"messages": messages}))
+    assert traces[0].messages[1] == message("assistant", "", CODE)
 
 
 def test_published_parquet_is_read_too(tmp_path):

@@ -106,6 +106,18 @@ def test_malformed_calls_are_answered_beside_those_that_ran(roll_out, tokenizer,
     assert output.extra_fields["tool_calls"] == 1
 
 
+def test_calls_beyond_those_that_run_are_answered_and_no_malformed_ones(roll_out, tokenizer, turn):
+    """verl leaves them out in silence, and the published run went on."""
+    turns = [turn(call_text(code="print(1+1)") * 5), turn("\\boxed{2}")]
+    settings = {"protocol": "hermes", "response_length": 900, "max_malformed_calls": 0}
+    output, _, sandbox = roll_out(tokenizer, turns, ["2"], **settings)
+    assert len(sandbox.codes) == 1 and output.extra_fields["finish_reason"] == "answer"
+    assert output.extra_fields["tool_use"]["malformed"] == {"two_blocks": 4}
+    bad = [turn(call_text(code="print(1+1)") + call_text("sin", x=1)), turn("\\boxed{2}")]
+    output, *_ = roll_out(tokenizer, bad, ["2"], **settings | {"max_parallel_calls": 2})
+    assert output.extra_fields["finish_reason"] == "malformed_limit"
+
+
 def test_a_sample_may_select_its_tools(roll_out, tokenizer, turn):
     turns = [turn(call_text(code="1")), turn("\\boxed{2}")]
 
@@ -264,7 +276,7 @@ def test_tokens_stay_true_for_any_model_tools_and_budget(
         assert call["prompt_ids"] == output.prompt_ids + ids[:start]
         assert call["max_tokens"] == response_length - start
     use = fields["tool_use"]
-    malformed = sum(use["malformed"].values())
+    malformed = sum(number for kind, number in use["malformed"].items() if kind != "two_blocks")
     # A turn of calls in parallel may pass the limit when it is the last and is run still.
     assert fields["tool_calls"] <= max_tool_calls + run_last_code * max_parallel_calls
     assert (malformed > max_malformed_calls) == (fields["finish_reason"] == "malformed_limit")

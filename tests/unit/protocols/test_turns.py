@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from verl_ext.protocols import base as protocol_module
 from verl_ext.protocols.base import (
@@ -19,6 +20,7 @@ from verl_ext.protocols.base import (
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.call_json import _has_type
 from verl_ext.protocols.code import CodeProtocol
+from verl_ext.settings import CONFIGS
 
 TOOLS = {CODE_TOOL: CODE_SCHEMA}
 
@@ -141,6 +143,8 @@ def test_the_interpreters_schema_is_whole():
     assert CODE_SCHEMA["type"] == "function" and function.keys() == {"name", "description", "parameters"}
     assert function["parameters"].keys() == {"type", "properties", "required"}
     assert function["parameters"]["properties"].keys() == {"code"} == set(function["parameters"]["required"])
+    of_yaml = yaml.safe_load((CONFIGS / "tools" / "code_interpreter.yaml").read_text())["tools"][0]["tool_schema"]
+    assert of_yaml == CODE_SCHEMA, "SFT traces would have another prompt than rollouts"
 
 
 def test_a_hermes_trace_keeps_text_beyond_ascii(qwen_tokenizer):
