@@ -5,7 +5,7 @@
 No token loses its gradient, only the weight of a high ratio is bounded. The paper sets no lower bound: low = 1, so
 that 1 - low is below any ratio. high = .28 is ours, as the paper gives no number. Mean over tokens.
 The same as verl's `cispo` (core_algos.py:2048, 0.9.1), whose default low = .2 weighs r = .1 by .8.
-Departures: log r is held within +-20.
+Departures: log r is held within +-20. A token with advantage 0 does not count as clipped; in verl it does.
 """
 
 from verl_ext.objectives.terms import Terms, Tokens, log_ratio, none_of
@@ -16,4 +16,5 @@ def cispo(tokens: Tokens, *, low: float, high: float) -> Terms:
     ratio = log_ratio(tokens).exp().detach()
     weight = ratio.clamp(1 - low, 1 + high)
     objective = weight * tokens.advantages * tokens.log_prob
-    return Terms(objective, ratio < 1 - low, ratio > 1 + high, none_of(ratio))
+    trains = tokens.advantages != 0
+    return Terms(objective, trains & (ratio < 1 - low), trains & (ratio > 1 + high), none_of(ratio))

@@ -4,7 +4,8 @@
 
 GRPO (arXiv:2402.03300, section 4.1.2) and DAPO (Eq. 9) divide by the standard deviation; Dr. GRPO (arXiv:2503.20783)
 and OlmoRL do not. The paper does not say which one: it is the sample's (n - 1), as verl's. A group of one gets 0, where
-verl gives it its score. The same as verl's `grpo` (core_algos.py:268, 0.9.1) for larger groups.
+verl gives it its score. The same as verl's `grpo` (core_algos.py:268, 0.9.1) for larger groups, which is what training
+calls (trainer/advantages.py); this is for the analysis, and a test compares the two.
 """
 
 from collections.abc import Iterator, Sequence

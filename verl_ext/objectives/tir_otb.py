@@ -7,8 +7,8 @@ G_t is the reward from token t on, W_t the squared norm of the gradient by logit
 tokens: those of a tool are left out before responses are laid side by side. Where one response alone goes on, its
 baseline is 0. With weights against the rollout engine, each term of W_t is multiplied by their square.
 Departures: 1e-8 in the denominator, as verl; a group of one gets 0, where verl gives it its reward. verl notes a score
-at a response's last token. Where a tool wrote that one (`retool.run_last_code`), verl's function drops the score; here
-it counts at the policy's last token (`at_last_own`). A log-prob that is no number adds nothing to W_t.
+at a response's last token. Where a tool wrote that one (`retool.run_last_code`), verl's function drops the score;
+trainer/advantages.py moves it to the policy's last token. A log-prob that is no number adds nothing to W_t.
 """
 
 from collections.abc import Sequence

@@ -52,10 +52,8 @@ def _tir_otb(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     mask = response_mask.bool()
-    of_others = torch.where(mask, 0, token_level_rewards).sum(-1)  # a score noted at a tool's token
-    rewards = torch.where(mask, token_level_rewards, 0) + at_last_own(of_others, mask)
-    result = tir_otb(rewards, mask, list(index), old_log_probs, sum_pi_squared, rollout_is_weights)
-    return result, rewards.flip(-1).cumsum(-1).flip(-1)
+    result = tir_otb(token_level_rewards, mask, list(index), old_log_probs, sum_pi_squared, rollout_is_weights)
+    return result, torch.where(mask, token_level_rewards, 0).flip(-1).cumsum(-1).flip(-1)
 
 
 def replace_in(trainer_base: ModuleType) -> None:
@@ -91,12 +89,18 @@ def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_esti
     estimators give it its score. So does one of equal rewards with `grpo`: verl divides what rounding leaves of their
     differences by what it leaves of their deviation, and eight times -.9 get .056 each.
 
+    A score that verl notes at the last token of a tool (`retool.run_last_code`) counts at the policy's last one: verl's
+    estimators of tokens (`gae`, `reinforce_plus_plus`, `remax`) would lose it.
+
     Args:
         verls: verl's function, which has `grpo` and, as it has no groups, `gae`.
         data: verl's DataProto, one row a response.
         batch_keys: `{uid}_{session}_{index}` of each row.
     """
     sessions = [key.rpartition("_")[0] for key in batch_keys]
+    mask, rewards = data.batch["response_mask"].bool(), data.batch["token_level_rewards"]
+    moved = torch.where(mask, rewards, 0) + at_last_own(torch.where(mask, 0, rewards).sum(-1), mask)
+    data.batch["token_level_rewards"] = torch.where(mask.any(-1, keepdim=True), moved, rewards)  # not of `rollout_rs`
     if adv_estimator == "gae":
         return verls(data, batch_keys=batch_keys, adv_estimator=adv_estimator, **settings)
     if adv_estimator == "grpo":

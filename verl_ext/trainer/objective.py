@@ -7,6 +7,7 @@ once for the batch (`rollout_is`). What is NaN or infinite is replaced before an
 
 import difflib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,6 +36,8 @@ from verl_ext.objectives.terms import Terms, Tokens, log_ratio
 from verl_ext.objectives.tir_otb import OF_TOKENS
 from verl_ext.records.token_rows import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, KEPT, MASKED, NOT_FINITE
 from verl_ext.versions import VERL, require_versions
+
+logger = logging.getLogger(__name__)
 
 _noted: ContextVar[list[tuple[str, Tensor]] | None] = ContextVar("noted", default=None)
 # Metrics that are added up over micro-batches and ranks, and over a step's batches by verl's MetricsAggregator, which
@@ -264,6 +267,15 @@ def check_objective(config: DictConfig) -> None:
             "actor.calculate_sum_pi_squared=true with algorithm.rollout_correction.bypass_mode=true: it is computed in "
             "the actor's pass for old log-probs, which bypass_mode leaves out. Set one of them to false."
         )
+    mode = OmegaConf.select(config, "trainer.v1.trainer_mode")
+    sees_age = correction and (correction.bypass_mode or correction.rollout_is or correction.rollout_rs)
+    if mode in ("colocate_async", "separate_async") and not sees_age:
+        logger.warning(
+            "trainer_mode=%s with policy_loss.loss_mode=%s: no term of the loss knows the weights that wrote a token, "
+            "so that tokens of older weights count as the policy's own. olmorl, icepop and mis_* weigh them; "
+            "glm5_async, icepop_onpolicy and dppo_* compare with the log-probs of the rollout.",
+            *(mode, name),
+        )
     if name not in LOSSES:
         if section.get("unit", "mini_batch") != "mini_batch":
             raise ValueError(f"policy_loss.unit={section['unit']} needs one of our objectives, got loss_mode={name}.")
@@ -295,7 +307,9 @@ def _problems(config: DictConfig, loss: Loss, unit: str) -> list[str]:
             f"algorithm.rollout_correction has rollout_is_batch_normalize={correction.rollout_is_batch_normalize}, "
             f"rollout_rs={correction.rollout_rs}, which change the formula; expected false and null"
         )
-    if loss.objective is gmpo and config.algorithm.adv_estimator in (*OF_TOKENS, "gae"):
+    to_go = config.algorithm.gamma != 1 or config.algorithm.use_kl_in_reward  # rewards differ from token to token
+    of_tokens = (*OF_TOKENS, "gae", *(("reinforce_plus_plus", "remax") if to_go else ()))
+    if loss.objective is gmpo and config.algorithm.adv_estimator in of_tokens:
         problems.append(
             f"algorithm.adv_estimator is {config.algorithm.adv_estimator}, which gives each token another advantage, "
             "and gmpo takes one for a response"

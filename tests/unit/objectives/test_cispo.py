@@ -19,3 +19,9 @@ def test_a_ratio_of_a_tenth_weighs_a_tenth_and_one_of_2_weighs_1_28():
 
 def test_with_verls_lower_bound_it_would_weigh_8_tenths():
     assert evaluate(cispo, tokens([0.1], [1.0]), low=0.2, high=0.28)[1] == pytest.approx([-0.8])
+
+
+def test_a_filler_is_not_clipped():
+    """Its advantage is 0: no bound changes its gradient."""
+    terms = evaluate(cispo, tokens([2.0, 2.0], [1.0, 0.0]), low=1.0, high=0.28)[2]
+    assert terms.clipped_high.tolist() == [[True, False]]

@@ -13,6 +13,12 @@ def test_one_right_of_sixteen():
     assert found == pytest.approx([3.75] + [-0.25] * 15, abs=1e-4)
 
 
+def test_equal_answers_train_on_the_length_penalty_alone():
+    """What docs/objectives.md warns of. Mean -1.0625, sample std .25: .0625 / .25 and -.9375 / .25."""
+    found = group_mean(float64([-1.0] * 15 + [-2.0]), ["a"] * 16, by_std=True).tolist()
+    assert found == pytest.approx([0.25] * 15 + [-3.75], abs=1e-4)
+
+
 @pytest.mark.parametrize("by_std", [False, True])
 def test_a_group_of_one_and_an_equal_group_have_0(by_std):
     assert group_mean(float64([1.0, 0.5, 0.5]), ["a", "b", "b"], by_std=by_std).tolist() == [0.0, 0.0, 0.0]

@@ -142,6 +142,15 @@ def test_a_reward_noted_at_the_last_token_of_a_tool_counts_at_the_policys_last_o
     assert found["a_0_0"] == pytest.approx([0.6, 0.6, 0.0]) and found["a_1_0"] == pytest.approx([-0.4, -0.4, 0.0])
 
 
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_no_estimator_loses_a_reward_noted_at_the_last_token_of_a_tool(advantages, estimator):
+    """Rewards 1 and -1, whitened over the four tokens of the policy: +-sqrt(3/4), as their deviation is sqrt(4/3)."""
+    critic = {"values": [torch.zeros(3)] * 2} if estimator == "gae" else {}
+    found = advantages({"a_0_0": 1.0, "a_1_0": -1.0}, (), estimator, mask=(1, 1, 0), **critic)
+    assert found["a_0_0"] == pytest.approx([0.75**0.5, 0.75**0.5, 0.0], abs=1e-3)
+    assert found["a_1_0"] == pytest.approx([-(0.75**0.5), -(0.75**0.5), 0.0], abs=1e-3)
+
+
 def test_advantages_are_verls_where_the_formula_is(cpu_platform):
     import numpy as np
     from verl.trainer.ppo.core_algos import get_adv_estimator_fn

@@ -130,6 +130,20 @@ def test_what_is_not_a_number_is_dropped_and_stays_in_the_mean(call, name, field
         assert torch.equal(gradient, whole)
 
 
+@pytest.mark.parametrize("name,mode", [("retool_ppo", TOKENS), ("retool_gspo", RESPONSES)])
+def test_the_mean_is_over_the_mini_batch_and_its_ranks(call, name, mode):
+    """verl adds up micro-batches and takes the mean over ranks: each of two ranks has twice its share."""
+    given = random_batch()
+    info = {"batch_num_tokens": int(given.mask.sum()), "global_batch_size": len(given.mask)}
+    whole = call(name, given, mode=mode, info=info)[1]
+    for rows in (slice(0, 3), slice(3, 8)):
+        part = given._replace(
+            **{field: getattr(given, field)[rows] for field in ("log_prob", "old_log_prob", "advantages", "mask")}
+        )
+        found = call(name, part, mode=mode, info=info | {"dp_size": 2})[1]
+        assert torch.allclose(found, 2 * whole[rows], atol=1e-12) and found.abs().sum() > 0
+
+
 @pytest.mark.parametrize("name", ["retool_ppo", "retool_icepop", "retool_gmpo", "retool_gspo"])
 def test_a_micro_batch_without_a_token_has_loss_0(call, name):
     given = random_batch(responses=2, weighted=name == "retool_icepop")
@@ -247,6 +261,11 @@ CORRECTION, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
             "another advantage, and gmpo takes one",
         ),
         ("gmpo", "algorithm.adv_estimator=gae", "another advantage, and gmpo takes one"),
+        (
+            "gmpo",
+            "algorithm.adv_estimator=reinforce_plus_plus algorithm.gamma=0.9",
+            "another advantage, and gmpo takes one",
+        ),
         ("gspo", f"{ACTOR}.loss_agg_mode=token-mean", "expected seq-mean-token-mean"),
         ("grpo", f"{ACTOR}.policy_loss.unit=group", "the last two with token-mean"),
         ("dapo", f"{ACTOR}.policy_loss.unit=prompt", "expected one of mini_batch, batch, group"),
@@ -276,3 +295,18 @@ def test_what_does_not_fit_an_objective_is_refused_at_the_start(cpu_platform, ob
     check_objective(compose_run("tiny_dapo", [f"+objective={objective}"]))
     with pytest.raises(ValueError, match=message):
         check_objective(compose_run("tiny_dapo", [f"+objective={objective}", *override.split()]))
+
+
+@pytest.mark.parametrize(
+    "objective,mode,is_told",
+    [("dapo", "separate_async", True), ("dapo", "sync", False), ("icepop", "separate_async", False)]
+    + [("glm5_async", "colocate_async", False), ("gspo", "colocate_async", True)],
+)
+def test_an_objective_that_does_not_see_stale_tokens_is_told_where_there_are_some(
+    cpu_platform, caplog, objective, mode, is_told
+):
+    from verl_ext.settings import compose_run
+    from verl_ext.trainer.objective import check_objective
+
+    check_objective(compose_run("tiny_dapo", [f"+objective={objective}", f"trainer.v1.trainer_mode={mode}"]))
+    assert ("no term of the loss knows the weights that wrote a token" in caplog.text) == is_told
