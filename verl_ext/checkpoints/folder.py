@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -181,7 +182,7 @@ def begin(folder: Path) -> Path:
     restore(folder)
     saving = folder / SAVING
     if saving.exists():
-        shutil.rmtree(saving)
+        _delete(saving)
     durable.make_folder(saving)
     return saving
 
@@ -201,8 +202,22 @@ def publish(folder: Path, step: int) -> Path:
         durable.sync(parent)
     target = _put_in_place(path_of(saving, step), folder, aside=REPLACED)
     durable.write_text(folder / TRACKER, str(step))
-    shutil.rmtree(saving)
+    _delete(saving)
     return target
+
+
+def _delete(path: Path) -> None:
+    """What no resume needs. Where it cannot go, as a reader on another machine has a file open (NFS), that is told."""
+    for old in path.parent.glob(f"{path.name}.*"):
+        shutil.rmtree(old, ignore_errors=True)
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        aside = path.with_name(f"{path.name}.{time.time_ns()}")
+        path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        if aside.exists():
+            logger.warning("%s could not be deleted (%s); what is left of it is %s.", path, error, aside)
 
 
 def recoverable(folder: Path, wanted: int | None = None) -> dict[int, Path]:
@@ -393,7 +408,7 @@ class Rolling:
             path_of(self.folder, step).rename(self.folder / SAVING / f"deleted_{step}")
         durable.sync(self.folder)
         durable.sync(self.folder / SAVING)
-        shutil.rmtree(self.folder / SAVING)
+        _delete(self.folder / SAVING)
         named = "" if best is None else f" (best: {best}, {self.best_metric} {self.values[best]:.4g})"
         logger.info("Checkpoints: kept %s%s, deleted %s.", sorted(kept), named, others)
 

@@ -12,6 +12,7 @@ import wrapt
 
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.checkpoints import manifest
+from verl_ext.runs.lock import own_training_folder
 from verl_ext.versions import VERL, require_versions
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ def _guard_sft(module: ModuleType) -> None:
 
     - :88 `save_checkpoint`: rank 0 writes the tracker before other ranks have saved their data-loader state. A kill
       then leaves a checkpoint whose rank 1 starts its data anew. Here it writes into `.saving/`.
-    - :184 `_determine_resume_path`: takes what the tracker names, whole or not.
+    - :184 `_determine_resume_path`: takes what the tracker names, whole or not, and from a folder that another run has.
     - :157 `_load_dataloader_state`: a missing file starts the data anew with a warning; and a state saved after the
       last batch of an epoch yields nothing in the next one, which trainer/sft_trainer.py:341 counts all the same: that
       epoch is skipped, and if it is the last one, nothing is trained (verl issues 5725, 7401).
@@ -100,6 +101,7 @@ def _guard_sft(module: ModuleType) -> None:
         decided: list[Any] = [None]  # by rank 0: it may have to put a checkpoint in its place, and reads GBs
         if self.rank == 0:
             try:
+                own_training_folder(Path(self.default_local_dir))
                 decided = [_chosen(mode, self.resume_from_path, folder := Path(self.default_local_dir))]
                 if decided[0] is not None:
                     checkpoints.set_back(folder, decided[0])
@@ -149,6 +151,7 @@ def _guard_rl(module: ModuleType) -> None:
       stay when it is saved again. Here it writes into `.saving/`, and the callback is called once the step is whole.
     - :850 `_load_checkpoint` takes what the tracker or `resume_from_path` names, whole or not; without `data.pt` it
       starts the data anew with a warning. The tracker goes on naming a later step, and `auto` takes that the next time.
+      Two runs may write into one folder.
     """
     from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
@@ -175,6 +178,8 @@ def _guard_rl(module: ModuleType) -> None:
 
     def _load_checkpoint(self: Any) -> None:
         settings = self.config.trainer
+        if not settings.get("val_only", False):
+            own_training_folder(Path(settings.default_local_dir))
         given = settings.resume_mode, settings.resume_from_path
         chosen = _chosen(*given, Path(settings.default_local_dir))
         if chosen is not None:

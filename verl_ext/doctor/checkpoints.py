@@ -2,6 +2,11 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.checkpoints import manifest
@@ -11,6 +16,7 @@ from verl_ext.doctor.memory import plan_of
 from verl_ext.doctor.run import Run
 from verl_ext.memory.estimate import estimate
 from verl_ext.memory.words import size
+from verl_ext.runs.lock import Taken, check_training_folder
 
 LARGER_DISK = "set trainer.default_local_dir (OUTPUT_DIR) to a larger disk."
 
@@ -103,6 +109,12 @@ def check_resume(run: Run) -> Iterator[Finding]:
     if mode == "disable" and (there := checkpoints.steps(folder)):
         yield warn(f"""trainer.resume_mode=disable, and {folder} holds checkpoints up to step {there[-1]}, which the run
             would mix with its own -> Give it a folder of its own: trainer.default_local_dir (OUTPUT_DIR).""")
+    try:
+        if not run.get("trainer.val_only"):
+            check_training_folder(folder)
+    except Taken as error:
+        yield fail(f"{error} -> See what it is: python -m verl_ext.view {folder}")
+        return
     named = run.get("trainer.resume_from_path")
     if named and mode == "auto" and not run.is_rl:
         mode = "resume_path"
@@ -125,8 +137,28 @@ def check_resume(run: Run) -> Iterator[Finding]:
         yield warn(f"""step {step} of {total} is reached: nothing is left to do
             -> Raise the steps, or go on to evaluate.""")
         return
+    if changed := list(_changed(run)):
+        yield warn(f"""other settings than at the last start in {folder}: {"; ".join(changed)}; but weights, optimizer
+            with its learning rate, and order of the data go on from {chosen.name}, as they were
+            -> For a run with these settings: a folder of its own, trainer.default_local_dir (OUTPUT_DIR).""")
     text = f"the run goes on from {chosen.name}" + (f" of {total}" if total is not None else "")
     epoch = None if run.is_rl else steps_per_epoch(run)
     if epoch and step % epoch == 0:
         text += f", the end of epoch {step // epoch}, with the next epoch"
     yield ok(text)
+
+
+def _changed(run: Run) -> Iterator[str]:
+    """What a checkpoint has in it, where the configuration of the last start had another value."""
+    file = run.output_folder / "hydra" / "config.yaml"
+    if not file.is_file():
+        return
+    try:
+        before = OmegaConf.load(file)
+    except (OSError, yaml.YAMLError):  # a start that was killed
+        return
+    of_optimizer = (f"{run.optim}.{name}" for name in ("lr", "betas", "weight_decay"))
+    for key in (f"{run.model}.path", "data.train_files", *of_optimizer):
+        with suppress(OmegaConfBaseException):  # of another version of a YAML
+            if (was := OmegaConf.select(before, key)) is not None and was != (now := OmegaConf.select(run.config, key)):
+                yield f"{key} was {was} and is {now}"

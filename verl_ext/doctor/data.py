@@ -119,9 +119,9 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
     from verl_ext.datasets.text import bare_problem, same_problem_key
 
     prompt_key, limit = run.get("data.prompt_key", "prompt"), run.get("data.max_prompt_length")
-    length_of = _prompt_length(run, tokenizer, limit)
+    length_of, length_for_verl = (_prompt_length(run, tokenizer, limit, as_verl=each) for each in (False, True))
     answers: dict[str, set[str]] = {}
-    rows, long, overlaps = 0, [], []
+    rows, cut, long, overlaps = 0, 0, [], []
     evaluation, is_train = evaluation_problems([]), split == "train"
     held_out: set[str] = set()  # problems of the validation files
     for path in filter(Path.is_file, run.files("val") if is_train else []):
@@ -138,6 +138,7 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
                 overlaps.append(where)
             if (length := length_of(messages)) > limit:
                 long.append(length)
+                cut += length_for_verl(messages) <= limit
     except DataError as error:
         yield fail(f"{split}: {error} -> data/prepare_jsonl.py writes verl's columns from any JSONL.")
         return
@@ -155,21 +156,34 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
             ({overlaps[0]}) -> data/prepare_*.py drop them (--evaluation adds files).""")
     if long:
         dropped = run.get("data.filter_overlong_prompts")
-        say = warn if dropped and len(long) < rows else fail
-        advice = "verl drops them, by a length without the interpreter's own schema."
+        say = warn if dropped and len(long) < rows and not cut else fail
+        advice = "verl drops them."
         if not dropped:
             advice = "Raise it, or filter_overlong_prompts=true."
+        elif cut:
+            advice = f"""verl does not drop {cut} of them, as it does not count the interpreter's schema: a rollout
+                would cut their heads off. Raise it, or set multi_turn.tool_config_path to
+                configs/tools/code_interpreter.yaml."""
         yield say(f"""{split}: {len(long)} of {rows} prompts are longer than data.max_prompt_length={limit} (the longest
             has {max(long)} tokens, tools included) -> {advice}""")
     fit = f"{rows - len(long):,} within" if long else "all within"
     yield ok(f"{split}: {rows:,} rows, {len(answers):,} problems; prompts: {fit} {limit} tokens, tools included")
 
 
-def _prompt_length(run: Run, tokenizer: "PreTrainedTokenizerBase", limit: int) -> Callable[[list[dict[str, Any]]], int]:
-    """Counts the tokens of a prompt as the rollout renders it; 0 where its bytes alone show that it fits."""
-    from verl_ext.doctor.template import protocol_of, template_kwargs, tool_schemas
+def _prompt_length(
+    run: Run, tokenizer: "PreTrainedTokenizerBase", limit: int, *, as_verl: bool
+) -> Callable[[list[dict[str, Any]]], int]:
+    """Counts the tokens of a prompt as the rollout renders it; 0 where its bytes alone show that it fits.
 
-    schemas, kwargs = protocol_of(run, tokenizer).schemas(tool_schemas(run)), template_kwargs(run)
+    Args:
+        as_verl: as verl's filter counts them (rl_dataset.py:199, 0.9.1), with the tools of the run's files alone.
+    """
+    from verl_ext.doctor.template import load_tools, protocol_of, template_kwargs, tool_schemas
+
+    schemas, kwargs = tool_schemas(run), template_kwargs(run)
+    if as_verl:
+        schemas = {tool.name: schemas[tool.name] for tool in load_tools(run)}
+    schemas = protocol_of(run, tokenizer).schemas(schemas)
 
     def render(messages: list[dict[str, Any]]) -> str:
         return tokenizer.apply_chat_template(

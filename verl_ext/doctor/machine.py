@@ -1,7 +1,10 @@
 """The machine: GPUs, shared memory, open files, and a Ray cluster that verl would join."""
 
+import os
+import runpy
 import socket
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 from verl_ext.doctor.finding import Finding, fail, ok, warn
@@ -16,14 +19,25 @@ STORAGE_UNITS = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
 
 
 def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
-    gpus, cluster = machine.gpus, machine.environment.get("RAY_ADDRESS")
+    gpus, servers = machine.gpus, run.rollout_gpus if run.is_separate else 0
+    joined = run.get("ray_kwargs.ray_init.address") or machine.environment.get("RAY_ADDRESS") or _noted_cluster(machine)
+    joined = "" if joined == "local" else joined  # a Ray of its own
+    if run.device == "cpu" and _torch_drives_a_gpu():
+        yield fail("""the run is on a CPU, but this torch drives a GPU, and verl would take that (utils/device.py:160)
+            -> Use a clone of its own, set up by RETOOL_HARDWARE=cpu bash scripts/setup_env.sh; on a GPU: a run of its
+            own (recipe/README.md, "The ladder").""")
+        return
     if run.device != "cuda":
         yield ok(f"the run is on {run.device}: no GPU is looked at")
         return
-    if run.is_rl and cluster:
-        yield ok(f"RAY_ADDRESS={cluster}: the GPUs are that cluster's, not looked at here")
+    if run.is_rl and joined and (not gpus or machine.environment.get("RAY_ADDRESS")):
+        yield ok(f"a Ray cluster at {joined}: the GPUs are that cluster's, not looked at here")
         return
-    if len(gpus) < run.gpus_per_node:
+    if run.nodes == 1 and servers and not joined and len(gpus) < run.gpus + servers:
+        yield fail(f"""{len(gpus)} GPU(s) here and no Ray cluster, but the run wants {run.gpus} for the actor and
+            {servers} for servers of their own
+            -> Set trainer.n_gpus_per_node and {ROLLOUT}.n_gpus_per_node, or start scripts/ray_cluster.sh.""")
+    elif len(gpus) < run.gpus_per_node:
         key = "trainer.n_gpus_per_node, or add +hardware=cpu_tiny for a CPU" if run.is_rl else "NPROC_PER_NODE"
         yield fail(f"""{len(gpus)} GPU(s) here, but the run wants {run.gpus_per_node} on each of {run.nodes} node(s)
             -> Set {key}.""")
@@ -49,6 +63,21 @@ def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
         yield warn(f"CUDA_HOME={home} has no bin/nvcc, which compiles some packages' kernels -> Unset or correct it.")
     memory = "memory unknown" if gpus[0].total_gib is None else f"{gpus[0].total_gib:.0f} GiB"
     yield ok(f"{len(gpus)} x {gpus[0].name}, {memory}, driver {driver}")
+
+
+def _torch_drives_a_gpu() -> bool:
+    """As `is_cpu_only` of verl_ext/cpu says it, without its import of torch."""
+    if wanted := os.environ.get("VERL_PLATFORM", "").strip().lower():
+        return wanted != "cpu"
+    torch = find_spec("torch")
+    build = runpy.run_path(str(Path(torch.origin).with_name("version.py"))) if torch else {}
+    return any(build.get(name) for name in ("cuda", "hip", "xpu")) or find_spec("torch_npu") is not None
+
+
+def _noted_cluster(machine: Machine) -> str:
+    """The cluster of the last `ray start` here, if it answers; "" else."""
+    address = machine.ray_address_file.read_text().strip() if machine.ray_address_file.is_file() else ""
+    return address if address and _answers(address) else ""
 
 
 def check_limits(run: Run, machine: Machine) -> Iterator[Finding]:

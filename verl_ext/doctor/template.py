@@ -99,7 +99,8 @@ def _problems(
     except (OSError, ValueError):  # without that file vLLM takes the tokenizer's
         ids = None
     ids = [ids] if isinstance(ids, int) else ids or []
-    if unseen := [tokenizer.decode([i]) for i in ids if i not in tokenizer.all_special_ids]:
+    known = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} | {*tokenizer.all_special_ids}
+    if unseen := [tokenizer.decode([i]) for i in ids if i not in known]:  # the loop knows Llama 3's <|eom_id|>
         yield fail(f"""vLLM stops at {unseen} (generation_config.json), which are no special tokens: the agent loop
             would take such turns for cut off -> Correct eos_token_id there, or mark the tokens as special.""")
     if run.shape and len(tokenizer) > run.shape.vocabulary:

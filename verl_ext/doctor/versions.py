@@ -17,7 +17,7 @@ SET_UP = "Run: bash scripts/setup_env.sh"
 
 def check_versions(run: Run, lock: Path | None = None) -> Iterator[Finding]:
     """Compares with requirements/cpu.txt or gpu.txt, or with `lock`; a run may do without flash-attn."""
-    lock = lock or REPO / "requirements" / f"{detect_hardware()}.txt"
+    lock = lock or REPO / "requirements" / f"{'cpu' if run.device == 'cpu' else detect_hardware()}.txt"
     pins = read_lock(lock)
     wrong = [line for line in compare_installed(pins) if not line.startswith("flash-attn: not installed")]
     others = [line for line in wrong if line.partition(":")[0] not in EXACT]

@@ -13,6 +13,7 @@ from typing import Any
 
 from verl_ext.checkpoints.folder import SAVING, TRACKER
 from verl_ext.quickstart.options import JOURNAL
+from verl_ext.runs.lock import TRAINING_LOCK
 
 STEPS = ("data", "sft", "merge_sft")  # of the pipeline, that are taken
 TAKEN = {  # what RL and the evaluations read -> what it is
@@ -22,7 +23,7 @@ TAKEN = {  # what RL and the evaluations read -> what it is
     "sft/merged/config.json": "its configuration",
     "sft/merged/tokenizer.json": "its tokenizer",
 }
-NOT_COPIED = ("global_step_*", SAVING, TRACKER)
+NOT_COPIED = ("global_step_*", SAVING, f"{SAVING}.*", TRACKER, TRAINING_LOCK)
 
 
 class NoSource(ValueError):

@@ -147,6 +147,25 @@ def test_nothing_of_a_half_written_save_is_in_the_next_one(run: Path):
     assert not list(path_of(run, 12).rglob("*world_size_8*"))
 
 
+def test_what_cannot_be_deleted_ends_no_run(
+    run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """As on NFS, where a reader on another machine keeps a file of a folder that is to go."""
+
+    def busy(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", busy)
+        save(run, 12)
+        save(run, 14)
+    assert whole_steps(run)[-2:] == [12, 14] and tracked_step(run) == 14 and not (run / SAVING).exists()
+    assert len([*run.glob(f"{SAVING}.*")]) == 2 and "what is left of it is" in caplog.text
+    save(run, 16)
+    assert not [*run.glob(f"{SAVING}*")], "what has become free goes with the next save"
+
+
 def test_a_step_that_is_saved_again_is_replaced_as_a_whole(run: Path):
     (path_of(run, 4) / "of_the_first_time").touch()
     save(run, 4)

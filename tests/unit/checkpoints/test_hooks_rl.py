@@ -51,6 +51,21 @@ def test_a_run_that_goes_back_leaves_later_checkpoints_behind(rolling: Any, tmp_
     assert trainer.global_steps == later
 
 
+@pytest.mark.parametrize("val_only", [False, True])
+def test_a_run_keeps_its_folder_and_a_validation_does_not(
+    rolling: Any, tmp_path: Path, monkeypatch: Any, val_only: bool
+):
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    kept: list[Path] = []
+    monkeypatch.setattr(rolling, "own_training_folder", kept.append)
+    PPOTrainer._load_checkpoint(rl_trainer(tmp_path, Engine(tmp_path), val_only=val_only))
+    assert kept == [tmp_path] * (not val_only)
+    kept.clear()
+    handler(tmp_path, loader()).load_checkpoint()
+    assert kept == [tmp_path]
+
+
 def prompts(shuffle: bool = True) -> Any:
     """As verl's RL trainer makes its loader, with the refill of single prompts: 4 rows."""
     from omegaconf import OmegaConf

@@ -3,6 +3,7 @@
 import shutil
 
 import pytest
+from omegaconf import OmegaConf
 
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.doctor.checkpoints import check_disk, check_resume, check_steps
@@ -47,6 +48,31 @@ def test_resume_starts_at_zero_or_goes_on(make_run, save, told):
     assert told(check_resume(make_run()), Level.OK)[0].startswith("the run starts from step 0")
     save(30)
     assert told(check_resume(make_run()), Level.OK)[0].startswith("the run goes on from global_step_30 of 400")
+
+
+def test_settings_that_a_checkpoint_overrules_are_told(make_run, save, told, tmp_path):
+    """torch restores the learning rate with the optimizer, and a new model's weights are not read."""
+    save(30)
+    run, key = make_run(), "actor_rollout_ref.actor.optim.lr"
+    (tmp_path / "out" / "hydra").mkdir()
+    OmegaConf.save(run.config, tmp_path / "out" / "hydra" / "config.yaml")
+    assert not [each for each in check_resume(run) if each.level == Level.WARN]
+    (text,) = told(check_resume(make_run("qwen2-32b_dapo", f"{key}=5.0e-7")), Level.WARN)
+    assert f"{key} was 1e-06 and is 5e-07; but" in text and "go on from global_step_30" in text
+    (text,) = told(check_resume(make_run("qwen2-32b_dapo", "actor_rollout_ref.model.path=/new/sft")), Level.WARN)
+    assert "actor_rollout_ref.model.path was" in text and "and is /new/sft" in text
+
+
+def test_another_run_in_the_folder_is_a_failure_but_not_of_a_validation(make_run, save, told, monkeypatch):
+    from verl_ext.doctor import checkpoints as module
+
+    def taken(folder):
+        raise module.Taken("Another training run writes there")
+
+    monkeypatch.setattr(module, "check_training_folder", taken)
+    save(30)
+    assert "Another training run writes there" in told(check_resume(make_run()), Level.FAIL)[0]
+    told(check_resume(make_run("qwen2-32b_dapo", "trainer.val_only=true")), Level.OK)
 
 
 def test_a_checkpoint_that_is_not_whole(make_run, save, told):

@@ -35,6 +35,11 @@ def test_gpus_that_do_not_fit(gpus, changes, level, message, make_run, make_mach
     assert message in told(check_gpus(make_run(), make_machine(gpus, **changes)), level)[0]
 
 
+def test_a_ray_of_its_own_is_no_reason_to_look_at_no_gpu(make_run, make_machine, told):
+    machine = make_machine(4, environment={"RAY_ADDRESS": "local"})
+    assert "4 GPU(s) here" in told(check_gpus(make_run(), machine), Level.FAIL)[0]
+
+
 def test_gpus_of_different_kinds(make_run, make_machine, told):
     gpus = (*make_machine(4).gpus, *make_machine(4, gpu_gib=79.6).gpus)
     machine = dataclasses.replace(make_machine(), gpus=gpus)
@@ -50,8 +55,32 @@ def test_memory_that_nvidia_smi_does_not_tell(make_run, make_machine, told):
     assert any("the GPUs' memory is unknown" in text for text in told(check_memory(run, machine), Level.OK))
 
 
-def test_a_run_on_the_cpu_wants_no_gpu(make_run, make_machine, only_ok):
+def test_a_run_on_the_cpu_wants_no_gpu(make_run, make_machine, only_ok, monkeypatch):
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
     only_ok(check_gpus(make_run("tiny_dapo"), make_machine(0)))
+
+
+def test_a_run_on_the_cpu_is_refused_where_torch_would_take_a_gpu(make_run, make_machine, told, monkeypatch):
+    monkeypatch.setenv("VERL_PLATFORM", "nvidia")
+    text = told(check_gpus(make_run("tiny_dapo"), make_machine(1)), Level.FAIL)[0]
+    assert "this torch drives a GPU" in text and "RETOOL_HARDWARE=cpu bash scripts/setup_env.sh" in text
+
+
+def test_servers_of_their_own_want_gpus_beside_the_actors(cluster, listener, make_run, make_machine, told, only_ok):
+    rollout = "actor_rollout_ref.rollout"
+    sizes = ("trainer.nnodes=1", "trainer.n_gpus_per_node=4", f"{rollout}.nnodes=1", f"{rollout}.n_gpus_per_node=4")
+    run = make_run("qwen2-32b_dapo", "trainer.v1.trainer_mode=separate_async", *sizes)
+    only_ok(check_gpus(run, make_machine(8)))
+    text = told(check_gpus(run, make_machine(4)), Level.FAIL)[0]
+    assert "4 GPU(s) here and no Ray cluster, but the run wants 4 for the actor and 4 for servers" in text
+    cluster(listener)  # with the other four
+    only_ok(check_gpus(run, make_machine(4)))
+
+
+def test_a_head_without_gpus_looks_for_none(cluster, listener, make_run, make_machine, only_ok):
+    """The file of the last `ray start` names a cluster, as RAY_ADDRESS would."""
+    cluster(listener)
+    only_ok(check_gpus(make_run(), make_machine(0)))
 
 
 def test_small_shared_memory_and_few_open_files(make_run, make_machine, told):

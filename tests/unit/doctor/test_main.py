@@ -38,6 +38,7 @@ def alone(monkeypatch, tmp_path):
 
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("VERL_PLATFORM", "cpu")
     monkeypatch.setattr(versions, "compare_installed", lambda pins: [])
 
 

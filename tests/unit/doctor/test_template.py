@@ -94,6 +94,18 @@ def test_an_end_token_that_the_loop_does_not_know(tiny_run, tokenizer, tmp_path,
     assert "vLLM stops at ['7'] (generation_config.json)" in told(check_tokenizer(run, tokenizer), Level.FAIL)[0]
 
 
+def test_an_end_token_that_has_no_name(tiny_run, other, tmp_path):
+    """Llama 3's <|eom_id|>: added as special, and no attribute of the tokenizer."""
+    from transformers import AddedToken
+
+    run = tiny_run()
+    other.add_tokens([AddedToken("<|eom_id|>", special=True)])
+    ids = [other.eos_token_id, other.convert_tokens_to_ids("<|eom_id|>")]
+    (tmp_path / "model" / "generation_config.json").write_text(f'{{"eos_token_id": {ids}}}')
+    assert ids[1] not in other.all_special_ids
+    assert not [each for each in check_tokenizer(run, other) if "vLLM stops at" in each.message]
+
+
 def test_more_tokens_than_the_embedding_has(tiny_run, other, told):
     other.add_tokens([f"<extra_{i}>" for i in range(1000)])
     assert "the model's embedding" in told(check_tokenizer(tiny_run(), other), Level.FAIL)[0]
@@ -226,6 +238,16 @@ def test_an_aime_problem_in_the_training_data_is_found(look, told):
 def test_prompts_that_verl_drops_are_a_warning(look, told):
     rows = [problem("1 " * 60), problem("What is 1+1?")]
     assert "verl drops them" in told(look(rows, (), "data.filter_overlong_prompts=true"), Level.WARN)[0]
+
+
+def test_prompts_that_only_the_interpreters_schema_makes_too_long_are_a_failure(look, qwen, told):
+    """verl's filter keeps them, and its agent loop would cut their heads off."""
+    rows = [problem("1 " * 300), problem("What is 1+1?")]
+    options = ("retool.protocol=hermes", "data.filter_overlong_prompts=true", "data.max_prompt_length=700")
+    text = told(look(rows, (), *options, using=qwen), Level.FAIL)[0]
+    assert "1 of 2 prompts are longer" in text and "verl does not drop 1 of them" in text
+    named = f"actor_rollout_ref.rollout.multi_turn.tool_config_path={ROOT}/configs/tools/code_interpreter.yaml"
+    assert "verl drops them" in told(look(rows, (), *options, named, using=qwen), Level.WARN)[0]
 
 
 def test_the_functions_of_a_file_are_counted_with_the_prompt(look, tiny_run, qwen, tmp_path, told, only_ok):
