@@ -20,6 +20,7 @@ for ((i = 1; i < $#; i++)); do
   if [[ ${!i} == --from ]]; then RUN=${!next}; fi
 done
 
+export RETOOL_HARDWARE=${RETOOL_HARDWARE:-cpu} # the tiny model is for a CPU
 bash scripts/setup_env.sh
 if [[ ! -e $RUN/sft/merged ]]; then
   .venv/bin/python -m verl_ext.quickstart --out "$RUN" --stage data --stage sft --stage merge

@@ -117,9 +117,12 @@ def make(out: Path, python: str, only: list[str], skip: list[str], part_mib: flo
     print()
     for name, why in failed.items():
         print(f"{name}=={pins[name]}: {why}")
+    if failed:
+        print(f"{len(failed)} of {len(pins)} failed. The same command tries them again, --skip leaves them out.")
+        return 1
     parts = split(whole, out, int(part_mib * 2**20), python)
-    print(f"{len(pins) - len(failed)} packages in {parts} parts of at most {part_mib:g} MiB; {len(failed)} failed")
-    return 1 if failed else 0
+    print(f"{len(pins)} packages in {parts} parts of at most {part_mib:g} MiB")
+    return 0
 
 
 def split(whole: Path, out: Path, part_bytes: int, python: str) -> int:

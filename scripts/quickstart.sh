@@ -19,6 +19,8 @@ with the real verl and vLLM, on a CPU. A second call reuses what is done and res
   --data ARG        argument of data/tiny_tools/prepare.py, or data/small/prepare.py (may be repeated; so may the next two)
   --sft KEY=VALUE   Hydra override of configs/tiny_sft.yaml, or smollm2_sft.yaml
   --rl KEY=VALUE    Hydra override of configs/tiny_dapo.yaml, or smollm2_dapo.yaml
+Relative paths count from the repository's root. Where there is a GPU, the tiny model takes the CPU all the same, and the small one
+what .venv was made for; RETOOL_HARDWARE=gpu makes another .venv.
 EOF_USAGE
 }
 
@@ -26,11 +28,23 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 for arg in "$@"; do
     case $arg in -h | --help) usage && exit ;; esac
 done
+rung=tiny
 for python in "${PYTHON:-python3}" python3 python3.12 python3.11; do # a wrong option is told before the install
     if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null; then
-        "$python" -I verl_ext/quickstart/options.py "$@"
+        rung=$("$python" -I verl_ext/quickstart/options.py "$@")
         break
     fi
 done
+# The stack that .venv has; for the tiny model a CPU's, whatever GPU is here: its settings are for no other.
+hardware=${RETOOL_HARDWARE:-$(head -n 1 .venv/retool-env.txt 2>/dev/null || true)}
+if [ "$rung" = tiny ]; then
+    if [ "${hardware:-cpu}" != cpu ]; then
+        echo "quickstart.sh: the tiny model is for a CPU, and the stack here is the GPU's (RETOOL_HARDWARE, or .venv)." \
+            "Use a clone of its own with RETOOL_HARDWARE=cpu, or --model small." >&2
+        exit 2
+    fi
+    hardware=cpu
+fi
+[ -z "$hardware" ] || export RETOOL_HARDWARE=$hardware
 bash scripts/setup_env.sh
 exec .venv/bin/python -m verl_ext.quickstart "$@"

@@ -49,7 +49,13 @@ import time
 import ray
 
 wanted, deadline = int(sys.argv[1]), time.monotonic() + 600
-ray.init(address="auto", log_to_driver=False)
+while not ray.is_initialized():  # the head itself may still be starting
+    try:
+        ray.init(address="auto", log_to_driver=False)
+    except ConnectionError:
+        if time.monotonic() > deadline:
+            sys.exit("ray_cluster.sh: no head of Ray has started on this machine in 10 minutes.")
+        time.sleep(1)
 while (nodes := [node for node in ray.nodes() if node["Alive"]]) and len(nodes) < wanted:
     if time.monotonic() > deadline:
         sys.exit(f"ray_cluster.sh: {len(nodes)} of {wanted} nodes have joined after 10 minutes. Is the head's port open?")

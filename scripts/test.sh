@@ -30,6 +30,9 @@ case ${1:-} in # what follows an option may be its value; what comes first is a 
         ;;
 esac
 
+# The stack that .venv has, else a CPU's: the tests train the tiny model, which is for a CPU.
+RETOOL_HARDWARE=${RETOOL_HARDWARE:-$(head -n 1 .venv/retool-env.txt 2>/dev/null || true)}
+export RETOOL_HARDWARE=${RETOOL_HARDWARE:-cpu}
 bash scripts/setup_env.sh
 PYTHON=.venv/bin/python
 say() { printf '[test] %s\n' "$*"; }

@@ -50,6 +50,16 @@ logger_folders() {
   export TENSORBOARD_DIR=${TENSORBOARD_DIR:-$OUTPUT_DIR/tensorboard} WANDB_DIR=${WANDB_DIR:-$OUTPUT_DIR}
 }
 
+# torchrun ends its ranks at SIGHUP also where `nohup` has it ignored, unless it is told the signals to handle.
+HANGUP=()
+if [[ $(trap -p HUP) == "trap -- '' "* ]] && ! $PRINT_ONLY && "$PYTHON" -c '
+import importlib.util as util, pathlib
+spec = util.find_spec("torch")
+run = spec and pathlib.Path(spec.origin).parent / "distributed" / "run.py"
+raise SystemExit(not (run and "--signals-to-handle" in run.read_text()))' > /dev/null; then
+  HANGUP=(--signals-to-handle=SIGTERM,SIGINT,SIGQUIT)
+fi
+
 # sft CONFIG: SFT by torchrun, from the variables that the launcher's header names.
 sft() {
   OUTPUT_DIR=$(realpath -m "${OUTPUT_DIR:-outputs/$1}")
@@ -57,7 +67,7 @@ sft() {
   logger_folders
   require TRAIN_FILE data.train_files "Make it: python data/prepare_retool_sft.py, or set TRAIN_FILE."
 
-  local torchrun=(-m torch.distributed.run --nproc-per-node="${NPROC_PER_NODE:-8}")
+  local torchrun=(-m torch.distributed.run --nproc-per-node="${NPROC_PER_NODE:-8}" "${HANGUP[@]}")
   if $PRINT_ONLY; then
     torchrun=()
   elif ((NNODES > 1)); then
@@ -126,7 +136,7 @@ quickstart_sft() {
     model.path="'$MODEL_PATH'" trainer.default_local_dir="'$OUTPUT_DIR'" "${OVERRIDES[@]}")
   doctor "$1" --nnodes=1 --nproc-per-node="$ranks" "${OVERRIDES[@]}"
   $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
-  torchrun=(-m verl_ext.cpu.warm_python -m torch.distributed.run --standalone --nproc-per-node="$ranks")
+  torchrun=(-m verl_ext.cpu.warm_python -m torch.distributed.run --standalone --nproc-per-node="$ranks" "${HANGUP[@]}")
   if $PRINT_ONLY; then torchrun=(); fi
   exec "$PYTHON" "${torchrun[@]}" -m verl.trainer.sft_trainer --config-dir=configs --config-name="$1" "${OPTIONS[@]}" \
     "${OVERRIDES[@]}"

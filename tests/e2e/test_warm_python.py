@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl_ext.cpu.warm_python import _STUB, EXECUTABLE_VARIABLE, warm_python
+from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, stub, warm_python
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -95,7 +95,7 @@ def test_signals_reach_the_fork(python: str) -> None:
 def test_a_signal_before_the_pid_is_known_reaches_the_fork(tmp_path: Path) -> None:
     """The server's part is played here, and the fork's by a process that runs already."""
     executable, address = tmp_path / "python", str(tmp_path / "socket")
-    executable.write_text(_STUB.format(python=sys.executable, address=address))
+    executable.write_text(stub(sys.executable, address))
     executable.chmod(0o700)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -129,12 +129,12 @@ def test_fork_dies_with_its_executable(python: str) -> None:
 def test_without_its_server_it_is_the_real_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(EXECUTABLE_VARIABLE, raising=False)
     with warm_python() as executable:
-        stub = Path(executable).read_text()
+        script = Path(executable).read_text()
     folder = Path(executable).parent
     assert not folder.exists()
     folder.mkdir()
     try:
-        Path(executable).write_text(stub)
+        Path(executable).write_text(script)
         Path(executable).chmod(0o700)
         assert run(executable, "-c", "import sys; print(sys.executable)").stdout.strip() == sys.executable
     finally:

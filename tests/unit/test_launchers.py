@@ -5,6 +5,7 @@ The slow test prints each run by its launcher and lets verl accept it.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,21 @@ def test_sft_launcher_joins_nodes_by_variables(tmp_path: Path, fake_python: Path
     argv = joined.stdout.splitlines()[2:]
     assert argv[:2] == ["-m", "torch.distributed.run"]
     assert {"--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--nproc-per-node=8"} < set(argv)
+
+
+@pytest.mark.parametrize("run", ["qwen2-32b_sft", "tiny_sft"])
+def test_sft_outlives_its_terminal_under_nohup(run: str, tmp_path: Path, fake_python: Path):
+    """torchrun handles SIGHUP, also where it is ignored, unless it is told which signals to handle."""
+    (tmp_path / "model").mkdir()
+    env = {"PYTHON": str(fake_python), "OUTPUT_DIR": str(tmp_path / "out"), "TRAIN_FILE": str(tmp_path), "NNODES": "1"}
+    env |= {"DATA_DIR": str(tmp_path), "MODEL_PATH": str(tmp_path / "model"), "DOCTOR": "0", "PATH": os.environ["PATH"]}
+    for action in (signal.SIG_IGN, signal.SIG_DFL):
+        done = subprocess.run(
+            ["bash", launcher(run)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=20,
+            preexec_fn=lambda action=action: signal.signal(signal.SIGHUP, action),
+        )  # fmt: skip
+        is_told = "--signals-to-handle=SIGTERM,SIGINT,SIGQUIT" in done.stdout
+        assert is_told == (action == signal.SIG_IGN), done.stderr
 
 
 def test_rl_launcher_takes_several_sandboxes(tmp_path: Path, fake_python: Path):

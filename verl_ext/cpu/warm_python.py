@@ -19,8 +19,10 @@ import gc
 import importlib
 import json
 import os
+import re
 import runpy
 import selectors
+import shlex
 import shutil
 import signal
 import socket
@@ -68,7 +70,7 @@ PRELOAD = (
 )
 MAX_FILES = 253  # that Linux passes in one message
 
-_STUB = """#!{python} -IS
+_STUB = """{start}
 import json, os, signal, socket, sys
 if sys.argv[1:2] in (["-I"], ["-P"]):  # wants an interpreter of its own, such as a process with a limit of memory
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
@@ -102,6 +104,18 @@ os._exit(status)
 """
 
 
+def stub(python: str, address: str) -> str:
+    """The script that stands in for `python` and asks the server at `address`.
+
+    Linux reads 127 bytes of a first line at the least, up to a space. Of other paths a shell reads two lines, which are
+    a string to Python.
+    """
+    start = f"#!{python} -IS"
+    if len(start.encode()) > 127 or re.search(r"\s", python):
+        start = f"#!/bin/sh\n'''exec' {shlex.quote(python)} -IS \"$0\" \"$@\"\n' '''"
+    return _STUB.format(start=start, python=python, address=address)
+
+
 @contextlib.contextmanager
 def warm_python() -> Iterator[str]:
     """A server for the length of a `with` block; yields the path of the executable that stands in for Python.
@@ -115,7 +129,7 @@ def warm_python() -> Iterator[str]:
         return
     folder = Path(tempfile.mkdtemp(prefix="retool-warm-"))
     address, executable = str(folder / "socket"), folder / "python"
-    executable.write_text(_STUB.format(python=sys.executable, address=address))
+    executable.write_text(stub(sys.executable, address))
     executable.chmod(0o700)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)

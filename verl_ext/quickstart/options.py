@@ -5,6 +5,7 @@ GB; `verl_ext/quickstart/pipeline.py` then reads the same options with it.
 """
 
 import argparse
+import json
 from pathlib import Path
 from typing import List, Optional  # noqa: UP035  a Python that is older than .venv's may run this file
 
@@ -70,5 +71,13 @@ def parse_options(argv: Optional[List[str]] = None) -> argparse.Namespace:  # no
     return args
 
 
+def model_of(args: argparse.Namespace) -> str:
+    """`--model`, or the one of the run that `--from` names; "" where that has no SFT, which the pipeline tells."""
+    if not args.source:
+        return args.model
+    entries = json.loads((args.source / JOURNAL).read_text())
+    return next((each["settings"].get("model", "tiny") for each in entries if each["stage"] == "sft"), "")
+
+
 if __name__ == "__main__":
-    parse_options()
+    print(model_of(parse_options()))

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE, warm_python
-from verl_ext.evaluation.checkpoint import merge_command
+from verl_ext.evaluation.checkpoint import merge_command, put_merged
 from verl_ext.quickstart import disk
 from verl_ext.quickstart.options import JOURNAL, REPO, STAGES, parse_options
 from verl_ext.quickstart.rungs import RUNGS, Rung
@@ -130,15 +130,14 @@ def merge(run: Quickstart, name: str) -> None:
     for licence in LICENCE_FILES:
         if (file := Path(run.model_path or run.out / "model") / licence).is_file():  # a folder; not so on the hub
             shutil.copy(file, f"{target}.part")
-    shutil.rmtree(target, ignore_errors=True)
-    os.replace(f"{target}.part", target)
+    put_merged(Path(f"{target}.part"), target)
 
 
 def evaluate(run: Quickstart, when: str) -> None:
     """Roll out the evaluation problems with the merged model of "before" (SFT) or "after" (RL), tools on."""
     model = run.out / ("sft" if when == "before" else "rl") / "merged"
     folder, target = run.out / "eval", run.out / "eval" / when
-    problems = ",".join([str(run.out / "data" / "eval.parquet")] * EVALUATION_SAMPLES)
+    problems = ",".join([f"'{run.out / 'data' / 'eval.parquet'}'"] * EVALUATION_SAMPLES)
     overrides = [
         *run.rl,
         *("trainer.val_only=True", "trainer.val_before_train=True", "trainer.resume_mode=disable"),

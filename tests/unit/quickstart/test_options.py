@@ -1,5 +1,7 @@
 """Options of the quickstart: told before the install, and by `--help`."""
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -33,15 +35,55 @@ def checkout(tmp_path):
     for name in ("scripts/quickstart.sh", "scripts/test.sh", "verl_ext/quickstart/options.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(pipeline.REPO / name, tmp_path / name)
-    (tmp_path / "scripts" / "setup_env.sh").write_text("touch installed; exit 9\n")
+    for model, settings in (("small", {"model": "small"}), ("tiny", {})):
+        (tmp_path / "tests" / f"of_{model}").mkdir(parents=True)
+        journal = json.dumps([{"stage": "sft", "settings": settings}])
+        (tmp_path / "tests" / f"of_{model}" / "stages.json").write_text(journal)
+    (tmp_path / "scripts" / "setup_env.sh").write_text('touch installed; echo "for ${RETOOL_HARDWARE-}."; exit 9\n')
 
-    def call(script, *arguments):
+    def call(script, *arguments, stack=None, **environment):
         (tmp_path / "installed").unlink(missing_ok=True)
+        if stack:  # that .venv has
+            (tmp_path / ".venv").mkdir(exist_ok=True)
+            (tmp_path / ".venv" / "retool-env.txt").write_text(f"{stack}\n/checkout\n")
         command = ["bash", str(tmp_path / "scripts" / script), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        bare = {name: value for name, value in os.environ.items() if name != "RETOOL_HARDWARE"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=bare | environment)
         return done, (tmp_path / "installed").exists()
 
     return call
+
+
+SMALL = ["--model", "small"]
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "stack", "given", "taken"),
+    [
+        ("quickstart.sh", [], None, "", "cpu"),  # whatever GPU is here
+        ("quickstart.sh", [], "cpu", "", "cpu"),
+        ("quickstart.sh", [], "gpu", "", None),
+        ("quickstart.sh", [], None, "gpu", None),
+        ("quickstart.sh", SMALL, None, "", ""),  # as nvidia-smi says
+        ("quickstart.sh", SMALL, "cpu", "", "cpu"),
+        ("quickstart.sh", ["--model=small"], "gpu", "", "gpu"),
+        ("quickstart.sh", SMALL, "cpu", "gpu", "gpu"),
+        ("quickstart.sh", ["--mod", "small"], "gpu", "", "gpu"),  # as argparse has it
+        ("quickstart.sh", ["--from", "tests/of_small"], "gpu", "", "gpu"),
+        ("quickstart.sh", ["--from", "tests/of_tiny"], "gpu", "", None),
+        ("test.sh", ["unit"], None, "", "cpu"),
+        ("test.sh", ["unit"], "gpu", "", "gpu"),
+        ("test.sh", ["unit"], "gpu", "cpu", "cpu"),
+    ],
+)
+def test_the_tiny_model_is_for_a_cpu_and_no_command_replaces_the_stack(
+    checkout, script, arguments, stack, given, taken
+):
+    done, installed = checkout(script, *arguments, stack=stack, **({"RETOOL_HARDWARE": given} if given else {}))
+    if taken is None:
+        assert (done.returncode, installed) == (2, False) and "RETOOL_HARDWARE=cpu, or --model small" in done.stderr
+    else:
+        assert installed and f"for {taken}." in done.stdout
 
 
 @pytest.mark.parametrize(

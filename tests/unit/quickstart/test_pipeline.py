@@ -347,7 +347,7 @@ def test_a_journal_that_cannot_be_written_does_not_hide_what_broke_a_step(make_r
         raise CommandFailed("the reason")
 
     monkeypatch.setattr(pipeline, "STEPS", [("data", "data", "", breaks, ())])
-    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError(28, "No space left")))
+    monkeypatch.setattr(pipeline.durable, "write_text", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
     with pytest.raises(CommandFailed, match="the reason"):
         run_pipeline(make_run(), ["data"])
 
