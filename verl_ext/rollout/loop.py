@@ -244,7 +244,8 @@ class RetoolAgentLoop(AgentLoopBase):
                 entries.append({"malformed": call.kind, "output": str(call)})
             else:
                 entries.append({"tool": call.tool, "arguments": call.arguments})
-        if use.malformed.total() - use.malformed["two_blocks"] > self.max_malformed_calls:  # surplus ones
+        surplus = use.malformed["two_blocks"]  # well formed, but more than run in a turn
+        if use.malformed.total() - surplus > self.max_malformed_calls:
             return RolloutEnd.MALFORMED_LIMIT
         is_last = use.calls + len(to_run) > self.max_tool_calls
         if is_last and not self.run_last_code:

@@ -36,6 +36,16 @@ def test_a_second_run_is_refused_until_the_first_is_dead(hold, tmp_path, monkeyp
     assert str(os.getpid()) in (tmp_path / lock.TRAINING_LOCK).read_text()
 
 
+def test_to_ask_for_it_twice_does_not_lose_it(tmp_path):
+    """A process that closes a file has no record lock on it any more."""
+    lock.own_training_folder(tmp_path)
+    lock.own_training_folder(tmp_path)
+    code = "import pathlib, sys; from verl_ext.runs import lock; lock.WAIT_S = 0; "
+    code += "lock.own_training_folder(pathlib.Path(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert f"(process {os.getpid()} of " in done.stderr
+
+
 def test_what_a_killed_run_has_forked_does_not_keep_its_folder(hold, tmp_path, monkeypatch):
     """As the workers of its data loader, which end a moment later."""
     monkeypatch.setattr(lock, "WAIT_S", 0.0)
