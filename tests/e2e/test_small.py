@@ -1,21 +1,16 @@
-"""The small run, `quickstart --model small`, with few rows and steps: from the 4 bits of SmolLM2-135M to the report.
-
-It is killed after the first step of RL, and the same command goes on from there.
-"""
+"""The small run, `quickstart --model small`, with few rows and steps: from the 4 bits of SmolLM2-135M to the report."""
 
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.e2e.conftest import REPO, read_metrics
+from tests.e2e.conftest import REPO, read_metrics, run_to_end
 from tests.e2e.versions import differences, load_version, recorded_responses
-from tests.processes import kill_tree
 from verl_ext.cpu.patches import round_products
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -37,28 +32,14 @@ STEPS = [
 ]
 
 
-def start(out: Path, log: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "verl_ext.quickstart", "--model", "small", "--out", str(out), *ROWS, *STEPS]
-    with open(log, "w") as output:
-        return subprocess.Popen(command, cwd=REPO, stdout=output, stderr=output)
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Its folder, and what the second start printed."""
+    """Its folder, and what it printed."""
     out, log = tmp_path_factory.mktemp("small"), tmp_path_factory.mktemp("logs") / "output.txt"
-    first, deadline = start(out, log), time.time() + 1500
-    try:
-        while not read_metrics(out / "rl"):  # a step's are written after its checkpoint
-            assert first.poll() is None and time.time() < deadline, log.read_text()
-            time.sleep(0.2)
-    finally:
-        kill_tree(first.pid)
-    second = start(out, log)
-    try:
-        assert second.wait(1500) == 0, log.read_text()
-    finally:
-        kill_tree(second.pid)
+    command = [sys.executable, "-m", "verl_ext.quickstart", "--model", "small", "--out", str(out), *ROWS, *STEPS]
+    with open(log, "w") as output:
+        process = subprocess.Popen(command, cwd=REPO, stdout=output, stderr=output)
+    run_to_end(process, log, timeout_s=2400)
     return out, log.read_text()
 
 
@@ -74,11 +55,6 @@ def test_every_step_is_done_and_the_report_written(run: tuple[Path, str]):
     assert (out / "report.html").is_file() and "What rules score that do not read the problem:" in printed
     assert "weights from 4 bits" in (out / "data.log").read_text()
     assert {"word_problems", "svamp_ood"} < json.loads((out / "summary.json").read_text())["evaluation"]["after"].keys()
-
-
-def test_what_was_done_before_the_kill_is_taken(run: tuple[Path, str]):
-    assert all(f"[{step}] done already" in run[1] for step in ("data", "sft", "merge_sft"))
-    assert "[rl] done already" not in run[1] and "step 2/2" in run[1] and "step 1/2" not in run[1]
 
 
 @pytest.fixture
