@@ -25,7 +25,7 @@ from verl_ext.protocols.base import MalformedCall, SegmentEncoder, cut_output
 from verl_ext.protocols.code import CODE_STOP, CodeProtocol, extract_code
 from verl_ext.reward.score import score_answer
 
-COSINE_EVERY, FRESH = 20, 4  # steps between cosines; batches of fresh rollouts that one is taken to
+COSINE_AT, FRESH = (20, 60), 4  # steps that have a cosine; batches of fresh rollouts that one is taken to
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def run_cell(cell: Cell, config: dict, start: Weights, task: Task, *, steps: int
         sampled = roll_out(engine, past[0], problems, task, generator)
         row = {"step": step, "acc": float(sampled.right.mean()), "calls": sampled.calls}
         row["reward_std"] = float(sampled.batch.rewards.std())
-        if step % COSINE_EVERY == 0:
+        if step in COSINE_AT:
             fresh = [roll_out(trainer, weights, problems, task, generator) for _ in range(FRESH)]
             found, *wanted = (gradient(preset, trainer, weights, each) for each in (sampled, *fresh))
             row["cosine"] = cosine(found, sum(wanted))

@@ -5,6 +5,7 @@ verl's sampler or more passes has no place here: resampling, filters of groups a
 batch has some of it (correction_lab.py).
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -168,6 +169,7 @@ class Preset:
         return torch.where(batch.mask, weights, 0)
 
 
+@functools.cache  # of verl's hundred files
 def read_preset(name: str, run: str = RUN) -> Preset:
     """`objective=NAME` of a run.
 

@@ -5,6 +5,7 @@ dictionary of weights, so that rollouts can come from any weights. What it compu
 """
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,29 +56,29 @@ class TinyModel:
     def log_probs(self, weights: Weights, ids: Tensor, places: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
         """float[B, R]: of `targets` at the `places` before them; 0 outside of `mask`.
 
-        The layers compute without padding, but for attention, and the head at the mask alone.
+        The layers compute what rows begin with alike once, a group's prompt for one, and no padding, but for attention;
+        the head computes the mask alone.
 
         Args:
             ids: int[B, T], padded on the right.
             places, targets: int[B, R].
             mask: bool[B, R].
         """
-        lengths = places.amax(1) + 1  # what stands behind is not read
-        is_read = torch.arange(ids.shape[1]) < lengths[:, None]
-        positions, read = is_read.nonzero()[:, 1], is_read.flatten().nonzero()[:, 0]
+        nodes, first = prefix_tree(ids, places.amax(1) + 1)  # what stands behind is not read
+        tokens, positions = ids.flatten()[first], first % ids.shape[1]
 
         def padded(each: Tensor) -> Tensor:
-            rows = each.new_zeros(ids.numel(), self.heads, each.shape[-1])
-            rows = rows.index_copy(0, read, each[0].transpose(0, 1))
-            return rows.view(*ids.shape, self.heads, -1).transpose(1, 2)
+            of_nodes = each[0].transpose(0, 1).flatten(1)
+            # index_select gives the same, but its gradient is a loop over rows
+            return F.embedding(nodes, of_nodes).view(*nodes.shape, self.heads, -1).transpose(1, 2)
 
         def attend(_: int, *each: Tensor) -> Tensor:
             attended = F.scaled_dot_product_attention(*map(padded, each), is_causal=True)
-            return attended.transpose(1, 2).flatten(0, 1).index_select(0, read).transpose(0, 1)[None]
+            return attended.transpose(1, 2).flatten(0, 1).index_select(0, first).transpose(0, 1)[None]
 
-        hidden = self._embed(weights, ids[is_read])[None]
+        hidden = self._embed(weights, tokens)[None]
         hidden = self._body(weights, hidden, self.cos[positions], self.sin[positions], attend)[0]
-        picked = hidden[((lengths.cumsum(0) - lengths)[:, None] + places)[mask]]
+        picked = hidden[nodes.gather(1, places)[mask]]
         logits = self._round(F.linear(picked, weights["model.embed_tokens.weight"]))
         found = logits.log_softmax(-1).gather(-1, targets[mask][:, None])[:, 0]
         return found.new_zeros(mask.shape).masked_scatter(mask, found)
@@ -104,61 +105,66 @@ class TinyModel:
         first = int(lengths.max())
         shape = (self.layers, count, self.heads, first + limit, self.width // self.heads)
         keys, values = torch.zeros(shape), torch.zeros(shape)
-        ids = torch.zeros(count, first, dtype=torch.long)
-        for row, prompt in enumerate(prompts):
-            ids[row, : len(prompt)] = torch.tensor(prompt)
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        same = torch.tensor([numbers[tuple(prompt)] for prompt in prompts])  # a group's prompt is computed once
+        ids = torch.zeros(len(numbers), first, dtype=torch.long)
+        for prompt, number in numbers.items():
+            ids[number, : len(prompt)] = torch.tensor(prompt)
 
         def prefill(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys[layer, :, :, :first], values[layer, :, :, :first] = key, value
+            keys[layer, :, :, :first], values[layer, :, :, :first] = key[same], value[same]
             return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
         hidden = self._embed(weights, ids)
         hidden = self._body(weights, hidden, self.cos[:first], self.sin[:first], prefill)
-        hidden = hidden[torch.arange(count), lengths - 1]
+        hidden = hidden[same, lengths - 1]
         rollouts, forced = [Rollout() for _ in prompts], [deque() for _ in prompts]
-        # Rows of the cache, those of them that go on, and where the next token of each is written. A row that has ended
-        # stays, as a copy of the cache costs more, until half of them have.
-        rows, alive, positions, tokens = list(range(count)), list(range(count)), lengths.clone(), lengths.clone()
+        rows, positions = list(range(count)), lengths.clone()  # of the cache: those that go on, first in it
         while True:
-            scores = self._round(F.linear(hidden[alive], weights["model.embed_tokens.weight"])).log_softmax(-1)
-            drawn = torch.multinomial(scores.exp(), 1, generator=generator)
-            found, drawn = scores.gather(1, drawn)[:, 0].tolist(), drawn[:, 0].tolist()
-            kept = []
-            for place, token, log_prob in zip(alive, drawn, found, strict=True):
-                rollout, coming = rollouts[rows[place]], forced[rows[place]]
-                rollout.mask.append(int(not coming))
+            scores = self._round(F.linear(hidden, weights["model.embed_tokens.weight"])).log_softmax(-1)
+            below = scores.exp().cumsum(-1)  # torch.multinomial takes ten times as long
+            chance = 1 - torch.rand(len(rows), 1, generator=generator)  # above 0
+            drawn = torch.searchsorted(below, chance * below[:, -1:])
+            found, tokens, ended = scores.gather(1, drawn)[:, 0].tolist(), drawn[:, 0].tolist(), []
+            for place, (row, log_prob) in enumerate(zip(rows, found, strict=True)):
+                rollout, coming = rollouts[row], forced[row]
+                is_own = not coming
                 if coming:
-                    token, log_prob = coming.popleft(), 0.0
+                    tokens[place], log_prob = coming.popleft(), 0.0
+                token = tokens[place]
                 rollout.ids.append(token)
+                rollout.mask.append(int(is_own))
                 rollout.log_probs.append(log_prob)
-                tokens[place] = token
-                if rollout.mask[-1] and token == self.end:
-                    continue
-                if rollout.mask[-1] and token == stop:
-                    said = reply(rollout)
-                    if said is None or len(said) >= limit - len(rollout.ids):
-                        continue
+                said = reply(rollout) if is_own and token == stop else []
+                if said is None or len(said) >= limit - len(rollout.ids) or is_own and token == self.end:
+                    ended.append(place)
+                else:
                     coming.extend(said)
-                if len(rollout.ids) < limit:
-                    kept.append(place)
-            if not kept:
+            length = int(positions[: len(rows)].max())
+            for place in reversed(ended):  # the last one takes its place
+                last = len(rows) - 1
+                keys[:, place, :, :length], values[:, place, :, :length] = (
+                    each[:, last, :, :length] for each in (keys, values)
+                )
+                rows[place], tokens[place], positions[place] = rows[last], tokens[last], positions[last]
+                del rows[last], tokens[last]
+            if not rows:
                 return rollouts
-            if 2 * len(kept) <= len(rows):
-                keys, values, positions, tokens = keys[:, kept], values[:, kept], positions[kept], tokens[kept]
-                rows, kept = [rows[place] for place in kept], list(range(len(kept)))
-            hidden = self._step(weights, tokens, positions, keys, values)
-            alive = kept
-            positions[alive] += 1
+            now = slice(len(rows))
+            hidden = self._step(weights, torch.tensor(tokens), positions[now], keys[:, now], values[:, now])
+            positions[now] += 1
 
     def _step(self, weights: Weights, tokens: Tensor, positions: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The hidden state after one more token of each row, whose keys and values are kept."""
         rows, length = torch.arange(len(tokens)), int(positions.max()) + 1
-        seen = (torch.arange(length) <= positions[:, None])[:, None, None]
+        is_ahead = (torch.arange(length) > positions[:, None])[:, None, None]
+        # What torch makes of a mask of bools, but once for all layers
+        unseen = torch.zeros(is_ahead.shape).masked_fill(is_ahead, -math.inf)
 
         def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys[layer][rows, :, positions], values[layer][rows, :, positions] = key[:, :, 0], value[:, :, 0]
             own = keys[layer, :, :, :length], values[layer, :, :, :length]
-            return F.scaled_dot_product_attention(query, *own, attn_mask=seen)
+            return F.scaled_dot_product_attention(query, *own, attn_mask=unseen)
 
         hidden = self._embed(weights, tokens)[:, None]
         cos, sin = self.cos[positions][:, None, None], self.sin[positions][:, None, None]
@@ -197,6 +203,27 @@ class TinyModel:
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, (self.width,), weight, self.eps)
+
+
+def prefix_tree(ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """The tree of what rows begin with.
+
+    Args:
+        ids: int[B, T], padded on the right.
+        lengths: int[B].
+    Returns:
+        int[B, T]: the node of each token, one where rows are equal up to there; 0 for padding. int[N]: of each node, a
+        place in `ids.flatten()`.
+    """
+    nodes, first, branch = torch.zeros_like(ids), [], torch.zeros(len(ids), dtype=torch.long)
+    vocabulary, count, width = int(ids.max()) + 1, 0, ids.shape[1]
+    for place in range(int(lengths.max())):
+        rows = (lengths > place).nonzero()[:, 0]
+        found, branch[rows] = (branch[rows] * vocabulary + ids[rows, place]).unique(return_inverse=True)
+        nodes[rows, place] = branch[rows] + count
+        first.append(torch.empty_like(found).scatter_(0, branch[rows], rows * width + place))
+        count += len(found)
+    return nodes, torch.cat(first)
 
 
 def _rotate(each: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -62,8 +62,8 @@ def test_a_cell_is_repeated_by_its_seed(tiny, short, monkeypatch):
     assert first["rows"][0]["log_prob_difference"] > 1e-4  # the engine rounds, from the first step on
 
 
-def test_every_20th_step_has_a_cosine(tiny, short, monkeypatch):
-    monkeypatch.setattr(cells, "COSINE_EVERY", 2)
+def test_some_steps_have_a_cosine(tiny, short, monkeypatch):
+    monkeypatch.setattr(cells, "COSINE_AT", (2,))
     result, used = play(tiny, short, monkeypatch, steps=2)
     assert "cosine" not in result["rows"][0] and -1 <= result["rows"][1]["cosine"] <= 1
     assert len(used) == 2 + cells.FRESH

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from verl_ext.analysis.tiny_model import TinyModel
+from verl_ext.analysis.tiny_model import TinyModel, prefix_tree
 
 
 def actors_log_probs(tiny, sampled):
@@ -22,6 +22,15 @@ def test_log_probs_are_the_actors(tiny, sampled):
     mask = sampled.batch.mask
     assert mask.sum() > 500
     assert (found - expected)[mask].abs().max() < 2e-5 and not found[~mask].any()
+
+
+def test_what_rows_begin_with_alike_is_one_node():
+    """Rows of 4, 3, 4 and 2 tokens; the 9 after 7 and the 9 after 8 are two."""
+    ids = torch.tensor([[5, 7, 9, 1], [5, 7, 9, 0], [5, 8, 9, 1], [5, 7, 0, 0]])
+    nodes, places = prefix_tree(ids, torch.tensor([4, 3, 4, 2]))
+    assert nodes.tolist() == [[0, 1, 3, 5], [0, 1, 3, 0], [0, 2, 4, 6], [0, 1, 0, 0]]
+    assert ids.flatten()[places].tolist() == [5, 7, 8, 9, 9, 1, 1]
+    assert (places % 4).tolist() == [0, 1, 1, 2, 2, 3, 3]
 
 
 def sample(tiny, weights, *, reply, stop, prompts, seed=0, limit=60, bf16=False):
