@@ -139,10 +139,10 @@ def compare(
 
     Args as for `evaluate`; k defaults to the smaller n of the two. Groups without a common problem are left out.
     """
-    for by in dict.fromkeys((_identity([*before, *after]), "input")):  # records have a hash for the text
-        sides = [_by_problem(before, by), _by_problem(after, by)]
-        if sides[0].keys() & sides[1].keys():
-            break
+    by = _identity([*before, *after])
+    sides = [_by_problem(side, by) for side in (before, after)]
+    if not sides[0].keys() & sides[1].keys():  # records have a hash for the text
+        sides = [_by_problem([row for row in side if row.input], "input") for side in (before, after)]
     _, k = _counts(sides, k)
     judged = [_judged(side) for side in sides]
     common = [key for key in judged[0] if key in judged[1]]

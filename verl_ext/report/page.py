@@ -268,7 +268,10 @@ def _rl_chart(curve: Curve, rl: Metrics, summary: dict[str, Any]) -> Chart | Non
             if source := held_out_source(key):
                 series.append(Series(f"held out: {source}", *rl.curve(key), points=True))
         top, last = summary["headline"], summary["rl"]["steps"]
-        ends = [(step, top[side]) for step, side in ((0, "before"), (last, "after")) if top and top[side]]
+        steps = {name: int(name.removeprefix("step ")) for name in summary["sides"] if name.startswith("step ")}
+        steps |= {"before RL": 0, "after RL": last}
+        named = zip(summary["sides"], ("before", "after"), strict=True)
+        ends = [(steps[name], top[side]) for name, side in named if name in steps and top and top[side]]
         if ends:
             spread = [(end["low"], end["high"]) for _, end in ends]
             values = [end["value"] for _, end in ends]

@@ -20,12 +20,12 @@ BLOCK = re.compile(
     r"<code>(?P<code>.*?)(?:</code>|\Z)"
     r"|<tool_call>(?P<call>.*?)(?:</tool_call>|\Z)"
     r"|<interpreter>(?P<interpreter>.*?)(?:</interpreter>|\Z)"
-    r"|(?:\s*\nuser\n)?<tool_response>(?P<reply>.*?)(?:</tool_response>|\Z)(?:\s*\nassistant\n)?",
+    r"|(?:(?<!\s)\s*\nuser\n)?<tool_response>(?P<reply>.*?)(?:</tool_response>|\Z)(?:\s*\nassistant\n)?",
     re.DOTALL,
 )
 COUNT = 10  # rollouts that a page shows
 Fits = Callable[[Sample], bool]
-ERROR = re.compile(r"Traceback \(most recent call last\)|^\s*\w*(?:Error|Exception)\b|\btimed out\b", re.MULTILINE)
+ERROR = re.compile(r"Traceback \(most recent call last\)|^[^\S\n]*\w*(?:Error|Exception)\b|\btimed out\b", re.MULTILINE)
 
 
 class Passage(NamedTuple):
@@ -155,15 +155,18 @@ def _evaluation_rollout(why: str, where: str, sample: Sample) -> ShownRollout:
 
 def _split_boxed(text: str) -> list[Passage]:
     """Text around each `\\boxed{...}`, braces balanced; an unclosed box stays text."""
+    opened, boxes = [], []  # both in their order; boxes without those within others
+    for token in re.finditer(r"\\boxed\{|[{}]", text):
+        if token[0] != "}":
+            opened.append(token)
+        elif opened and (start := opened.pop())[0] != "{":
+            while boxes and boxes[-1][0] > start.start():
+                boxes.pop()
+            boxes.append((start.start(), token.end()))
     segments, end = [], 0
-    for match in re.finditer(r"\\boxed\{", text):
-        depth, close = 1, match.end()
-        while close < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[close], 0)
-            close += 1
-        if match.start() >= end and not depth:
-            segments += [Passage("text", text[end : match.start()]), Passage("boxed", text[match.start() : close])]
-            end = close
+    for start, stop in boxes:
+        segments += [Passage("text", text[end:start]), Passage("boxed", text[start:stop])]
+        end = stop
     return [segment for segment in [*segments, Passage("text", text[end:])] if segment.text.strip()]
 
 

@@ -154,12 +154,16 @@ def validations_of(run: Path) -> list[Path]:
     """The files of a training run's validations, by step: its records, else verl's dumps.
 
     The dumps, too, where some validations are light ones: records do not tell these from whole ones, whose dumps have a
-    folder of their own.
+    folder of their own. And where the recorder has removed the first validations, as it keeps a number of steps and
+    bytes: then only if the dumps go on to the last one.
     """
-    recorded = [file.path for file in files_of(run) if file.validate]
+    recorded = [file for file in files_of(run) if file.validate]
+    dumps = dumps_of(run, "validation_data_dir", "validation")
     has_light = ((_config(run).get("retool") or {}).get("light_validation") or {}).get("enable")
-    dumps = [] if recorded and not has_light else dumps_of(run, "validation_data_dir", "validation")
-    return dumps or recorded
+    if not recorded or not dumps or has_light:
+        return dumps or [file.path for file in recorded]
+    first, last = int(dumps[0].stem), int(dumps[-1].stem)
+    return dumps if first < recorded[0].step and recorded[-1].step <= last else [file.path for file in recorded]
 
 
 def rollouts_of(run: Path) -> list[Path]:

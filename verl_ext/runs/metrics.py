@@ -63,8 +63,9 @@ def metric_rows(path: Path) -> list[tuple[int, dict[str, Any]]]:
 def read_metrics(paths: Sequence[Path]) -> Metrics:
     """Merges the metric files of one run, `{"step": n, "data": {...}}` a line; of a repeated step the last value wins.
 
-    A resumed process starts its file at a later step, so files are taken in order of their first step, then of the time
-    they were written. Values that are no finite numbers, or beyond LARGEST, are left out.
+    Files are taken in order of the launcher's start by its machine's clock, which is in their names; others before
+    them, by their first step, then by the time they were written. A start that goes on from a checkpoint drops what
+    earlier ones logged of later steps. Values that are no finite numbers, or beyond LARGEST, are left out.
 
     With algorithm.rollout_correction.bypass_mode verl logs no `actor/entropy`: `actor/entropy_loss` stands in, the same
     mean over tokens, of the update (verl 0.9.1, workers/utils/losses.py:124; needs actor.calculate_entropy).
@@ -72,12 +73,22 @@ def read_metrics(paths: Sequence[Path]) -> Metrics:
     Raises:
         ValueError: a line is of another form; names it.
     """
-    files = [(rows[0][0], path.stat().st_mtime, path.name, rows) for path in paths if (rows := metric_rows(path))]
+    files = []
+    for path in paths:
+        if rows := metric_rows(path):
+            launched = re.search(r"-(\d+)\.jsonl$", path.name)  # metrics-<seconds>.jsonl
+            files.append((float(launched[1]) if launched else 0, rows[0][0], path.stat().st_mtime, path.name, rows))
     steps: dict[int, dict[str, float]] = {}
     cold: set[int] = set()
     starts: list[tuple[float, Start]] = []
-    for _, written, name, rows in sorted(files, key=lambda file: file[:3]):
-        timed, trained = [], []
+    for launched, _, written, _, rows in sorted(files, key=lambda file: file[:4]):
+        # No validation, which a start may begin with
+        trained = [step for step, data in rows if "timing_s/step" in data or "train/loss" in data]
+        if trained:
+            starts.append((launched or written, Start(trained[0] - 1, trained[-1])))
+            steps = {step: values for step, values in steps.items() if step < trained[0]}
+            cold = {step for step in cold if step < trained[0]}
+        timed = []
         for step, data in rows:
             values = {k: float(v) for k, v in data.items() if isinstance(v, int | float) and abs(v) < LARGEST}
             if "actor/entropy_loss" in values:
@@ -85,12 +96,7 @@ def read_metrics(paths: Sequence[Path]) -> Metrics:
             steps.setdefault(step, {}).update(values)
             if "timing_s/step" in values:
                 timed.append(step)
-            if "timing_s/step" in values or "train/loss" in values:  # no validation, which a start may begin with
-                trained.append(step)
         cold.update(timed[:WARMUP_STEPS])
-        if trained:
-            launched = re.search(r"-(\d+)\.jsonl$", name)  # metrics-<time of the launcher's start>.jsonl
-            starts.append((float(launched[1]) if launched else written, Start(trained[0] - 1, trained[-1])))
     return Metrics(steps, cold, tuple(start for _, start in sorted(starts)))
 
 

@@ -5,6 +5,7 @@ With no option and no failure, every method does what verl's own does (0.9.1, tr
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -12,6 +13,7 @@ from verl.utils.dataset.rl_dataset import collate_fn
 
 from verl_ext.fleet.recovery import Fleet
 from verl_ext.outcome import REMEDIES
+from verl_ext.runs.folder import files_of
 from verl_ext.settings import FailedSamples, LightValidation
 from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import NothingStored, describe
@@ -31,6 +33,7 @@ class RunValidation(PPOTrainer):
     _plan: ValidationPlan | None
     _watch: EarlyStopWatch | None
     _fleet: Fleet | None
+    _only_validates: bool
     _is_light = False  # whether the validation that runs is a light one
     _is_void = False  # whether the newest validation is void
 
@@ -49,7 +52,7 @@ class RunValidation(PPOTrainer):
         finally:
             if self._fleet:
                 self._fleet.actor_works()
-        if self._records:
+        if self._records and not (self._only_validates and self._has_validated()):
             self._records.end_validation(self.global_steps, self._validated)
         if self._watch and not self._is_void:
             metrics.update(self._watch.observe(self.global_steps, metrics, light=light))
@@ -57,6 +60,12 @@ class RunValidation(PPOTrainer):
                 logger.warning("early stop: the run ends after step %d, because %s.", self.global_steps, reason)
                 self.total_training_steps = self.global_steps  # line 470 begins no further step
         return metrics
+
+    def _has_validated(self) -> bool:
+        """Whether a run that trained has a record of a validation of this step, which then stays."""
+        files = files_of(Path(self.config.trainer.default_local_dir))
+        own = any(file.validate and file.step == self.global_steps for file in files)
+        return own and not all(file.validate for file in files)
 
     def _validate_lightly(self, light: LightValidation) -> dict[str, float]:
         full_loader, self._is_light = self.val_dataloader, True

@@ -165,6 +165,8 @@ def problems_page(request: Request) -> Response:
     if empty := [f"{side} of {run.name}" for (run, side), rows in zip(chosen, samples, strict=False) if not rows]:
         raise HTTPException(404, f"{empty[0]} has no rollouts whose fate is known. Choose another side.")
     found = problems.compare(*samples) if samples else None
+    if samples and not found:
+        raise HTTPException(404, "No problem has judged samples on both sides. Choose other sides.")
     return page(request, "problems.html", offered=offered, found=found)
 
 

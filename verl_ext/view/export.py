@@ -55,7 +55,7 @@ def write_eval(run: Run, keys: Sequence[str], out: Path) -> int:
             file.writestr(name, encode(content))
         summaries.write(b"]" if number else b"[]")
         summaries.seek(0)
-        with file.open("summaries.json", "w") as target:
+        with file.open("summaries.json", "w", force_zip64=True) as target:
             shutil.copyfileobj(summaries, target)
     return number
 

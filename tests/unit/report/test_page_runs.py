@@ -7,7 +7,9 @@ import pytest
 
 from tests.unit.report.runs import Balance, add_evaluation, add_training, row, write_lines, written
 from verl_ext.records import store
+from verl_ext.report import page
 from verl_ext.report.page import main
+from verl_ext.report.run_record import read_run
 
 
 def start_file(folder, number, steps, **data):
@@ -39,6 +41,14 @@ def test_the_folder_of_an_rl_run_is_reported(rl_run):
     assert "Step 20" in text and "Step 20" in page and "RL accuracy" in page and "SFT loss" not in page
     assert summary["missing"] == []
     Balance().feed(page)
+
+
+def test_held_out_accuracy_stands_at_the_steps_of_its_validations(rl_run):
+    for step, later in ((0, 4), (20, 16)):
+        (rl_run / "validation" / f"{step}.jsonl").rename(rl_run / "validation" / f"{later}.jsonl")
+    summary, (accuracy,) = written(rl_run)[2], [each for each in page.RL_CURVES if each.key == "train/acc"]
+    held_out = page._rl_chart(accuracy, read_run(rl_run).rl, summary).series[-1]
+    assert (held_out.x, held_out.y) == ([4, 16], [0.25, 0.875])
 
 
 def test_a_resumed_run_says_from_which_step(rl_run):

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 
 from verl_ext.evaluation.samples import Sample
@@ -35,6 +37,10 @@ CASES = {
     "cut in the output": ("<code>p</code><interpreter>12", [("code", "p"), ("tool", "12")]),
     "nested braces": ("\\boxed{\\frac{1}{2}} ok", [("boxed", "\\boxed{\\frac{1}{2}}"), ("text", " ok")]),
     "an unclosed box is text": ("\\boxed{1", [("text", "\\boxed{1")]),
+    "a box within a box is part of it, and one in an unclosed box is a box": (
+        "\\boxed{\\boxed{1}+{2}} \\boxed{ \\boxed{3}",
+        [("boxed", "\\boxed{\\boxed{1}+{2}}"), ("text", " \\boxed{ "), ("boxed", "\\boxed{3}")],
+    ),
     "a box in the tool's output is the tool's": (
         "<code>p</code><interpreter>\\boxed{9}</interpreter>",
         [("code", "p"), ("tool", "\\boxed{9}")],
@@ -78,6 +84,16 @@ def sides():
     after = [sample(f"p{i}") for i in range(7)] + [sample("p7", calls=2, errors=1), sample("p8", acc=0.0)]
     after += [sample("o1", source="tiny_tools_ood_large")]
     return before, after
+
+
+@pytest.mark.parametrize(
+    "text", ["\n" * 200_000, "\\boxed{" * 30_000, "\n \nuser\n" * 20_000, "<interpreter>" + "\n" * 200_000]
+)
+def test_a_response_that_repeats_itself_is_split_in_time(text):
+    """Quadratic time would be minutes."""
+    began = time.process_time()
+    split_rollout(text)
+    assert time.process_time() - began < 5
 
 
 def test_each_kind_of_behaviour_is_shown_before_and_after(sides):

@@ -108,3 +108,13 @@ def test_validations_are_those_of_the_records_but_where_some_are_light(tmp_path)
     assert sample_files(tmp_path) == [dump]
     dump.unlink()
     assert sample_files(tmp_path) == [recorded]
+
+
+def test_validations_are_the_dumps_where_the_recorder_has_removed_the_first(tmp_path):
+    dumps = [put(tmp_path / "validation" / f"{step}.jsonl") for step in (0, 5)]
+    recorded = [put(tmp_path / "records" / "trajectories" / f"val_{step:06d}.parquet") for step in (0, 5)]
+    assert sample_files(tmp_path) == recorded
+    recorded[0].unlink()
+    assert sample_files(tmp_path) == dumps
+    dumps[1].unlink()  # those of another start, perhaps
+    assert sample_files(tmp_path) == recorded[1:]

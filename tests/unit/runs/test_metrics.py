@@ -28,11 +28,28 @@ def test_a_resumed_run_wins_whatever_its_file_is_called_or_dated(tmp_path):
     assert read_metrics([resumed, first]).curve("a") == ([1, 2, 3, 4], [1.0, 2.0, 30.0, 40.0])
 
 
-def test_of_two_starts_from_the_same_step_the_later_wins(tmp_path):
-    late = write(tmp_path / "metrics-1.jsonl", [(1, {"a": 2.0})])
-    early = write(tmp_path / "metrics-2.jsonl", [(1, {"a": 1.0})])
-    os.utime(early, (0, 0))
+@pytest.mark.parametrize(("late", "early"), [("metrics-20.jsonl", "metrics-10.jsonl"), ("a.jsonl", "b.jsonl")])
+def test_of_two_starts_from_the_same_step_the_later_wins(tmp_path, late, early):
+    """By the time of the launcher's start in the name, else by when it was written."""
+    late = write(tmp_path / late, [(1, {"a": 2.0})])
+    early = write(tmp_path / early, [(1, {"a": 1.0})])
+    os.utime(late if early.name == "metrics-10.jsonl" else early, (0, 0))
     assert read_metrics([late, early]).curve("a") == ([1], [2.0])
+
+
+def test_a_start_that_goes_on_from_a_checkpoint_drops_the_later_steps_of_those_before_it(tmp_path):
+    """A second start begins with the validation of its checkpoint; a third one only validates."""
+    first = write(tmp_path / "metrics-10.jsonl", [timed(step, 9, 1) for step in range(1, 8)])
+    resumed = [(4, {"val": 0.5}), timed(5, 7, 1)]
+    second = write(tmp_path / "metrics-20.jsonl", resumed)
+    third = write(tmp_path / "metrics-30.jsonl", [(2, {"val": 0.25})])
+    back = write(tmp_path / "metrics-40.jsonl", [timed(3, 5, 1)])
+    assert sorted(read_metrics([first, second, third, back]).steps) == [1, 2, 3]
+    metrics = read_metrics([first, second, third])
+    assert sorted(metrics.steps) == [1, 2, 3, 4, 5] and metrics.cold == {1, 2, 5}
+    assert metrics.curve("val") == ([2, 4], [0.25, 0.5])
+    assert metrics.steps[4].keys() > {"val", "timing_s/step"} and metrics.steps[5]["timing_s/gen"] == 7
+    assert [tuple(start) for start in metrics.starts] == [(0, 7), (4, 5)]
 
 
 def test_values_that_are_no_numbers_or_of_no_use_are_left_out(tmp_path):

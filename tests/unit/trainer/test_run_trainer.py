@@ -9,6 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.trainer.conftest import MODES, ON
+from verl_ext.records import store
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -276,6 +277,29 @@ def test_records_forget_later_steps_also_without_a_sampler_of_ours_but_not_for_a
     said = told(only)
     only.fit(None)
     assert calls.validations == [(2, "all problems")] and [name for name, *_ in said] == ["end_step", "close"]
+
+
+@pytest.mark.parametrize(
+    ("only", "files", "is_recorded"),
+    [
+        ("true", ["step_000002", "val_000002"], False),
+        ("false", ["step_000002", "val_000002"], True),
+        ("true", ["step_000002", "val_000001"], True),  # of a run that was killed before its last validation
+        ("true", ["val_000002"], True),  # an evaluation in a folder of its own, made again
+    ],
+)
+def test_the_recorded_validation_of_a_run_stays_where_a_start_only_validates(
+    make, told, tmp_path, only, files, is_recorded
+):
+    trainer, calls = make(f"trainer.val_only={only}", steps=2, resume_at=2)
+    trainer.config.trainer.val_before_train = True
+    said = told(trainer)
+    for file in files:
+        store.path_of(tmp_path, "trajectories", 2).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "records" / "trajectories" / f"{file}.parquet").touch()
+    trainer._validate()
+    trainer._records.end_round(2)  # tells
+    assert ("end_step" in [name for name, *_ in said]) == is_recorded
 
 
 def test_the_pass_of_the_reference_and_scores_of_a_model_beside_the_actor_are_intervals(make, told, monkeypatch):

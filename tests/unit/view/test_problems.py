@@ -124,3 +124,21 @@ def test_a_side_without_rollouts_is_named(client: TestClient, run_folder: Path) 
     store.rewrite(store.path_of(run_folder, "trajectories", 4, validate=True), lambda rows: [])
     answer = client.get("/problems?a=0:first&b=0:val_000004")
     assert answer.status_code == 404 and "val_000004 of run_a has no rollouts" in answer.text
+
+
+def test_figures_are_of_the_problems_that_both_sides_have(client: TestClient, run_folder: Path) -> None:
+    """Two of five; and where there are none, no pair is made of what has no text."""
+    for step in (2, 3, 4):
+        store.path_of(run_folder, "trajectories", step).unlink()
+    of_validation = store.path_of(run_folder, "trajectories", 4, validate=True)
+    store.rewrite(store.path_of(run_folder, "trajectories", 1), lambda rows: [r for r in rows if r["index"] < 3])
+    store.rewrite(of_validation, lambda rows: [row for row in rows if row["index"] > 0])
+    sides = [problems.samples(Run(run_folder, "run_a", 0), side) for side in ("first", "val_000004")]
+    found = problems.compare(*sides)
+    overall = {row[0]: row for row in found["tables"][0]}["overall"]
+    shares = [means(run_folder, 1), means(run_folder, 4, validate=True)]
+    expected = [f"{(side['p1'] + side['p2']) / 2:.3f}" for side in shares]
+    assert found["common"] == 2 and [cell.split()[0] for cell in overall[1:4]] == ["2", *expected]
+    store.rewrite(of_validation, lambda rows: [row | {"domain": "others"} for row in rows if row["index"] < 3])
+    answer = client.get("/problems?a=0:first&b=0:val_000004")
+    assert answer.status_code == 404 and "No problem has judged samples on both sides" in answer.text
