@@ -169,7 +169,7 @@ class Members:
             self._coming[server] = "starts"
             self._starting.add(server)
         threading.Thread(target=self._start, args=(server,), name=f"start server {server}", daemon=True).start()
-        return f"Server {server} starts. It gets its weights and joins when the step ends in which it is ready."
+        return f"Server {server} starts. It joins with its weights when the step ends in which it is ready, or before."
 
     def _start(self, server: int) -> None:
         try:
@@ -208,8 +208,13 @@ class Members:
                 only = "the only one" if len(living) == 1 else "the only one that answers"
                 raise Refused(f"Server {server} is {only}: nothing would roll out. Add another one first.")
             (replica,) = [each for each in replicas if each.replica_rank == server]
-            router = self._servers.global_load_balancer  # first: where it does not answer, nothing has changed
-            ray.get(router.remove_servers.remote([replica.server_address]), timeout=ROUTER_S)
+            router = self._servers.global_load_balancer  # first: where it does not answer, the server stays
+            try:
+                ray.get(router.remove_servers.remote([replica.server_address]), timeout=ROUTER_S)
+            except TimeoutError:  # the router may still remove it, and then adds it again, with no requests counted
+                if replica not in self._dead:
+                    router.add_servers.remote({replica.server_address: replica.server_handle})
+                raise
             if replica in self._dead:
                 raise Refused(f"Server {server} has just died.")
             self._set([each for each in replicas if each is not replica])

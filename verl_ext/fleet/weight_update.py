@@ -1,7 +1,8 @@
 """`retool.fleet.weight_update`: what a server does with running requests while it gets new weights.
 
 abort: They are broken off, the cache is forgotten, and each goes on as a new request.
-drain: they end with the weights that they have; the update waits for the longest of them.
+drain: they end with the weights that they have, but for one that vLLM has preempted, which goes on with the new ones;
+    the update waits for the longest of them.
 keep: they stand still for the update, keep their KV cache, and go on with the new weights.
 In all modes a request that comes during an update waits for the new weights.
 """

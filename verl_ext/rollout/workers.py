@@ -50,6 +50,8 @@ logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "WARN"))
 # in the mode `sync` no group runs then, and the last one sends those that wait. In the others it is below a step.
 SEND_AFTER_S = {"sync": 5.0, "colocate_async": 0.25, "separate_async": 0.25}
 
+STATUS_PAUSES_S = (1.0, 5.0, 25.0)  # before each try to store the status of a prompt that could not be stored
+
 
 @dataclass(eq=False)
 class _RunningGroup:
@@ -96,15 +98,32 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     async def _run_prompt(
         self, prompt: dict[str, Any], sampling_params: dict[str, Any], trajectory: dict[str, Any], trace: bool = False
     ) -> None:
-        """As verl/trainer/ppo/v1/agent_loop_tq.py:104 (0.9.1), which sets the prompt's status when this returns."""
+        """As verl/trainer/ppo/v1/agent_loop_tq.py:104 (0.9.1), which sets the prompt's status when this returns.
+
+        Nobody reads what this raises, and the trainer waits for the status: where it could not be stored, this tries
+        again, and then ends the process, which ends the run.
+        """
         rollout = self.config.actor_rollout_ref.rollout
         n = (rollout.val_kwargs if trajectory["validate"] else rollout).n
         group = _RunningGroup(running=prompt.get("__rollout_n__", n), validate=trajectory["validate"])
         self._under_way.add(group)
         try:
             await super()._run_prompt(prompt | {"running_group": group}, sampling_params, trajectory, trace)
+        except Exception:  # of TransferQueue, whatever it is
+            logger.exception("Error in _run_prompt: the status of the prompt %s could not be stored", prompt["uid"])
+            await self._store_failure(prompt["uid"], "val" if trajectory["validate"] else "train")
         finally:
             self._under_way.discard(group)
+
+    async def _store_failure(self, uid: str, partition_id: str) -> None:
+        for pause_s in STATUS_PAUSES_S:
+            await asyncio.sleep(pause_s)
+            try:
+                return await tq.async_kv_put(key=uid, partition_id=partition_id, tag={"status": "failure"})
+            except Exception:
+                logger.exception("The status of the prompt %s could not be stored", uid)
+        logger.critical("The trainer would wait for the prompt %s without end: this process ends.", uid)
+        os._exit(1)
 
     async def _run_agent_loop(
         self,

@@ -86,13 +86,13 @@ def append_line(path: Path, line: str) -> None:
         try:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(f"{line}\n")
+            sync(path)
+            if is_new:
+                sync(path.parent)
         except OSError:
             with contextlib.suppress(OSError):
                 os.truncate(path, length)
             raise
-        sync(path)
-    if is_new:
-        sync(path.parent)
 
 
 @contextlib.contextmanager

@@ -33,6 +33,24 @@ def test_what_rows_begin_with_alike_is_one_node():
     assert (places % 4).tolist() == [0, 1, 1, 2, 2, 3, 3]
 
 
+def test_what_is_computed_once_has_the_gradient_of_all_its_rows(tiny):
+    """Three rows with a prompt of their own or a common one, in one pass and in a pass each."""
+    ids = torch.tensor([[5, 6, 7, 8, 9], [5, 6, 7, 8, 11], [5, 6, 30, 31, 0]])
+    places = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 0]])
+    targets, mask = ids.gather(1, places + 1), torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0]], dtype=torch.bool)
+    factors, model = torch.tensor([[1.0, -2.0, 3.0], [0.5, 1.0, -1.0], [2.0, 1.0, 0.0]]), TinyModel(tiny.config)
+    weights = {name: each.clone().requires_grad_() for name, each in tiny.weights.items()}
+
+    def gradient(rows: slice) -> torch.Tensor:
+        found = model.log_probs(weights, ids[rows], places[rows], targets[rows], mask[rows])
+        loss = (found * factors[rows]).sum()
+        return torch.cat([each.flatten() for each in torch.autograd.grad(loss, list(weights.values()))])
+
+    each = [gradient(slice(row, row + 1)) for row in range(3)]
+    together = gradient(slice(3))
+    assert (together - sum(each)).norm() < 1e-5 * together.norm() and min(one.norm() for one in each) > 0.1
+
+
 def sample(tiny, weights, *, reply, stop, prompts, seed=0, limit=60, bf16=False):
     generator = torch.Generator().manual_seed(seed)
     model = TinyModel(tiny.config, bf16=bf16)

@@ -54,7 +54,7 @@ def test_a_removed_server_that_cannot_be_stopped_does_not_leave_for_ever(world, 
 
 
 def test_a_server_stays_where_the_router_does_not_answer(world):
-    """Half removed it would get no requests, and nobody would stop it."""
+    """Half removed it would get no requests, and nobody would stop it. The router may do later what it was asked."""
     asked, get = [], world.ray.get
 
     def get_in_time(answer, timeout=None):
@@ -66,8 +66,7 @@ def test_a_server_stays_where_the_router_does_not_answer(world):
     world.ray.get = get_in_time
     with pytest.raises(TimeoutError):
         world.members.remove(0)
-    assert len(world.checkpoints.replicas) == 2
-    world.router.load["10.0.0.1:0"] = None
+    assert len(world.checkpoints.replicas) == 2 and "10.0.0.1:0" in world.router.load
     world.may_leave.set()
     world.members.remove(0)
     world.members.rows()

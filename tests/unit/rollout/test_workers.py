@@ -2,6 +2,7 @@
 
 import ast
 import asyncio
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +36,37 @@ def test_a_group_is_stored_at_once_when_its_last_sample_has_ended(roll_out_promp
         "min_global_steps": 6,
         "max_global_steps": 7,
     }
+
+
+@pytest.mark.parametrize(
+    ("failing", "stored", "exits"),
+    [
+        ({0}, ["failure"], []),  # the first status
+        ({1, 2, 3}, ["running", "failure"], []),  # the last one, verl's of its failure, and a try
+        ({0, 1, 2, 3}, [], [1]),
+    ],
+)
+def test_a_status_that_is_not_stored_is_tried_again_and_ends_the_process_at_last(
+    roll_out_prompt, monkeypatch, caplog, failing: set[int], stored: list[str], exits: list[int]
+) -> None:
+    """The trainer waits for it, and nothing reads what is raised here."""
+    import transfer_queue
+
+    from verl_ext.rollout import workers
+
+    asked, seen, ended = itertools.count(), [], []
+
+    async def put(key: str, partition_id: str, tag: dict) -> None:
+        if next(asked) in failing:
+            raise RuntimeError("request failed")
+        seen.append(tag["status"])
+
+    monkeypatch.setattr(transfer_queue, "async_kv_put", put)
+    monkeypatch.setattr(workers, "STATUS_PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(workers.os, "_exit", ended.append)
+    roll_out_prompt(samples_of([1]))
+    assert seen == stored and ended == exits
+    assert ("would wait for the prompt p without end" in caplog.text) == bool(exits)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,16 @@ def test_a_line_that_finds_no_room_is_taken_back(tmp_path: Path):
     assert path.read_text() == "one\ntwo\n"
 
 
+def test_a_line_that_is_not_known_to_be_on_the_disk_is_taken_back(tmp_path: Path, failing):
+    """Who writes it again would have it twice."""
+    path = tmp_path / "file"
+    durable.append_line(path, "one")
+    failing(errno.ENOSPC, files=True)
+    with pytest.raises(OSError, match="No space left on device"):
+        durable.append_line(path, "two")
+    assert path.read_text() == "one\n"
+
+
 def test_a_file_that_goes_while_its_folder_is_synced_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "stays").touch()
     monkeypatch.setattr(os, "walk", lambda *_, **__: [(str(tmp_path), [], ["gone", "stays"])])
