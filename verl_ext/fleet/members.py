@@ -211,7 +211,7 @@ class Members:
             router = self._servers.global_load_balancer  # first: where it does not answer, the server stays
             try:
                 ray.get(router.remove_servers.remote([replica.server_address]), timeout=ROUTER_S)
-            except TimeoutError:  # the router may still remove it, and then adds it again, with no requests counted
+            except TimeoutError:  # the router may remove the server later: the next message adds the server again
                 if replica not in self._dead:
                     router.add_servers.remote({replica.server_address: replica.server_handle})
                 raise

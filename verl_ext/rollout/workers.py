@@ -100,8 +100,8 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     ) -> None:
         """As verl/trainer/ppo/v1/agent_loop_tq.py:104 (0.9.1), which sets the prompt's status when this returns.
 
-        Nobody reads what this raises, and the trainer waits for the status: where it could not be stored, this tries
-        again, and then ends the process, which ends the run.
+        Nobody reads what this method raises, and the trainer waits for the status. A status that could not be stored
+        is stored as a failure in further tries. If all fail, the process ends, and the run with it.
         """
         rollout = self.config.actor_rollout_ref.rollout
         n = (rollout.val_kwargs if trajectory["validate"] else rollout).n

@@ -242,9 +242,8 @@ def test_problems_are_paired_by_their_own_text_where_both_sides_have_it(samples)
     assert compare(after, dump, draws=10) == {}
     records = samples([row("a", 0, 1) | {"problem": "0f3a"}])  # which name a problem by a hash
     assert compare(before, records, draws=10)["tiny_tools"].num_problems == 1
-    without_text = [
-        samples([row("a", 0, 1, input="") | {"problem": name}]) for name in "ab"
-    ]  # as the viewer reads them
+    # As the viewer reads them
+    without_text = [samples([row("a", 0, 1, input="") | {"problem": name}]) for name in "ab"]
     assert compare(*without_text, draws=10) == {}
 
 
