@@ -6,6 +6,7 @@ import ctypes
 import http.client
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from tests.unit.sandbox.machines import MACHINES, machines, needs_root
 from tests.unit.sandbox.server_process import ANSWER_S, Server, wait_for_program, wait_until
 from verl_ext.sandbox import SandboxClient
+from verl_ext.sandbox.server.pool import STALL_S, within
 
 TIMEOUT_S = 8.0  # of a program that is stuck; it must have printed by then, beside other tests on two cores
 
@@ -104,6 +106,44 @@ async def test_no_program_is_blamed_where_all_is_killed_twice_while_others_ask(s
     assert (result.status, result.stdout) == ("ok", "ran\n"), result
     await others
     await client.aclose()
+
+
+@pytest.mark.parametrize(("then", "status"), [("pass", "Finished"), ("while True: pass", "TimeLimitExceeded")])
+def test_time_in_which_worker_and_program_stand_still_is_not_the_programs(then, status):
+    """As in a container that is frozen for a while. The worker wakes first, after the time limit."""
+    server, answers = Server("--preload", "", workers=1), []
+    try:
+        server.run("pass")
+        code = f"import time; time.sleep(0.5); print('ran', flush=True)\n{then}"
+        thread = threading.Thread(target=lambda: answers.append(server.run(code, run_timeout=1)))
+        thread.start()
+        program = wait_for_program(server)
+        worker = program.parent()
+        worker.suspend()
+        program.suspend()
+        time.sleep(3)
+        worker.resume()
+        time.sleep(0.2)
+        program.resume()
+        thread.join()
+    finally:
+        server.stop()
+    assert (answers[0]["run_result"]["status"], answers[0]["run_result"]["stdout"]) == (status, "ran\n")
+
+
+@pytest.mark.parametrize("answered_s", [STALL_S, STALL_S + 1.3], ids=["meanwhile", "soon after"])
+async def test_an_answer_that_comes_while_the_server_stands_still_or_soon_after_is_taken(answered_s):
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    loop = asyncio.get_running_loop()
+    with ours, theirs:
+        loop.call_later(0.05, time.sleep, STALL_S + 1)
+        threading.Timer(answered_s, theirs.send, [b"answer"]).start()
+        assert await within(0.7, loop.sock_recv(ours, 6)) == b"answer"
+        with pytest.raises(TimeoutError):
+            await within(0.1, loop.sock_recv(ours, 6))
+        theirs.send(b"later")  # nobody waits any more
+        assert await loop.sock_recv(ours, 6) == b"later"
 
 
 @pytest.fixture(params=machines("all layers", "plain Docker"))

@@ -19,10 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from verl_ext.sandbox.client import CONTROL_OUTPUT, CONTROL_PROGRAM
 from verl_ext.sandbox.server.connection import LENGTH as LENGTH
@@ -38,7 +38,10 @@ from verl_ext.sandbox.server.orphans import kill_below, kill_orphans
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 ZYGOTE = Path(__file__).with_name("zygote.py")
+STALL_S = 1.0  # as worker.STALL_S
 ANSWER_GRACE_S = 3.5  # a worker that says nothing for this long after the program's time limit is lost
 CONTROL = {"code": CONTROL_PROGRAM, "stdin": None, "run_timeout": 5.0, "memory_limit_MB": -1, "files": {}}
 CONTROL |= {"fetch_files": [], "echo_last_expression": False}
@@ -59,6 +62,26 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "2",
 }
+
+
+async def within(seconds: float, awaited: Coroutine[Any, Any, Result]) -> Result:
+    """Its result; where this process stood still (a frozen container, SIGSTOP), the time begins again.
+
+    Raises:
+        TimeoutError: it took longer, and was cancelled.
+    """
+    task, loop = asyncio.create_task(awaited), asyncio.get_running_loop()
+    try:
+        while True:
+            due = loop.time() + seconds
+            if (await asyncio.wait([task], timeout=seconds))[0]:
+                return task.result()
+            if loop.time() < due + STALL_S:
+                raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task])  # it lets go of the socket
 
 
 class QueueTimeoutError(Exception):
@@ -218,8 +241,7 @@ class Pool:
         after the time limit, while a control program runs well, was stopped at that limit as far as anyone can tell.
         """
         try:
-            async with asyncio.timeout(request["run_timeout"] + ANSWER_GRACE_S):
-                header, blobs = await worker.call(request)
+            header, blobs = await within(request["run_timeout"] + ANSWER_GRACE_S, worker.call(request))
         except (OSError, EOFError) as exc:  # TimeoutError is an OSError
             removal = self._discard(worker)
             if isinstance(exc, TimeoutError):  # what hangs may be the disk: the removal is not awaited

@@ -32,6 +32,7 @@ MAX_FILE_BYTES = 64 << 20  # RLIMIT_FSIZE of a program; writing beyond it raises
 MAX_OPEN_FILES = 256
 MEMORY_CHECK_S = 0.1  # between two sums over the processes of a request; one takes 0.1 ms a process
 WATCH_S, STOPPED_CPU_S = 1, 0.05  # how often a stopped program is looked at, and the CPU time that it may have used
+STALL_S = 1.0  # woken later than this, a process was stopped itself, as a frozen container is
 LENGTH = struct.Struct("<I")  # goes before every message between server and worker
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -154,7 +155,8 @@ class Worker:
     def run(self, request: dict[str, Any], body: int) -> dict[str, Any]:
         """Run the program until it exits, its time is over, or, in a session, its call is done; read what it prints.
 
-        All that it started is dead after it; in a session, stopped.
+        A wait in which this process stood still does not count. All that the program started is dead after it; in a
+        session, stopped.
 
         Returns:
             status ("Finished" or "TimeLimitExceeded"), return_code (None after a timeout, -N after signal N),
@@ -187,8 +189,11 @@ class Worker:
         counts_memory = memory_limit > 0 and self.layers.allow_subprocess and "proc" in self.layers.layers
         next_check = started + MEMORY_CHECK_S if counts_memory else math.inf
         excess = ""  # of the program's files, in words for the model
+        wake, now = math.inf, started
         while True:
-            now = time.monotonic()
+            asked, now = now, time.monotonic()
+            if now > wake + STALL_S:  # since when is not known, and perhaps the program, too: this wait does not count
+                deadline += now - asked
             if now >= deadline:
                 status = "TimeLimitExceeded"
                 break
