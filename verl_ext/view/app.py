@@ -8,6 +8,7 @@ loopback address, as a page of the web could send by DNS rebinding, is refused.
 import re
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -17,12 +18,18 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 from starlette.applications import Starlette
-from starlette.background import BackgroundTask
 from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.requests import Request
-from starlette.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import (
+    HTMLResponse,
+    JSONResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
@@ -135,14 +142,12 @@ def timeline_page(request: Request) -> Response:
 def eval_file(request: Request) -> Response:
     """The rollouts of a run in inspect_ai's form."""
     run = run_of(request)
-    with tempfile.NamedTemporaryFile(suffix=".eval", delete=False) as file:
-        path = Path(file.name)
-    try:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.eval"
         export.write_eval(run, list(run.files()), path)
-    except BaseException:
-        path.unlink()
-        raise
-    return FileResponse(path, filename="run.eval", background=BackgroundTask(path.unlink))
+        file, size = path.open("rb"), path.stat().st_size  # it is read to its end though its name is gone
+    headers = {"Content-Disposition": 'attachment; filename="run.eval"', "Content-Length": str(size)}
+    return StreamingResponse(iter(partial(file.read, 1 << 20), b""), headers=headers, media_type="application/zip")
 
 
 def code_page(request: Request) -> Response:

@@ -99,18 +99,19 @@ class Run:
     def _fault_of(self, path: Path, columns: Sequence[str] | None = ()) -> str | None:
         """What is wrong with a file, "" where it is gone; by its footer, or, with `columns=None`, by all of it."""
         state = state_of(path)
-        if state is None or state not in self._broken or (columns is None and not self._broken[state]):
+        if state is None or state not in self._broken or (columns is None and not self._broken.get(state)):
             try:
                 store.read(path, columns)
-                self._broken[state] = None
+                fault = None
             except FileNotFoundError:
                 return ""
             except parquet.Unreadable as error:
-                self._broken[state] = str(error)
+                fault = str(error)
             except OSError as error:  # it may pass: the next look asks again
                 self._broken.pop(state, None)
                 return f"{path} cannot be read ({error})."
-        return self._broken[state]
+            self._broken[state] = fault
+        return self._broken.get(state)  # another request may have taken it out
 
     def ask(
         self, sql: str, values: dict[str, Any] | None = None, kind: str = "trajectories", keys: Any = None

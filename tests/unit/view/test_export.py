@@ -133,6 +133,16 @@ def test_an_export_that_fails_leaves_no_file(client: TestClient, monkeypatch, tm
     assert set(tmp_path.iterdir()) == before
 
 
+@pytest.mark.parametrize("headers", [{}, {"Range": "bytes=9-1"}])
+def test_an_export_leaves_no_file(client: TestClient, monkeypatch, tmp_path: Path, headers) -> None:
+    """A wrong range, too, which Starlette's FileResponse refuses before it runs its background task."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = set(tmp_path.iterdir())
+    answer = client.get("/run/0/export.eval", headers=headers)
+    assert answer.status_code == 200 and int(answer.headers["content-length"]) == len(answer.content) > 0
+    assert zipfile.is_zipfile(io.BytesIO(answer.content)) and set(tmp_path.iterdir()) == before
+
+
 def test_a_name_that_no_header_takes_is_left_out_of_the_files(client: TestClient) -> None:
     answer = client.get("/", params={"export": 1, "uid": "中"})
     assert answer.status_code == 200 and 'filename="runs.html"' in answer.headers["content-disposition"]
