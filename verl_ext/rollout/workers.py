@@ -144,8 +144,10 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         group, validate, started = running_group, trajectory["validate"], time.time()
         try:
             outputs = await self._roll_out(agent_loop, sampling_params, validate, sample)
-            self._record(group, outputs, validate, sample, started)
+            trajectories = [output.extra_fields.pop("trajectory", {}) for output in outputs]  # the storage gets none
             self._add_rows(group, outputs, validate, sample)
+            if self._recorder is not None:
+                self._record(group, outputs[-1], trajectories[-1], sample, started)
         except Exception as error:  # whatever it is: verl gets it, the record says so
             if self._recorder is not None:
                 times = {"started_s": started, "ended_s": time.time()}
@@ -249,18 +251,14 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     def _record(
         self,
         group: _RunningGroup,
-        outputs: list[AgentLoopOutput],
-        validate: bool,
+        final: AgentLoopOutput,
+        trajectory: dict[str, Any],
         sample: dict[str, Any],
         started_s: float,
     ) -> None:
-        """Note the last output of a rollout, whose turns are all in it; the storage does not get the trajectories."""
-        trajectories = [output.extra_fields.pop("trajectory", {}) for output in outputs]
-        if self._recorder is None:
-            return
-        final = outputs[-1]
+        """Note the last output of a rollout, whose turns are all in it."""
         times = {"score_s": final.metrics.compute_score, "started_s": started_s, "ended_s": time.time()}
-        said = (sample["session_id"], trajectories[-1], final.extra_fields)
+        said = (sample["session_id"], trajectory, final.extra_fields)
         group.records.append(partial(rollout_columns, *said, score=final.reward_score, **times))
 
     def _send(self, group: _RunningGroup, sample: dict[str, Any]) -> None:

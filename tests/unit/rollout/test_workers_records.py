@@ -73,6 +73,15 @@ def test_a_rollout_that_raised_is_recorded_with_those_of_its_group(roll_out_prom
     assert ends[0] == ("raised", "OSError: a bug") and ends[1][0] != "raised" and len(ends) == 2
 
 
+def test_a_rollout_whose_rows_cannot_be_made_is_recorded_once(roll_out_prompt, monkeypatch) -> None:
+    from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+
+    monkeypatch.setattr(AgentLoopOutput, "as_dict", lambda output: 1 / 0)
+    recorder = Recorder()
+    roll_out_prompt(samples_of([2, 1]), recorder=recorder)
+    assert sorted((row["session"], row["end_reason"]) for row in recorder.rows()) == [(0, "raised"), (1, "raised")]
+
+
 @pytest.mark.parametrize(("index", "recorded"), [("9a9b6eb4-a1cb", True), (np.arange(2), False)])
 def test_a_column_that_no_record_can_hold_fails_no_rollout(roll_out_prompt, caplog, index, recorded) -> None:
     recorder = Recorder()
