@@ -38,6 +38,9 @@ if find_spec("verl"):
     wrapt.register_post_import_hook(extend_trainers, "verl.trainer.ppo.v1")
     wrapt.register_post_import_hook("verl_ext.trainer.objective:register", "verl.trainer.ppo.core_algos")
     wrapt.register_post_import_hook("verl_ext.trainer.advantages:register", "verl.trainer.ppo.core_algos")
+    wrapt.register_post_import_hook(
+        "verl_ext.trainer.rollout_weights:bear_zeros", "verl.trainer.ppo.rollout_corr_helper"
+    )
     wrapt.register_post_import_hook("verl_ext.trainer.objective:sum_counts", "verl.workers.utils.losses")
     wrapt.register_post_import_hook("verl_ext.trainer.token_notes:note_losses", "verl.workers.utils.losses")
     wrapt.register_post_import_hook(

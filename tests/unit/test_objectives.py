@@ -68,12 +68,14 @@ def test_a_preset_fits_a_run_and_its_keys_win(run, preset, cpu_platform):
     assert {key: plain[key] for key in keys_of(preset)} == keys_of(preset)
 
 
-# Of verl's examples/dppo_trainer/run_qwen30b_dppo.sh (8f11888), and of SimpleTIR's objective with its code's bounds.
+# Of verl's examples/dppo_trainer/run_qwen30b_dppo.sh (8f11888), of SimpleTIR's objective with its code's bounds, and of
+# GLM-5's section 3.2.
 SUM = ("seq-mean-token-sum-norm", "${data.max_response_length}")
 AS_PUBLISHED = {
     "dppo_tv": (0.15, 0.15, False, *SUM),
     "dppo_kl": (0.05, 0.05, False, *SUM),
     "simpletir": (0.2, 0.28, True, "seq-mean-token-mean", None),
+    "icepop": (0.2, 0.28, True, "seq-mean-token-mean", None),
 }
 
 

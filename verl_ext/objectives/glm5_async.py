@@ -4,8 +4,9 @@
 
 There is no pi_old: the ratio is to the log-probs that the rollout engine noted. low = .2, high = .28.
 f(r) has no gradient: if it had, the gradient would be f(r) A (1 + log pi) times that of log pi, which turns round where
-log pi < -1. Departures: log r is held within +-20. The paper does not say whether the advantage is divided by the
-standard deviation; here it is not. The mean is over tokens; dropped tokens stay in its denominator.
+log pi < -1. The advantage is r - mean(r) (section 4.1). Mean over tokens; dropped ones stay in its denominator.
+Departures: log r is held within +-20. The optimizer is not reset where the inference engine gets new weights (section
+4.1.1). Responses are dropped by their age (w' - w0 > tau, section 4.1.2) only where a run sets `max_staleness`.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""GRPO with resampling on correct (GRPO-RoC; rStar2-Agent, arXiv:2508.20722, section 3.2): preset grpo_roc.
+"""GRPO with resampling on correct (GRPO-RoC; rStar2-Agent, arXiv:2508.20722, section 2.2.3): preset grpo_roc.
 
 2n responses are generated for a prompt and n are kept, right and wrong ones in proportion. The penalty of a response is
 the share of its tool calls that failed, .5 if it called no tool.

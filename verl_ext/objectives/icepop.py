@@ -5,9 +5,8 @@
 
 pi_old is the trainer's, pi_rollout the inference engine's; beta = 2, low = .2, high = .28, no KL term. First: "Small
 leak can sink a great ship" (ringtech.notion.site/icepop, 2025), with bounds .5 and 5.
-Departures: log-ratios are held within +-20. The mean is over the tokens of a mini-batch, where IcePop's is over each
-response and then over the group (`loss_agg_mode: seq-mean-token-mean` has that); dropped tokens stay in its
-denominator.
+The mean is over each response, then over responses; dropped tokens stay in its denominator.
+Departures: log-ratios are held within +-20.
 """
 
 import torch

@@ -3,8 +3,9 @@
     sg[pop(pi / pi_rollout, 1/beta, beta)] x (pi / sg[pi]) x A,   sg: no gradient
 
 Its gradient is that of INTELLECT-3's objective (arXiv:2512.16144, Eq. 1, as prime-rl's pull request 2401 quotes it),
-pop(pi / pi_rollout, alpha, beta) x A over the sum of all lengths; the preset has GLM-5's beta = 2. With one update
-pi_old = pi, so r = 1 is never clipped, and value and gradient are those of `icepop.py` (arXiv:2602.15763, section 3.2).
+pop(pi / pi_rollout, alpha, beta) x A, but for the mean: INTELLECT-3's is over the sum of all lengths, and the preset
+has GLM-5's, as it has GLM-5's beta = 2. With one update pi_old = pi, so r = 1 is never clipped, and value and gradient
+are those of `icepop.py` (arXiv:2602.15763, section 3.2).
 A second update of the batch would train on a policy that no clip holds.
 Departures: log(pi / pi_rollout) is held within +-20.
 """

@@ -74,6 +74,12 @@ class RunTrainer(RunUpdates, RunValidation):
         weight_update.install(config)
         balancer.install(config)
         super().__init__(config)
+        if self.parameter_sync_step > 1 and config.actor_rollout_ref.actor.policy_loss.get("unit") == "batch":
+            logger.warning(
+                "policy_loss.unit=batch with parameter_sync_step=%d: verl computes advantages of one update at a time, "
+                "so that the mean is over the tokens of an update, not of the step.",
+                self.parameter_sync_step,
+            )
         self._is_repeatable = bool(OmegaConf.select(config, "retool.repeatable"))
         if self._is_repeatable:
             make_repeatable(self)

@@ -51,6 +51,13 @@ def test_a_weight_update_that_the_run_cannot_have_stops_it_at_its_start(make):
         make("retool.fleet.weight_update=keep")
 
 
+@pytest.mark.parametrize(("mode", "told"), [("sync", False), ("separate_async", True)])
+def test_a_mean_over_the_batch_that_is_one_over_an_update_is_told(make, caplog, mode, told):
+    with caplog.at_level(logging.WARNING, logger="verl_ext.trainer.run_trainer"):
+        make(mode=mode, objective="olmorl")
+    assert ("policy_loss.unit=batch with parameter_sync_step=2" in caplog.text) is told
+
+
 def test_a_router_of_the_run_is_there_before_its_servers(make):
     lean = "actor_rollout_ref.rollout.agent.agent_loop_manager_class=verl_ext.rollout.workers.LeanAgentLoopManager"
     trainer, _ = make("retool.fleet.routing=ring", lean)

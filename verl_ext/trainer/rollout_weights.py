@@ -1,0 +1,22 @@
+"""A batch in which every weight against the rollout engine is 0: its loss is 0, and the run goes on."""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+from verl_ext.versions import VERL, require_versions
+
+
+def bear_zeros(helper: ModuleType) -> None:
+    """verl/trainer/ppo/rollout_corr_helper.py:757 (0.9.1) divides by the mean square of the weights, for a metric."""
+    require_versions(VERL, "verl_ext/trainer/rollout_weights.py")
+    verls = helper.compute_is_metrics
+
+    @functools.wraps(verls)
+    def compute_is_metrics(**given: Any) -> dict[str, float]:
+        try:
+            return verls(**given)
+        except ZeroDivisionError:
+            return {"rollout_is_mean": 0.0, "rollout_is_eff_sample_size": 0.0}
+
+    helper.compute_is_metrics = compute_is_metrics
