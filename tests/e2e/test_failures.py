@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import REPO, launch, pipeline, read_metrics, run_to_end
+from tests.e2e.gradients import check_gradient_norm
 from tests.e2e.records import check_records
 from tests.e2e.test_options import EVERY_MODES, check_every_modes
 from tests.processes import kill_tree
@@ -136,6 +137,7 @@ def test_a_normal_run_and_its_records(small: Path, tmp_path: Path) -> None:
     assert [step for step, _ in run.metrics()] == [1, 2]
     check_advantages(run)
     check_records(run)
+    check_gradient_norm(run, small / "sft" / "merged")
     trajectories = run.trajectories()
     assert len(trajectories) == run.total("filter_groups/generated") * N
     for step, data in run.metrics():
