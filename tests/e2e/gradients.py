@@ -21,7 +21,8 @@ MAX_TOKENS = 1024
 
 
 def check_gradient_norm(run: Any, merged: Path) -> None:
-    """Of verl's PPO loss over the tokens of a mini-batch, mean of both, from what the sampler gave to the trainer."""
+    """Of verl's PPO loss over the tokens of a mini-batch, from what the sampler gave to the trainer; mean of the two
+    mini-batches."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(merged)

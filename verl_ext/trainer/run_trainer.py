@@ -77,7 +77,7 @@ class RunTrainer(RunUpdates, RunValidation):
         if self.parameter_sync_step > 1 and config.actor_rollout_ref.actor.policy_loss.get("unit") == "batch":
             logger.warning(
                 "policy_loss.unit=batch with parameter_sync_step=%d: verl computes advantages of one update at a time, "
-                "so that the mean is over the tokens of an update, not of the step.",
+                "so that the mean is over the tokens of an update. trainer_mode=sync or colocate_async has the step's.",
                 self.parameter_sync_step,
             )
         self._is_repeatable = bool(OmegaConf.select(config, "retool.repeatable"))

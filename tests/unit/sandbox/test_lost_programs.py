@@ -121,7 +121,7 @@ def test_time_in_which_worker_and_program_stand_still_is_not_the_programs(then, 
         worker = program.parent()
         worker.suspend()
         program.suspend()
-        time.sleep(3)
+        time.sleep(2.2)
         worker.resume()
         time.sleep(0.2)
         program.resume()

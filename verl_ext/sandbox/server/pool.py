@@ -65,7 +65,7 @@ ENVIRONMENT = {
 
 
 async def within(seconds: float, awaited: Coroutine[Any, Any, Result]) -> Result:
-    """Its result; where this process stood still (a frozen container, SIGSTOP), the time begins again.
+    """Its result. Time in which this process stood still (a frozen container, SIGSTOP) for STALL_S does not count.
 
     Raises:
         TimeoutError: it took longer, and was cancelled.
@@ -73,10 +73,13 @@ async def within(seconds: float, awaited: Coroutine[Any, Any, Result]) -> Result
     task, loop = asyncio.create_task(awaited), asyncio.get_running_loop()
     try:
         while True:
-            due = loop.time() + seconds
-            if (await asyncio.wait([task], timeout=seconds))[0]:
+            wait_s = min(seconds, STALL_S)
+            due = loop.time() + wait_s
+            if (await asyncio.wait([task], timeout=wait_s))[0]:
                 return task.result()
             if loop.time() < due + STALL_S:
+                seconds -= wait_s
+            if seconds <= 0:
                 raise TimeoutError
     finally:
         if not task.done():

@@ -155,8 +155,8 @@ class Worker:
     def run(self, request: dict[str, Any], body: int) -> dict[str, Any]:
         """Run the program until it exits, its time is over, or, in a session, its call is done; read what it prints.
 
-        A wait in which this process stood still does not count. All that the program started is dead after it; in a
-        session, stopped.
+        Time in which this process stood still for STALL_S does not count. All that the program started is dead after
+        it; in a session, stopped.
 
         Returns:
             status ("Finished" or "TimeLimitExceeded"), return_code (None after a timeout, -N after signal N),
@@ -189,10 +189,10 @@ class Worker:
         counts_memory = memory_limit > 0 and self.layers.allow_subprocess and "proc" in self.layers.layers
         next_check = started + MEMORY_CHECK_S if counts_memory else math.inf
         excess = ""  # of the program's files, in words for the model
-        wake, now = math.inf, started
+        asked, wake = started, math.inf
         while True:
-            asked, now = now, time.monotonic()
-            if now > wake + STALL_S:  # since when is not known, and perhaps the program, too: this wait does not count
+            now = time.monotonic()
+            if now > wake + STALL_S:  # and so did the program, perhaps: this wait does not count
                 deadline += now - asked
             if now >= deadline:
                 status = "TimeLimitExceeded"
@@ -203,8 +203,10 @@ class Worker:
                 next_check = time.monotonic() + MEMORY_CHECK_S
             if self.disk and now >= self.disk.next_check and (excess := self.disk.excess(tree_of(program.pid))):
                 break
-            wake = min(deadline, next_check, self.disk.next_check if self.disk else math.inf)
-            ready = [fd for fd, _ in poller.poll(max(math.ceil((wake - time.monotonic()) * 1000), 0))]
+            asked = time.monotonic()
+            wake = min(deadline, next_check, self.disk.next_check if self.disk else math.inf, asked + STALL_S)
+            wake = max(wake, asked)  # what was checked above took its time
+            ready = [fd for fd, _ in poller.poll(math.ceil((wake - asked) * 1000))]
             for fd in ready:
                 if fd in streams and not streams[fd].read_from(fd):
                     poller.unregister(fd)
