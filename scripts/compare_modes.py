@@ -336,11 +336,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     cells = list(cells_of(args.means, args.mode, args.repeats))
     failed: dict[Cell, str] = {}
     try:
-        settings = settings_of(find_source(source).digests, args.steps, args.overrides)
+        digests = find_source(source).digests
+        overrides = {cell: [*MODES[cell.mode], *OVERRIDES, *args.overrides] for cell in cells}
+        settings = {cell: settings_of(digests, args.steps, overrides[cell]) for cell in cells}
         results = Published(args.results or out / "results.jsonl")
-        missing = [cell for cell in cells if not results.has(str(cell), settings)]
+        missing = [cell for cell in cells if not results.has(str(cell), settings[cell])]
         for cell in missing:
-            has_begun(out / str(cell), settings, "metrics*.jsonl")
+            has_begun(out / str(cell), settings[cell], "metrics*.jsonl")
     except (OSError, ValueError) as error:
         sys.exit(f"compare_modes.py: {error}")
     for cell in missing[: args.max_runs]:
@@ -348,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = out / str(cell)
         try:
             if not is_done(run, args.steps):
-                begin(run, settings)
+                begin(run, settings[cell])
                 run_cell(cell, source, run, args.steps, args.overrides, args.timeout_s)
             if not is_done(run, args.steps):
                 raise ValueError(f"{run} ended without {ACCURACY} of step {args.steps}; its log.txt may say why.")
@@ -357,7 +359,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"{cell} failed: {error}", flush=True)
             failed[cell] = str(error)
             continue
-        results.add(str(cell), figures, settings)
+        results.add(str(cell), figures, settings[cell])
     rows = {cell: results.rows[str(cell)] for cell in cells if str(cell) in results.rows}
     if rows:
         found = {cell: (row["tokens_per_s"], row["accuracy"]) for cell, row in rows.items()}

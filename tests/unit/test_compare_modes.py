@@ -227,7 +227,7 @@ def test_in_flight_updates_are_all_that_a_mode_differs_in_from_separate_async(sc
 
 @pytest.fixture
 def settings(script):
-    return script.settings_of({"sft": "quickstart"}, 4, [])
+    return script.settings_of({"sft": "quickstart"}, 4, [*script.OVERRIDES])  # `sync` has none of its own
 
 
 def test_a_finished_run_is_published_and_not_run_again(script, run, settings, tmp_path, monkeypatch, capsys):
@@ -239,7 +239,7 @@ def test_a_finished_run_is_published_and_not_run_again(script, run, settings, tm
     script.main(options)
     assert settings == {"from": {"sft": "quickstart"}, "task": script.RUNGS["tiny"].task_digest()} | {
         "steps": 4,
-        "overrides": [],
+        "overrides": [*script.OVERRIDES],
         **script.machine(),
     }
     row = {"run": "sync_2s_0", "settings": settings, "tokens_per_s": 20.0, "accuracy": 0.75}
@@ -260,6 +260,16 @@ def test_results_of_other_settings_are_not_taken_for_ones_own(script, run, setti
     monkeypatch.setattr(script, "machine", lambda: {"cpu": "another", "cores": 2})
     with pytest.raises(SystemExit, match=r"(?s)there: .*now: .*'cpu': 'another'"):
         script.main([*options, "4"])
+
+
+def test_a_mode_that_has_changed_has_no_results(script, run, settings, tmp_path, monkeypatch):
+    (tmp_path / "sync_2s_0").symlink_to(run)
+    script.begin(run, settings)
+    options = ["--means", "2", "--steps", "4", "--repeats", "1", "--mode", "sync", "--out", str(tmp_path)]
+    script.main(options)
+    monkeypatch.setitem(script.MODES, "sync", ("data.shuffle=false",))
+    with pytest.raises(SystemExit, match=r"(?s)sync_2s_0 was made with other settings.*now: .*data.shuffle=false"):
+        script.main(options)
 
 
 def test_a_run_that_began_with_other_settings_is_refused_before_the_first_run(
