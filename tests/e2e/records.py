@@ -7,6 +7,7 @@ import asyncio
 import json
 import math
 import re
+import warnings
 from collections import defaultdict
 from typing import Any
 
@@ -98,7 +99,8 @@ async def check_click_path(
     run: Any, row: dict[str, Any], position: int, token: int, log_prob: float, advantage: float
 ) -> None:
     """In a browser, from the curve to a token of a response, whose values are the batch's."""
-    if chromium.PROGRAM is None:  # test.sh says so; the pages are checked without it, too
+    if chromium.PROGRAM is None:
+        warnings.warn("No Chromium here, apt-get install chromium: no click leads to a token.", stacklevel=2)
         return
     step = f"/run/0/step_{row['trained_step']:06d}"
     here = f"location.pathname == '{step}%s' && document.readyState == 'complete'"

@@ -15,6 +15,7 @@ import pytest
 from tests.unit.view import chromium
 from tests.unit.view.served import served
 from tests.unit.view.synthetic import write_run, write_step
+from tests.unit.view.test_data import truncate
 from tests.unit.view.test_text import hostile  # noqa: F401  a fixture
 from verl_ext.records import store
 
@@ -110,9 +111,24 @@ async def test_hostile_text_runs_nothing_and_loads_nothing(tab, serve, hostile: 
     for page in ("", "/group?uid=s2-p1&a=0&b=1", "/sample?uid=s2-p1&session=1", "/timeline"):
         await tab.open(f"{address}/run/0/step_000002{page}")
         assert await tab.js("document.querySelectorAll('img').length") == 0
+        raw = "/[\\u001b\\u202a-\\u202e\\u2066-\\u2069]/"  # escape sequences, and what turns the direction of text
+        assert await tab.js(f"{raw}.test(document.documentElement.textContent)") is False
+        assert await tab.js("document.body.textContent.length") < 2_000_000
     assert not tab.errors and {urlsplit(each).netloc for each in tab.requests if each[:4] == "http"} == {
         urlsplit(address).netloc
     }
+
+
+async def test_a_truncated_file_is_named_and_the_rest_is_shown(tab, serve, run_folder: Path) -> None:
+    path = store.path_of(run_folder, "trajectories", 2)
+    truncate(path)
+    await tab.open(serve(run_folder))
+    said = await tab.js("[...document.querySelectorAll('[role=alert]')].map((e) => e.textContent)")
+    assert len(said) == 1 and said[0].startswith(f"{path} cannot be read") and said[0].endswith("The rest is shown.")
+    await tab.click_on_curve(3)
+    await tab.until("location.pathname == '/run/0/step_000003' && document.readyState == 'complete'")
+    assert await tab.js("document.querySelectorAll('.dot').length") == len(_rows(run_folder, 3))
+    assert not tab.errors
 
 
 async def test_a_new_step_appears_within_five_seconds(tab, serve, run_folder: Path) -> None:
