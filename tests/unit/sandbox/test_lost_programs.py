@@ -114,7 +114,7 @@ def test_time_in_which_worker_and_program_stand_still_is_not_the_programs(then, 
     server, answers = Server("--preload", "", workers=1), []
     try:
         server.run("pass")
-        code = f"import time; time.sleep(0.5); print('ran', flush=True)\n{then}"
+        code = f"import time; time.sleep(0.8); print('ran', flush=True)\n{then}"
         thread = threading.Thread(target=lambda: answers.append(server.run(code, run_timeout=1)))
         thread.start()
         program = wait_for_program(server)
