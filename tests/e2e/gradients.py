@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from verl_ext.analysis.tiny_model import TinyModel, load_model
 from verl_ext.objectives.mean import mean_loss
@@ -21,8 +20,9 @@ MAX_TOKENS = 1024
 
 
 def check_gradient_norm(run: Any, merged: Path) -> None:
-    """Of verl's PPO loss over the tokens of a mini-batch, from what the sampler gave to the trainer; mean of the two
-    mini-batches."""
+    """verl logs the mean of the norms of two mini-batches. They are computed again from what the sampler has given to
+    the trainer, with PPO's loss over the tokens of a mini-batch.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(merged)
@@ -52,7 +52,7 @@ def check_gradient_norm(run: Any, merged: Path) -> None:
         scaled = torch.tensor(advantages)[:, None].expand_as(found)
         terms = ppo(Tokens(found, old, scaled, mask), low=0.2, high=0.28, dual_clip=10.0)
         loss = mean_loss(terms.objective, mask, mode="token-mean")
-        gradients: tuple[Tensor, ...] = torch.autograd.grad(loss, list(weights.values()))
+        gradients = torch.autograd.grad(loss, list(weights.values()))
         return float(torch.cat([each.flatten() for each in gradients]).norm())
 
     half = len(batch["keys"]) // 2
