@@ -1,6 +1,6 @@
 """Does every objective train, and in every mode? Runs of the real stack on the tiny task, from one quickstart's SFT.
 
-    .venv/bin/python scripts/compare_objectives.py               # six objectives, three seeds, 30 steps, evaluated
+    .venv/bin/python scripts/compare_objectives.py               # every preset, 30 steps, evaluated
     .venv/bin/python scripts/compare_objectives.py --every-mode  # every preset in every mode, three steps
 
 Prints a table, and with the first command draws the curves. Each run is a quickstart in its own folder
@@ -35,7 +35,8 @@ from verl_ext.runs import durable  # noqa: E402
 from verl_ext.runs.lock import lock_folder  # noqa: E402
 
 OBJECTIVES = sorted(path.stem for path in (REPO / "configs" / "objective").glob("*.yaml"))
-COMPARED = ("dapo", "olmorl", "icepop", "glm5_async", "cispo", "dr_grpo")
+COMPARED = ("dapo", "olmorl", "icepop", "glm5_async", "cispo", "dr_grpo")  # with three seeds
+SEEDS = {name: (0, 1, 2) if name in COMPARED else (0,) for name in (*COMPARED, *OBJECTIVES)}
 MODES = {  # mode -> overrides of configs/tiny_dapo.yaml
     "sync": (),
     "colocate_async": ("trainer.v1.trainer_mode=colocate_async",),
@@ -43,6 +44,7 @@ MODES = {  # mode -> overrides of configs/tiny_dapo.yaml
 }
 SHORT = ("trainer.total_training_steps=3", "actor_rollout_ref.actor.optim.lr_warmup_steps=0")
 ENOUGH = 0.30  # accuracy above SFT's that an objective is expected to reach
+IN_A_ROW = 7  # objectives of a chart: the drawing has eight colours
 LOG_LINES = 12
 SOURCE = COLUMNS["tiny"][0][2]  # the data source that the model was trained for
 
@@ -182,24 +184,29 @@ def gains_of(results: Sequence[Mapping]) -> list[float]:
     return [estimate(each, "after", SOURCE)["value"] - estimate(each, "before", SOURCE)["value"] for each in results]
 
 
-def gain_table(objectives: Sequence[str], seeds: Sequence[int], found: Mapping[tuple[str, int], Mapping]) -> str:
+def gain_table(wanted: Mapping[str, Sequence[int]], found: Mapping[tuple[str, int], Mapping]) -> str:
     """In Markdown: accuracy of each seed after RL, the gain over SFT, and whether it is enough.
 
     Args:
+        wanted: objective -> its seeds.
         found: (objective, seed) -> result of its run, of those that are done.
     """
+    seeds = sorted(set().union(*wanted.values()))
     head = ["objective", *(f"seed {seed}: SFT -> after RL" for seed in seeds), "gain over SFT", "least gain"]
     lines = [[*head, f"at least +{ENOUGH:.2f}"], ["---"] * (len(head) + 1)]
-    for name in objectives:
-        runs = [found[name, seed] for seed in seeds if (name, seed) in found]
-        cells = [
-            f"{accuracy(run, 'before', SOURCE)} -> {accuracy(run, 'after', SOURCE)}" if run else "not run"
-            for run in (found.get((name, seed)) for seed in seeds)
-        ]
+
+    def text(name: str, seed: int) -> str:
+        if run := found.get((name, seed)):
+            return f"{accuracy(run, 'before', SOURCE)} -> {accuracy(run, 'after', SOURCE)}"
+        return "not run" if seed in wanted[name] else "-"
+
+    for name, own in wanted.items():
+        runs = [found[name, seed] for seed in own if (name, seed) in found]
+        cells = [text(name, seed) for seed in seeds]
         gains = gains_of(runs)
         width = half_width(gains)
         mean = f"{fmean(gains):+.3f}" + ("" if width is None else f" ± {width:.3f}") if gains else "-"
-        enough = "open" if len(runs) < len(seeds) else "yes" if fmean(gains) >= ENOUGH else "no"
+        enough = "open" if len(runs) < len(own) else "yes" if fmean(gains) >= ENOUGH else "no"
         lines.append([name, *cells, mean, f"{min(gains):+.3f}" if gains else "-", enough])
     return markdown(lines)
 
@@ -210,12 +217,18 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 def draw(objectives: Sequence[str], found: Mapping[tuple[str, int], Mapping], out: Path) -> None:
-    """Accuracy in training, a mean over seeds; and gains over SFT with 95% intervals, of two seeds or more."""
+    """Two charts for each IN_A_ROW objectives: accuracy in training, a mean over seeds; and gains over SFT with 95%
+    intervals, of two seeds or more."""
+    there = [name for name in objectives if any(name == each for each, _ in found)]
+    rows = [there[start : start + IN_A_ROW] for start in range(0, len(there), IN_A_ROW)]
+    write_picture([chart for row in rows for chart in charts(row, found)], out, columns=2)
+
+
+def charts(objectives: Sequence[str], found: Mapping[tuple[str, int], Mapping]) -> tuple[Chart, Chart]:
+    """Of the curves and of the gains of objectives that have a result."""
     curves, gains = [], []
     for number, name in enumerate(objectives, 1):
         runs = [result for key, result in found.items() if key[0] == name]
-        if not runs:
-            continue
         own_curves = [dict(zip(*run["curves"]["train/acc"], strict=True)) for run in runs]
         steps = sorted(set.intersection(*map(set, own_curves)))
         curves.append(Series(name, steps, [fmean(curve[step] for curve in own_curves) for step in steps]))
@@ -223,14 +236,18 @@ def draw(objectives: Sequence[str], found: Mapping[tuple[str, int], Mapping], ou
         mean, width = fmean(own), half_width(own)
         spread = () if width is None else [(mean - width, mean + width)]
         gains.append(Series(name, [number], [mean], points=True, spread=spread))
-    accuracies = Chart("Accuracy in training", curves, "share of rollouts", "RL step")
-    reached = Chart("Gain over SFT", gains, "accuracy", "objective", include=[0, ENOUGH])
-    write_picture([accuracies, reached], out, columns=2)
+    return (
+        Chart("Accuracy in training", curves, "share of rollouts", "RL step"),
+        Chart("Gain over SFT", gains, "accuracy", "objective", include=[0, ENOUGH]),
+    )
 
 
-def cells_of(objectives: Sequence[str], modes: Sequence[str], seeds: Sequence[int]) -> Iterator[Cell]:
+def cells_of(wanted: Mapping[str, Sequence[int]], modes: Sequence[str]) -> Iterator[Cell]:
     """Seed by seed, so that what is there first covers all objectives."""
-    return (Cell(name, mode, seed) for seed, mode, name in itertools.product(seeds, modes, objectives))
+    seeds = sorted(set().union(*wanted.values()))
+    for seed, mode, name in itertools.product(seeds, modes, wanted):
+        if seed in wanted[name]:
+            yield Cell(name, mode, seed)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -238,18 +255,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--every-mode", action="store_true", help="every preset, in every mode, three steps, seed 0")
     parser.add_argument("--only", nargs="+", choices=OBJECTIVES, metavar="NAME", help="these objectives")
     parser.add_argument("--mode", choices=MODES, help="this mode (default: sync, with --every-mode all)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the comparison (default: 0 1 2)")
+    seeds = f"of each objective (default: 0 1 2 of {' '.join(COMPARED)}, 0 of the others)"
+    parser.add_argument("--seeds", type=int, nargs="+", help=seeds)
     parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
     parser.add_argument("--out", type=Path, help="of the runs (default: outputs/objectives or objective_modes)")
     parser.add_argument("--results", type=Path, help="folder of the results and the picture (default: --out)")
     args = parser.parse_args(argv)
     short = args.every_mode
-    objectives = args.only or (OBJECTIVES if short else COMPARED)
+    wanted = {name: (0,) if short else args.seeds or SEEDS[name] for name in args.only or SEEDS}
     modes = [args.mode] if args.mode else list(MODES) if short else ["sync"]
-    seeds = [0] if short else args.seeds
     default = REPO / "outputs" / ("objective_modes" if short else "objectives")
     source, out = args.source.resolve(), (args.out or default).resolve()
-    results_in, cells = args.results or out, list(cells_of(objectives, modes, seeds))
+    results_in, cells = args.results or out, list(cells_of(wanted, modes))
     try:
         results = Published(results_in / ("modes.jsonl" if short else "gains.jsonl"))
         failed = run_missing(cells, out, source, find_source(source).digests, results, short=short)
@@ -258,13 +275,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     done = {cell: results.rows[str(cell)] for cell in cells if str(cell) in results.rows}
     if short:
         seconds = {(cell.objective, cell.mode): row["seconds"] for cell, row in done.items()}
-        text = mode_table(objectives, modes, seconds, {(cell.objective, cell.mode) for cell in failed})
+        text = mode_table(list(wanted), modes, seconds, {(cell.objective, cell.mode) for cell in failed})
     else:
         found = {(cell.objective, cell.seed): row for cell, row in done.items()}
-        text = gain_table(objectives, seeds, found)
+        text = gain_table(wanted, found)
         if found:
             picture = results_in / "gains.svg"
-            draw(objectives, found, picture)
+            draw(list(wanted), found, picture)
             text += f"\n\nPicture: {picture}"
     print(f"\n{text}")
     if failed:

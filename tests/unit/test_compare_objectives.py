@@ -1,6 +1,7 @@
 """`scripts/compare_objectives.py`: what it runs, what it does not run again, and its tables."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -44,12 +45,16 @@ class Quickstart:
             (out / "rl" / "metrics-1.jsonl").write_text(f"{json.dumps(row)}\n")
 
 
+def one_seed(script, *objectives):
+    return list(script.cells_of(dict.fromkeys(objectives, (0,)), ["sync"]))
+
+
 def names(fake):
     return [name for name, *_ in fake.started]
 
 
 def test_every_preset_in_every_mode_is_57_runs_of_three_steps_without_an_evaluation(script):
-    cells = list(script.cells_of(script.OBJECTIVES, list(script.MODES), [0]))
+    cells = list(script.cells_of(dict.fromkeys(script.OBJECTIVES, (0,)), list(script.MODES)))
     assert len(cells) == len(set(map(str, cells))) == 57
     found = script.arguments(script.Cell("sapo", "separate_async", 0), Path("q"), short=True)
     assert found[:6] == ["--from", "q", "--seed", "0", "--stage", "rl"]
@@ -62,7 +67,7 @@ def test_every_preset_in_every_mode_is_57_runs_of_three_steps_without_an_evaluat
 
 
 def test_a_finished_run_is_published_and_not_run_again_and_a_failed_one_is_tried_once_more(script, results, tmp_path):
-    cells = list(script.cells_of(["dapo", "sapo", "gmpo"], ["sync"], [0]))
+    cells = one_seed(script, "dapo", "sapo", "gmpo")
     run = {"source": tmp_path / "q", "digests": DIGESTS, "short": True}
     first = Quickstart({"sapo_sync_0": 2, "gmpo_sync_0": 1})
     failed = script.run_missing(cells, tmp_path, results=results(), start=first, **run)
@@ -101,7 +106,7 @@ def test_a_line_that_is_no_result_is_named(results, tmp_path):
 @pytest.mark.parametrize("other", ["from", "rl", "preset", "task"])
 def test_runs_of_other_settings_are_not_taken_for_ones_own(script, results, tmp_path, monkeypatch, other):
     """They are refused before the first run; a run that failed has no result yet."""
-    cells, first = list(script.cells_of(["dapo", "sapo"], ["sync"], [0])), Quickstart({"sapo_sync_0": 2})
+    cells, first = one_seed(script, "dapo", "sapo"), Quickstart({"sapo_sync_0": 2})
     run = {"source": tmp_path / "q", "digests": DIGESTS, "short": True}
     script.run_missing(cells[1:], tmp_path, results=results(), start=first, **run)
     made = script.settings_of
@@ -126,7 +131,7 @@ def test_a_folder_that_the_script_did_not_begin_is_not_taken_for_a_run(script, t
 
 def test_a_folder_that_another_process_writes_ends_the_script(script, results, tmp_path):
     """Its training lives on where the script was killed: no other run may begin beside it."""
-    start, cells = Quickstart(), list(script.cells_of(["dapo", "sapo"], ["sync"], [0]))
+    start, cells = Quickstart(), one_seed(script, "dapo", "sapo")
     (tmp_path / "dapo_sync_0").mkdir()
     with script.lock_folder(tmp_path / "dapo_sync_0"), pytest.raises(SystemExit, match="Another run writes into"):
         run = {"source": tmp_path / "q", "digests": DIGESTS, "short": True}
@@ -135,7 +140,7 @@ def test_a_folder_that_another_process_writes_ends_the_script(script, results, t
 
 
 def test_published_results_of_another_sft_are_not_taken_for_ones_own(script, results, tmp_path):
-    cells, run = list(script.cells_of(["dapo"], ["sync"], [0])), {"source": tmp_path / "q", "short": True}
+    cells, run = one_seed(script, "dapo"), {"source": tmp_path / "q", "short": True}
     script.run_missing(cells, tmp_path, digests=DIGESTS, results=results(), start=Quickstart(), **run)
     with pytest.raises(ValueError, match=r"(?s)dapo_sync_0 was made with other settings.*abc.*xyz"):
         other = {"data/rl_train.parquet": "xyz"}
@@ -167,7 +172,9 @@ def test_gains_over_sft_by_hand(script):
     """Gains .5, .6, .7: mean .6, std .1, t of two degrees 4.303: .1 x 4.303 / sqrt 3 = .248."""
     found = {("dapo", seed): summary(0.25, 0.75 + seed / 10) for seed in (0, 1, 2)}
     found |= {("gspo", seed): summary(0.3, 0.5) for seed in (0, 1, 2)} | {("cispo", 0): summary(0.3, 0.9)}
-    lines = script.gain_table(["dapo", "gspo", "cispo", "grpo"], [0, 1, 2], found).splitlines()
+    found["sapo", 0] = summary(0.3, 0.7)
+    wanted = dict.fromkeys(["dapo", "gspo", "cispo", "grpo"], (0, 1, 2)) | {"sapo": (0,)}
+    lines = script.gain_table(wanted, found).splitlines()
     sides = (
         ".25 [.20, .30] -> .75 [.70, .80]",
         ".25 [.20, .30] -> .85 [.80, .90]",
@@ -177,6 +184,14 @@ def test_gains_over_sft_by_hand(script):
     assert lines[3].endswith("| +0.200 ± 0.000 | +0.200 | no |")
     assert lines[4].endswith("| not run | not run | +0.600 | +0.600 | open |")  # one seed says nothing of three
     assert lines[5].endswith("| not run | not run | not run | - | - | open |")
+    assert lines[6].endswith("-> .70 [.65, .75] | - | - | +0.400 | +0.400 | yes |")  # one seed was wanted
+
+
+def test_six_objectives_have_three_seeds_and_the_others_one(script):
+    cells = list(script.cells_of(script.SEEDS, ["sync"]))
+    assert len(cells) == len(set(cells)) == 6 * 3 + 13
+    assert {each.objective for each in cells[:6]} == {each.objective for each in cells if each.seed == 2}
+    assert {each.objective for each in cells if each.seed == 2} == set(script.COMPARED)
 
 
 def test_the_picture_has_a_curve_and_a_gain_of_each_objective(script, tmp_path):
@@ -186,3 +201,13 @@ def test_the_picture_has_a_curve_and_a_gain_of_each_objective(script, tmp_path):
     script.draw(["dapo", "olmorl"], found, tmp_path / "all.svg")
     picture = (tmp_path / "all.svg").read_text()
     assert "Gain over SFT" in picture and "dapo: 0.15 at 1, 0.25 at 2" in picture and "dapo: 0.55 at 1" in picture
+
+
+def test_no_two_objectives_of_a_chart_share_a_colour(script, tmp_path):
+    result = summary(0.3, 0.8) | {"curves": {"train/acc": [[1, 2], [0.1, 0.2]]}}
+    script.draw(list(script.SEEDS), {(name, 0): result for name in script.SEEDS}, tmp_path / "all.svg")
+    picture = (tmp_path / "all.svg").read_text()
+    assert all(f"{name}: 0.1 at 1" in picture for name in script.SEEDS)
+    for chart in picture.split("<svg")[2:]:
+        colours = re.findall('style="(?:stroke|fill):(#[0-9a-f]{6})"', chart.split("</svg>")[0])
+        assert 5 <= len(colours) == len(set(colours))
