@@ -1,6 +1,7 @@
 """Values that no run is meant to have, though verl takes them: temperature 0, a learning rate of 1."""
 
 from collections.abc import Iterator
+from typing import Any
 
 from verl_ext.doctor.finding import Finding, all_well, fail, warn
 from verl_ext.doctor.names import estimators_of_groups
@@ -13,6 +14,7 @@ from verl_ext.settings.checks import is_in
 LARGE = 1e9  # parameters
 LARGE_LR = 1e-4  # a hundred times the recipes' learning rate of RL, ten times that of SFT
 SHARED_PROMPT = "shared_prompt"  # BACKEND of verl_ext/trainer/shared_prompt.py, which imports torch
+CORRECTION = "algorithm.rollout_correction"
 NCCL_TIMEOUT = "actor_rollout_ref.nccl_timeout"  # which verl_ext/trainer/limits.py obeys
 RECIPES = "1e-6 for RL or 1e-5 for SFT, as the recipes have it; the tiny model has 3e-4 and 3e-3"
 
@@ -46,6 +48,8 @@ BOUNDS = (
     (f"{ACTOR}.clip_ratio_high", fail, "(0, inf)", "new over old probability may rise to 1 plus this", "0.28"),
     (f"{ACTOR}.clip_ratio_high", warn, "(0, 1]", "new over old probability may rise to 1 plus this", "0.28"),
     (f"{ACTOR}.clip_ratio_c", fail, "(1, inf)", "verl refuses others as bound of the dual clip", "10"),
+    (f"{ACTOR}.tau_pos", fail, "(0, inf)", "SAPO's gate is of the ratio, divided by it", "1"),
+    (f"{ACTOR}.tau_neg", fail, "(0, inf)", "SAPO's gate is of the ratio, divided by it", "1.05"),
     (f"{ACTOR}.entropy_coeff", warn, "[0, 0.1]", "below it less entropy is rewarded, above nothing else is", "0"),
     (f"{ACTOR}.kl_loss_coef", fail, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
     ("algorithm.kl_ctrl.kl_coef", fail, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
@@ -137,6 +141,18 @@ def _check_algorithm(run: Run) -> Iterator[Finding]:
     yield from map(fail, weight_update.refusals(run.get))
     yield from map(fail, health.refusals(run.get))
     yield from map(fail, balancer.refusals(run.get))
+    if str(run.get(f"{ACTOR}.policy_loss.loss_mode")).startswith("retool_"):
+        for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
+            if run.get(f"{ACTOR}.{key}") is None:
+                yield fail(f"""{ACTOR}.{key} is null, expected a number: objectives have no default -> Take that of
+                    the preset in configs/objective/.""")
+    threshold = run.get(f"{CORRECTION}.rollout_is_threshold")
+    if run.get(f"{CORRECTION}.rollout_is") and not _is_threshold(threshold):
+        yield fail(f"""{CORRECTION}.rollout_is_threshold is {threshold!r}, expected a number above 0, by which weights
+            are truncated, or an interval such as 0.5_2.0 -> Take that of the preset in configs/objective/.""")
+    if run.get("algorithm.filter_groups.enable") and run.get("algorithm.filter_groups.metric") is None:
+        yield fail("""algorithm.filter_groups.metric is null, expected a part of the reward's answer: without one no
+            group would be filtered -> Set it to acc.""")
     estimator = run.get("algorithm.adv_estimator")
     compares = estimator in estimators_of_groups() or run.get("algorithm.filter_groups.enable")
     if compares and run.n == 1:
@@ -153,6 +169,15 @@ def _check_algorithm(run: Run) -> Iterator[Finding]:
         if run.get(switch) and run.get(key) == 0:
             yield warn(f"""{switch} is true, expected false with {key}=0: a reference model would run for nothing
                 -> Switch it off, or set {key}=0.001.""")
+
+
+def _is_threshold(value: Any) -> bool:
+    """As verl reads it (0.9.1, trainer/ppo/rollout_corr_helper.py:93)."""
+    try:
+        bounds = [float(each) for each in str(value).split("_", 1)]
+    except ValueError:
+        return False
+    return 0 < bounds[0] <= bounds[-1]
 
 
 def _number(run: Run, key: str) -> float | None:

@@ -71,6 +71,12 @@ class RunTrainer(RunUpdates, RunValidation):
         check_recorder(config)
         check(config.get("retool") or {}, Retool)
         check_objective(config)
+        filter_groups = config.algorithm.filter_groups
+        if filter_groups.enable and filter_groups.metric is None:  # verl asks for one where the sampler is its own
+            raise ValueError(
+                "algorithm.filter_groups.enable is true with metric=null, by which no group would be filtered; "
+                "expected a part of the reward's answer, such as acc."
+            )
         weight_update.install(config)
         balancer.install(config)
         super().__init__(config)

@@ -56,12 +56,14 @@ def test_our_own_runs_have_such_as_a_run_can_mean(name, hardware, make_run, only
         (f"{ACTOR}.clip_ratio_low=0.3", Level.WARN, "is 0.3, expected at most clip_ratio_high=0.28"),
         (f"{ACTOR}.clip_ratio_high=28", Level.WARN, "clip_ratio_high is 28, expected in (0, 1]"),
         (f"{ACTOR}.clip_ratio_c=1", Level.FAIL, "clip_ratio_c is 1, expected in (1, inf)"),
+        (f"{ACTOR}.tau_neg=0", Level.FAIL, "tau_neg is 0, expected in (0, inf)"),
         (f"{ACTOR}.entropy_coeff=-0.1", Level.WARN, "entropy_coeff is -0.1"),
         (f"{ACTOR}.kl_loss_coef=-1", Level.FAIL, "driven away from the reference"),
         ("actor_rollout_ref.nccl_timeout=0", Level.FAIL, "is 0, expected in (0, inf): it is the seconds"),
         ("actor_rollout_ref.nccl_timeout=-1", Level.FAIL, "nccl_timeout is -1, expected in (0, inf)"),
         ("actor_rollout_ref.nccl_timeout=null", Level.WARN, "nccl_timeout is null, expected seconds"),
         ("actor_rollout_ref.nccl_timeout=1h", Level.FAIL, "is '1h', expected in (0, inf): it is no number"),
+        ("algorithm.filter_groups.metric=null", Level.FAIL, "no group would be filtered"),
         ("algorithm.gamma=1.5", Level.FAIL, "it is a discount"),
         ("data.train_batch_size=0", Level.FAIL, "data.train_batch_size is 0"),
         ("data.max_response_length=-1", Level.FAIL, "data.max_response_length is -1"),
@@ -86,6 +88,16 @@ def test_what_is_unusual_and_meant(make_run, only_ok):
     only_ok(check_values(make_run("qwen2-32b_dapo", *greedy)))
     alone = ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.filter_groups.enable=false", f"{ROLLOUT}.n=1"]
     only_ok(check_values(make_run("qwen2-32b_dapo", *alone)))
+
+
+def test_the_numbers_of_an_objective_are_there(make_run, told, only_ok):
+    only_ok(check_values(make_run("tiny_dapo", "+objective=icepop")))
+    (text,) = told(check_values(make_run("tiny_dapo", "+objective=dapo", f"{ACTOR}.clip_ratio_c=null")), Level.FAIL)
+    assert "clip_ratio_c is null, expected a number" in text
+    for threshold in ("null", "-1", "a_b", "2.0_0.5", "0.0_2.0"):
+        own = f"algorithm.rollout_correction.rollout_is_threshold={threshold}"
+        (text,) = told(check_values(make_run("tiny_dapo", "+objective=icepop", own)), Level.FAIL)
+        assert "rollout_is_threshold is " in text and "an interval such as 0.5_2.0" in text
 
 
 def test_a_reference_model_for_nothing(make_run, told):

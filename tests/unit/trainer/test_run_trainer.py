@@ -46,6 +46,13 @@ def test_a_wrong_setting_of_retool_stops_the_run_at_its_start(make):
         make("retool.sandbox.timeout_s=0")
 
 
+def test_dynamic_sampling_without_a_metric_stops_the_run_at_its_start(make):
+    """verl checks its own sampler alone; ours would filter nothing."""
+    with pytest.raises(ValueError, match="enable is true with metric=null.* such as acc"):
+        make("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=null")
+    make("algorithm.filter_groups.enable=false", "algorithm.filter_groups.metric=null")
+
+
 def test_a_weight_update_that_the_run_cannot_have_stops_it_at_its_start(make):
     with pytest.raises(ValueError, match="weight_update is keep with trainer.v1.trainer_mode=sync: expected separate"):
         make("retool.fleet.weight_update=keep")
