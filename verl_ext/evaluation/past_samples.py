@@ -15,7 +15,7 @@ from verl_ext.records import store
 from verl_ext.runs import jsonl
 from verl_ext.runs.folder import SAMPLES, find_run, old_log_of, rollouts_of, sample_files, training_folder
 
-SURELY_WRONG = -0.6 + 1e-6  # a wrong answer's highest reward, with the whole bonus for tool calls (reward/shaping.py)
+SURELY_WRONG = -0.6 + 1e-6  # a wrong answer's highest reward, with all of objectives/shaping.py's tool bonus
 
 
 class PastSample(NamedTuple):

@@ -6,6 +6,7 @@
 pi_old is the trainer's, pi_rollout the inference engine's; beta = 2, low = .2, high = .28, no KL term. First: "Small
 leak can sink a great ship" (ringtech.notion.site/icepop, 2025), with bounds .5 and 5.
 The mean is over each response, then over responses; dropped tokens stay in its denominator.
+Training takes these weights from verl (trainer/ppo/rollout_corr_helper.py); a test compares them with `pop`.
 Departures: log-ratios are held within +-20.
 """
 

@@ -4,6 +4,7 @@
 
 mis_token: w = pi_old / pi_rollout of the token. mis_seq: w is the product over the tokens of the response, so that a
 response is taken or left as a whole. A weight of exactly C is kept; C = 2.
+Training takes w from verl (trainer/ppo/rollout_corr_helper.py); a test compares it with `masked`.
 Departures: log w is held within +-20 (of mis_seq: the sum). What is left out stays in the denominator of the mean.
 """
 

@@ -5,6 +5,7 @@
 with a mean over all tokens of the batch (`unit: batch`), no KL term, no division by the standard deviation, and groups
 of equal rewards replaced. pi_rollout is the inference engine's.
 rho = 2 and high = .272 are of the authors' script (allenai/open-instruct@0483eb1, scripts/train/olmo3/7b_think_rl.sh).
+Training takes these weights from verl (trainer/ppo/rollout_corr_helper.py); a test compares them with `truncate`.
 Departures: log-ratios are held within +-20.
 """
 

@@ -6,6 +6,7 @@ they leave out.
 `adaptive_n.py`, `validation.py`, `failed_samples.py`, `early_stop.py`, `batch_recorder.py`, `repeatable.py`.
 `run_records.py` and, in the actor's processes, `token_notes.py` tell the recorder (verl_ext/records).
 `objective.py` and `advantages.py` register what verl_ext/objectives has, and check that a run's keys fit it.
+`rollout_weights.py` mends a metric of verl's weights against the rollout engine.
 `lr_schedule.py` and `wsd_engine.py` have a learning-rate schedule, `limits.py` what ranks and servers wait for.
 `shared_prompt.py` with `linear_log_probs.py`, and `gradient_accumulation.py` make an update of the actor cheaper.
 In: rollouts in verl's queue, `retool.*`, `trainer.v1.sampler.*`, `optim.*`. Out: batches, metrics, a run's journals.

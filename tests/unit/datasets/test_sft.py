@@ -1,15 +1,12 @@
 import copy
 import json
-import os
 import random
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-TRACES = Path(
-    os.environ.get("RETOOL_TRACES", Path(__file__).parents[2] / "data" / "traces.jsonl")
-)  # another file of the same form
+TRACES = Path(__file__).parents[2] / "data" / "traces.jsonl"
 
 
 @pytest.fixture
