@@ -17,7 +17,6 @@ import contextlib
 import difflib
 import hashlib
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -32,7 +31,7 @@ from queue import Queue
 sys.path.insert(0, str(Path(__file__).parent))
 from mutants import Mutant, find_mutants
 
-from verl_ext.runs import jsonl
+from verl_ext.runs import durable, jsonl
 
 REPO = Path(__file__).resolve().parents[1]
 UNIT = "tests/unit"
@@ -141,19 +140,16 @@ class Journal:
 
     def __init__(self, path: Path):
         self.path, self.results, self.killed = path, {}, set()
-        for line in path.read_text().splitlines() if path.exists() else []:
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                self.results[record["key"]] = record["result"]
-                if record["result"] == "killed":
-                    self.killed.add(tuple(record["mutant"]))
+        for record in jsonl.read(path) if path.exists() else ():
+            self.results[record["key"]] = record["result"]
+            if record["result"] == "killed":
+                self.killed.add(tuple(record["mutant"]))
 
     def add(self, **record: object) -> None:
         self.results[record["key"]] = record["result"]
         self.path.parent.mkdir(parents=True, exist_ok=True)
         jsonl.cut_half_line(self.path)  # of a kill
-        with open(self.path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        durable.append_line(self.path, jsonl.dumps(record))
 
 
 def copy_repository(target: Path) -> None:

@@ -11,7 +11,6 @@ a file beside --out (outputs/soak-usage.jsonl), a line every 20 s.
 """
 
 import argparse
-import json
 import sys
 import threading
 import time
@@ -132,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"trained rollouts: {result['trained']:,}, with a wrong reward: {result['wrong']}": not result["wrong"],
         f"rollouts that infrastructure failed: {result['excluded'] or 'none'}": True,
     }
-    usages = [json.loads(line) for line in usage_to.read_text().splitlines()]
+    usages = list(jsonl.read(usage_to))
     for key, most in MAX_MORE.items():
         before, after = growth(usages, key)
         checks[f"{key}: {before:g}, at the end {after:g}"] = after <= before * (1 + most)

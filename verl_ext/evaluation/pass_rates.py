@@ -1,6 +1,5 @@
 """How often a model solves each problem of a data file, from verl's dumps of samples, and which problems to keep."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_ext.evaluation.samples import Sample
+from verl_ext.runs import jsonl
 
 PROBES = 64  # samples from which the chat template's part of an input text is learned
 
@@ -101,4 +101,4 @@ def histogram(tallies: Iterable[Tally], kept: Iterable[bool]) -> str:
 def record(row: int, extra_info: dict[str, Any], own: Tally, keep: bool) -> str:
     """One JSON line on a problem."""
     rates = {"samples": own.judged, "correct": own.correct, "pass_rate": own.pass_rate, "kept": keep}
-    return json.dumps({"row": row, "id": str(extra_info.get("id", extra_info.get("index", row)))} | rates)
+    return jsonl.dumps({"row": row, "id": str(extra_info.get("id", extra_info.get("index", row)))} | rates)
