@@ -7,16 +7,14 @@ import statistics
 import threading
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from omegaconf import OmegaConf
 
 from verl_ext.checkpoints.manifest import vouch
-from verl_ext.fleet import balancer, health, weight_update
+from verl_ext.fleet import balancer, health, modes, weight_update
 from verl_ext.records import store
 from verl_ext.settings import compose_run
 
@@ -200,18 +198,13 @@ def test_the_table_compares_runs_of_one_seed(script):
     ]
 
 
-def value_of(config, key, default=None):
-    value = OmegaConf.select(config, key)
-    return default if value is None else value
-
-
 def test_every_mode_can_be_composed(script):
     for mode in script.MODES:
         config = compose_run("tiny_dapo", script.command_of(script.Cell(mode, 2.0, 7), 30, [])[2:])
         assert (config.data.seed, config.trainer.test_freq) == (7, 30)
         is_within = config.actor_rollout_ref.rollout.agent.agent_loop_manager_class == script.IN_SERVER
         assert is_within == (mode != script.ACTOR), "what is compared is the mode"
-        get = partial(value_of, config)
+        get = modes.getter(config)
         assert not [*weight_update.refusals(get), *health.refusals(get), *balancer.refusals(get)]
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-from verl_ext.fleet.modes import needs_loops_that_ask_for_servers
+from verl_ext.fleet.modes import getter, in_sentences, needs_loops_that_ask_for_servers
 from verl_ext.fleet.ranks import RankHandle, ranks_of
 from verl_ext.fleet.routing import Router
 from verl_ext.versions import VERL, require_versions
@@ -180,12 +180,8 @@ def install(config: DictConfig) -> None:
     Raises:
         ValueError: the run cannot have its routing.
     """
-
-    def get(key: str, default: Any = None) -> Any:
-        value = OmegaConf.select(config, key)
-        return default if value is None else value
-
-    if found := [" ".join(each.split()) for each in refusals(get)]:
-        raise ValueError(" ".join(f"{each.replace(' -> ', '. ')}" for each in found))
+    get = getter(config)
+    if found := in_sentences(refusals(get)):
+        raise ValueError(found)
     if get(KEY, "verl") == "ring":
         config.actor_rollout_ref.rollout.router_config_path = str(RING)

@@ -17,11 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
-from omegaconf import OmegaConf
 
 from verl_ext.fleet import commands
 from verl_ext.fleet.commands import Command, Refused
-from verl_ext.fleet.modes import needs_loops_that_ask_for_servers, needs_servers_that_may_change
+from verl_ext.fleet.modes import (
+    getter,
+    in_sentences,
+    needs_loops_that_ask_for_servers,
+    needs_servers_that_may_change,
+)
 from verl_ext.fleet.replicas import GIVE_UP_S, free_gpus, place_of, start_in_time, start_replica, stop_replica
 
 if TYPE_CHECKING:
@@ -62,11 +66,12 @@ class Members:
         self._coming: dict[int, str] = {}  # server -> how far it is
         self._ready: list[RolloutReplica] = []  # started, without weights yet; where they are watched, in newcomers
         self._leaving: dict[int, RolloutReplica] = {}
+        self._setting = getter(servers.config)
         stays = "A run has the servers of its start", "start it again with as many servers as it needs", self._setting
         within = [*needs_loops_that_ask_for_servers(*stays)]
         self._router_knows_load = not within
         found = (*needs_servers_that_may_change(*stays), *within)
-        self._refusals = [" ".join(each.split()).replace(" -> ", ". ") for each in found]
+        self._refusals = in_sentences(found)
 
     @contextmanager
     def weights_change(self) -> Iterator[None]:
@@ -255,11 +260,7 @@ class Members:
 
     def _refuse_changes(self) -> None:
         if self._refusals:
-            raise Refused(" ".join(self._refusals))
-
-    def _setting(self, key: str, default: Any = None) -> Any:
-        value = OmegaConf.select(self._servers.config, key)
-        return default if value is None else value
+            raise Refused(self._refusals)
 
     def _set(self, replicas: list["RolloutReplica"]) -> None:
         """Lists of their own: verl's two managers begin with one and the same, and both add to theirs."""

@@ -2,11 +2,28 @@
 whose agent loops can turn to another server.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 IN_SERVER = "verl_ext.rollout.workers.InServerAgentLoopManager"  # known by its name, as its module had another one
+
+
+def getter(config: DictConfig) -> Callable[..., Any]:
+    """`get` of the functions below, of a run that starts; the doctor has one of its own."""
+
+    def get(key: str, default: Any = None) -> Any:
+        value = OmegaConf.select(config, key)
+        return default if value is None else value
+
+    return get
+
+
+def in_sentences(refusals: Iterable[str]) -> str:
+    """`what is wrong -> what to do`, each, as the text of an error."""
+    return " ".join(" ".join(each.split()).replace(" -> ", ". ") for each in refusals)
 
 
 def needs_servers_of_their_own(setting: str, instead: str, get: Callable[..., Any]) -> Iterator[str]:

@@ -10,10 +10,10 @@ In all modes a request that comes during an update waits for the new weights.
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_ext.fleet import health
-from verl_ext.fleet.modes import needs_servers_of_their_own
+from verl_ext.fleet.modes import getter, in_sentences, needs_servers_of_their_own
 from verl_ext.versions import VERL, require_versions
 
 KEY = "retool.fleet.weight_update"
@@ -64,13 +64,9 @@ def install(config: DictConfig) -> None:
         ValueError: the run cannot have its mode, or its servers cannot be watched.
         RuntimeError: verl has another version than the one whose server is extended.
     """
-
-    def get(key: str, default: Any = None) -> Any:
-        value = OmegaConf.select(config, key)
-        return default if value is None else value
-
-    if found := [" ".join(each.split()) for each in (*refusals(get), *health.refusals(get))]:
-        raise ValueError(" ".join(f"{each.replace(' -> ', '. ')}" for each in found))
+    get = getter(config)
+    if found := in_sentences((*refusals(get), *health.refusals(get))):
+        raise ValueError(found)
     mode = get(KEY, "abort")
     if get("trainer.v1.trainer_mode", "sync") == "sync" or get(f"{_ROLLOUT}.name") != "vllm":
         return

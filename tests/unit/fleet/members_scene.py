@@ -120,6 +120,16 @@ def wait_until(is_so):
         time.sleep(0.01)
 
 
+def as_the_doctors(settings):
+    """`get` of what refuses a run: null is absent."""
+
+    def get(key, default=None):
+        value = settings.get(key)
+        return default if value is None else value
+
+    return get
+
+
 def refused(function, *arguments):
     with pytest.raises(commands.Refused) as error:
         function(*arguments)

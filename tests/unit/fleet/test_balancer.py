@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 
+from tests.unit.fleet.members_scene import as_the_doctors
 from verl_ext.fleet import balancer, modes
 from verl_ext.fleet.balancer import RING, RingLoadBalancer, install, refusals
 from verl_ext.fleet.ranks import RankHandle
@@ -205,11 +206,7 @@ async def test_a_fleet_that_is_empty_is_nobodys_failure(asked, monkeypatch, cpu_
 
 
 def refused(changes):
-    def get(key, default=None):  # as the doctor's: null is absent
-        value = (RING_RUN | changes).get(key)
-        return default if value is None else value
-
-    return [*refusals(get)]
+    return [*refusals(as_the_doctors(RING_RUN | changes))]
 
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async", "separate_async"])

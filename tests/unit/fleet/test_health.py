@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.fleet.members_scene import as_the_doctors
 from verl_ext.fleet.health import Health, Pulse, State, refusals
 from verl_ext.fleet.modes import IN_SERVER
 from verl_ext.settings import HealthSettings, compose_run
@@ -136,11 +137,7 @@ def test_time_in_which_the_watcher_itself_stood_still_is_no_silence():
 
 
 def refused(changes):
-    def get(key, default=None):
-        value = (ON | changes).get(key)
-        return default if value is None else value
-
-    return [*refusals(get)]
+    return [*refusals(as_the_doctors(ON | changes))]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.unit.fleet.members_scene import as_the_doctors
 from verl_ext.fleet.weight_update import install, refusals
 from verl_ext.settings import compose_run
 
@@ -18,11 +19,7 @@ BYPASS, WEIGHTS = "algorithm.rollout_correction.bypass_mode", "algorithm.rollout
 
 
 def refused(changes):
-    def get(key, default=None):  # as the doctor's: null is absent
-        value = (KEEP | changes).get(key)
-        return default if value is None else value
-
-    return [*refusals(get)]
+    return [*refusals(as_the_doctors(KEEP | changes))]
 
 
 @pytest.mark.parametrize("changes", [{}, {BYPASS: False, WEIGHTS: "token"}, {BYPASS: None, WEIGHTS: "sequence"}])
