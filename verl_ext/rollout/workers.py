@@ -145,7 +145,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         try:
             outputs = await self._roll_out(agent_loop, sampling_params, validate, sample)
             trajectories = [output.extra_fields.pop("trajectory", {}) for output in outputs]  # the storage gets none
-            self._add_rows(group, outputs, validate, sample)
+            self._add_rows(group, outputs, sample)
             if self._recorder is not None:
                 self._record(group, outputs[-1], trajectories[-1], sample, started)
         except Exception as error:  # whatever it is: verl gets it, the record says so
@@ -219,9 +219,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             self._shared_loops[agent_name] = agent_loop
         return agent_loop
 
-    def _add_rows(
-        self, group: _RunningGroup, outputs: list[AgentLoopOutput], validate: bool, sample: dict[str, Any]
-    ) -> None:
+    def _add_rows(self, group: _RunningGroup, outputs: list[AgentLoopOutput], sample: dict[str, Any]) -> None:
         """As verl/trainer/ppo/v1/agent_loop_tq.py:156 (0.9.1), but the outputs are scored already, the rows wait for
         their group, and columns of the data set that nothing reads later are left out: the actor would fetch each.
         """

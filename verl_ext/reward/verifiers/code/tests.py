@@ -50,7 +50,7 @@ class Replay:
             if json.dumps(self.resolve(asked)) == json.dumps(request):
                 if answer is None:
                     self.report({"passed": False, "why": "a call was not answered"})
-                return self.settle(verb, args, kwargs, answer, level)
+                return self.settle(args, kwargs, answer, level)
         if not self.guessing:
             self.start_guessing(request, number)
         self.written += len(json.dumps(request))
@@ -59,7 +59,7 @@ class Replay:
         self.asked.append(request)
         return Guess(self, number, level)
 
-    def settle(self, verb, args, kwargs, answer, level):
+    def settle(self, args, kwargs, answer, level):
         """Make a known answer happen: what was printed, what was changed, and the value or the error."""
         if "printed" in answer:
             print(answer["printed"], end="")
