@@ -81,6 +81,7 @@ def token_columns(keys: list[tuple[str, int]], tokens: int, step: int) -> dict[s
         "turn": np.arange(total) % tokens * 2 // tokens,
         "version": np.where(own, step - 1, -1),
         "old_log_prob": numbers["rollout_log_prob"],
+        "spelled": {},
     }
 
 

@@ -15,7 +15,9 @@ import subprocess
 import sys
 import time
 import urllib.request
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -29,6 +31,7 @@ BUDGETS = {  # page -> (address, seconds)
     "run page": ("/", 1.0),
     "step page": ("/run/0/step_{last:06d}", 1.0),
     "group page": ("/run/0/step_{last:06d}/group?uid=s{last}-p1", 0.3),
+    "group page of long programs": ("/run/0/step_{last:06d}/group?uid=s{last}-p2", 0.3),
     "transcript with its tokens": ("/run/0/step_{last:06d}/sample?uid=s{last}-p{trained}&session=1&colour=ratio", 1.0),
     "filter one step by text": ("/run/0/step_{last:06d}?text=bana+dora", 2.0),
     "filter all steps by outcome": ("/run/0/all?outcome=equal", 2.0),
@@ -40,6 +43,16 @@ BUDGETS = {  # page -> (address, seconds)
 }
 MEMORY_GB = 1.0
 REPEATED_S = 20.0
+CALLS, CODE_CHARACTERS = 8, 1500
+
+
+def lengthened(uid: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every sample of a group gets CALLS programs of about CODE_CHARACTERS."""
+    for row in (row for row in rows if row["uid"] == uid):
+        code = "total = 0\nfor i in range(1, 100):\n    total += i * f(i)  # all of them\nprint(f'{total:,}')\n"
+        own = {"turn": 0, "tool": "python", "code": code * (CODE_CHARACTERS // len(code)), "stdout": "332,833,500\n"}
+        row["calls"] = [own | {"status": "ok", "attempts": 1, "run_s": 0.1, "queue_s": 0.1, "exit_code": 0}] * CALLS
+    return rows
 
 
 def main() -> None:
@@ -54,6 +67,7 @@ def main() -> None:
     if not args.folder.is_dir():
         shape = {"steps": args.steps, "prompts": args.prompts, "samples": args.samples, "words": args.words}
         write_run(args.folder, **shape, last_token_share=0.05)
+        store.rewrite(store.path_of(args.folder, "trajectories", args.steps), partial(lengthened, f"s{args.steps}-p2"))
     size = sum(path.stat().st_size for path in args.folder.rglob("*.parquet"))
     print(f"{args.steps * args.prompts * args.samples:,} training rollouts, {size / 2**20:.0f} MiB of records")
     command = [sys.executable, "-m", "verl_ext.view", str(args.folder), "--port", "0"]

@@ -44,7 +44,8 @@ def check_records(run: Any) -> None:
         assert [token["position"] for token in tokens] == list(range(row["response_tokens"]))
         assert sum(token["mask"] for token in tokens) == row["model_tokens"]
         for token in tokens:
-            assert token["mask"] == (row["turns"][token["turn"]]["role"] == "model") == (token["version"] is not None)
+            assert token["mask"] == (row["turns"][token["turn"]]["role"] == "model")
+            assert token["version"] == (row["trained_step"] - 1 if token["mask"] else None)  # the mode is sync
             if token["mask"]:
                 assert token["old_log_prob"] == token["rollout_log_prob"] and token["advantage"] == row["advantage"]
                 ratio = math.exp(token["log_prob"] - token["old_log_prob"])

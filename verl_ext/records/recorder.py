@@ -102,6 +102,7 @@ class Recorder:
         self._missed: set[str] = set()  # uids of groups that had not come, or were forgotten
         self._cpu_s = -time.process_time()  # with that of the senders, since the newest file of trajectories
         self.lost = self.unwritten = 0  # groups that never came or were forgotten; files
+        self._is_failing = False  # whether the disk took nothing at the last try, and a warning said so
         self._sizes: dict[int, int] = {}  # step -> bytes of its files
         with self._guard("cleaned"):
             self._sizes = store.sizes(run)
@@ -265,6 +266,7 @@ class Recorder:
         path = store.path_of(self._run, kind, step, validate=validate)
         with self._guard("written"):
             size = store.write(path, kind, rows, notes)
+            self._is_failing = False
             if kind != "waiting":
                 self._sizes[step] = self._sizes.get(step, 0) + size
 
@@ -275,7 +277,8 @@ class Recorder:
             yield
         except (OSError, parquet.Unreadable) as error:
             self.unwritten += 1
-            if self.unwritten == 1:
+            if not self._is_failing:
+                self._is_failing = True
                 logger.warning(
                     "recorder: %s cannot be %s (%s); the run goes on, its records have gaps. Make room or make the "
                     "folder writable: the next step is tried again. Further ones are counted, and told at the end.",

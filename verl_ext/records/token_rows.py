@@ -21,7 +21,8 @@ class TokenParts:
     Attributes:
         batches: `record` (int64, a name of each response within the run), `lengths` (int64), `uid`, `session` of each;
             of each token `id`, `mask`, `sampled` (whether the model wrote it), `turn`, `version` (-1: none),
-            `rollout_log_prob` and `old_log_prob` (NaN: none), `advantage`.
+            `rollout_log_prob` and `old_log_prob` (NaN: none), `advantage`; `spelled`, place -> text of tokens that are
+            no whole characters.
         losses: `record`, `lengths` of each response; of each token `log_prob` and `decision` (a code); `correction`,
             the name of what drops tokens. Of a response that comes twice (epochs, or ranks) the last one counts.
     """
@@ -61,12 +62,14 @@ def _of_batch(step: int, batch: Mapping[str, Any], told: _Told, names: pa.Array,
     with np.errstate(over="ignore"):
         ratio = np.exp(log_prob - batch["old_log_prob"])
     unique, place = np.unique(batch["id"], return_inverse=True)
+    text = np.array([texts.get(each) for each in unique.tolist()], object)[place]
+    text[[*batch["spelled"]]] = [*batch["spelled"].values()]
     columns = dict(batch) | {
         "uid": pa.array(batch["uid"], pa.string()).take(pa.array(np.repeat(np.arange(len(lengths)), lengths))),
         "session": np.repeat(batch["session"], lengths),
         "step": np.full(total, step),
         "position": np.arange(total) - np.repeat(ends - lengths, lengths),
-        "text": pa.array([texts.get(each) for each in unique.tolist()], pa.string()).take(pa.array(place)),
+        "text": text,
         "version": np.where(batch["version"] < 0, np.nan, batch["version"]),
         "log_prob": log_prob,
         "ratio": ratio,

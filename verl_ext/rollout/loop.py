@@ -261,6 +261,8 @@ class RetoolAgentLoop(AgentLoopBase):
         results = [result for result, _ in ran]
         for entry, (result, seconds) in zip([entry for entry in entries if "tool" in entry], ran, strict=True):
             entry |= vars(result) | {"started_s": started_s, "queue_s": max(0.0, seconds - result.run_s)}
+            use.queue_s += seconds if result.failure else result.queue_s
+            use.run_s += result.run_s
         failure = next((result.failure for result in results if result.failure), None)
         if failure is not None:
             logger.warning("a tool failed: %s", failure)
@@ -275,7 +277,7 @@ class RetoolAgentLoop(AgentLoopBase):
                 texts.append(_encodable(str(call)))
                 continue
             result = next(remaining)
-            use.add_call(call, result.error, queue_s=result.queue_s, run_s=result.run_s)
+            use.add_call(call, result.error)
             texts.append(_encodable(result.output))
             if result.reward is not None:
                 rollout.tool_rewards.append(result.reward)

@@ -34,11 +34,11 @@ class ToolUse:
     first_call_token: int | None = None  # position in the response, estimated within its turn by characters
     generate_s: float = 0.0  # waited for the model
     tool_s: float = 0.0  # waited for tools, which splits into queue_s, run_s and the way there and back
-    queue_s: float = 0.0
+    queue_s: float = 0.0  # with all that a call took which infrastructure failed
     run_s: float = 0.0
     _last_failed: bool = False
 
-    def add_call(self, call: Call, error: str | None, *, queue_s: float = 0.0, run_s: float = 0.0) -> None:
+    def add_call(self, call: Call, error: str | None) -> None:
         """Count one call that was run; `error` is None where it ended well."""
         if error is None:
             self.ok += 1
@@ -47,8 +47,6 @@ class ToolUse:
             self.errors[error] += 1
         self._last_failed = error is not None
         self.json_repairs += call.repaired
-        self.queue_s += queue_s
-        self.run_s += run_s
         if call.tool == CODE_TOOL:
             self.code_lines += sum(bool(line.strip()) for line in call.arguments["code"].splitlines())
 

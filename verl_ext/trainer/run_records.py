@@ -8,7 +8,7 @@ response by the number in its column `record`.
 import hashlib
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from verl_ext.trainer.queue import real_keys
 
 RECORD = "record"  # column: step * 2**32 + number of the response in the step; -1 of those that are not recorded
 STEP_BITS = 32
+UNREADABLE, UTF8_BYTES = "\ufffd", 4  # what a decoder writes for a part of a character; the most that one has
 _OF_TOKENS = ("rollout_log_probs", "old_log_probs", "advantages")
 
 
@@ -54,6 +55,7 @@ class RunRecords:
         self._untold: list[tuple[str, tuple]] = []  # methods of the recorder, with arguments
         self._share = settings.token_share
         self._known: set[int] = set()  # token ids whose text the recorder has
+        self._parts: set[int] = set()  # those of them that are no whole characters
         self._ends: dict[str, PromptEnd] = {}  # of groups that are in the queue still
         self._intervals: list[dict[str, Any]] = []
         self._advantages: dict[str, float | None] = {}  # of the batch that is taken next
@@ -146,8 +148,11 @@ class RunRecords:
             data = tq.kv_batch_get(keys=chosen, partition_id=batch.partition_id, select_fields=fields)
             told = token_columns(records, data)
             new = set(told["id"].tolist()) - self._known
-            self._untold.append(("tokens", (step, told, {each: tokenizer.decode([each]) for each in new})))
+            texts = {each: tokenizer.decode([each]) for each in new}
             self._known |= new
+            self._parts |= {each for each, text in texts.items() if UNREADABLE in text}
+            told["spelled"] = spelled(told["id"], told["lengths"], self._parts, tokenizer.decode)
+            self._untold.append(("tokens", (step, told, texts)))
         self._cpu_s += time.process_time() - began
 
     @costs_nothing("made of a step")
@@ -212,6 +217,30 @@ def token_columns(records: Mapping[str, int], data: Mapping[str, Any]) -> dict[s
         "version": versions,
         **dict(zip(("rollout_log_prob", "old_log_prob", "advantage"), map(flat, _OF_TOKENS), strict=True)),
     }
+
+
+def spelled(
+    ids: np.ndarray, lengths: np.ndarray, parts: Collection[int], decode: Callable[[list[int]], str]
+) -> dict[int, str]:
+    """Place -> text, of tokens that together make characters: the text stands at the last of them.
+
+    Args:
+        ids: int64[all tokens] of responses, one after the other; `lengths` are theirs.
+        parts: ids whose own text is no whole character.
+    """
+    texts: dict[int, str] = {}
+    waiting: list[int] = []
+    response = np.repeat(np.arange(len(lengths)), lengths)
+    for place in np.flatnonzero(np.isin(ids, [*parts])).tolist():
+        if waiting and (place != waiting[-1] + 1 or response[place] != response[waiting[-1]]):
+            waiting = []
+        waiting = [*waiting[1 - UTF8_BYTES :], place]
+        for own in (waiting[start:] for start in range(len(waiting))):  # before it may stand what is no character
+            if UNREADABLE not in (text := decode(ids[own].tolist())):
+                texts |= dict.fromkeys(own, "") | {place: text}
+                waiting = []
+                break
+    return texts
 
 
 def _turns(length: int, spans: Sequence[tuple[int, int]]) -> np.ndarray:

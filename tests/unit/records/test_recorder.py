@@ -150,6 +150,22 @@ def test_a_full_disk_is_one_warning_and_the_next_step_is_tried_again(tmp_path, m
     writer.group(group("g3"))
     writer.end_step(Fates(3, {"g3": TRAINED}, {}), 0.0)
     assert [file.step for file in store.files_of(tmp_path)] == [3]
+    monkeypatch.setattr(store, "write", full)
+    writer.times(4, [])
+    assert caplog.text.count("No space left on device") == 2, "it had room meanwhile"
+
+
+def test_a_full_disk_is_told_also_after_an_error_of_ours(tmp_path, monkeypatch, caplog):
+    writer = Recorder(tmp_path, SETTINGS)
+    writer.times(1, [{"what": 3, "start_s": "x", "end_s": None}])
+    assert "by an error of verl_ext" in caplog.text
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(store, "write", full)
+    writer.times(2, [])
+    assert "No space left on device" in caplog.text
 
 
 def test_a_record_that_does_not_fit_its_columns_is_logged_and_the_next_step_is_written(tmp_path, caplog):

@@ -24,6 +24,7 @@ def batch(**changes):
         "rollout_log_prob": np.array([-1, 0, -2, -3, -4], F),
         "old_log_prob": np.array([-1, 0, -2, -3, -4], F),
         "advantage": np.array([0.5, 0, 0.5, -1, -1], F),
+        "spelled": {},
     }
     return columns | changes
 
@@ -40,6 +41,11 @@ def loss(record, log_prob, decision, correction="icepop"):
 
 def rows(parts, texts=None):
     return token_table(9, parts, texts or {11: "x", 12: "=", 13: "1"}).to_pylist()
+
+
+def test_a_character_of_several_tokens_stands_at_the_last_of_them():
+    found = rows(TokenParts([batch(spelled={0: "", 1: "√"})]))
+    assert [r["text"] for r in found] == ["", "√", "1", "x", None]
 
 
 def test_a_token_has_its_place_its_numbers_and_what_the_loss_did_with_it():

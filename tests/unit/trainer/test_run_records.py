@@ -5,6 +5,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -169,6 +170,26 @@ def test_a_second_batch_of_the_step_has_other_numbers_and_no_text_twice(make):
     (_, first, texts), (_, second, again) = handle.of("tokens")
     assert not set(first["record"].tolist()) & set(second["record"].tolist())
     assert texts and again == {}
+
+
+def test_characters_of_several_tokens_are_read_together(cpu_platform):
+    """√ is E2 88 9A and π is CF 80; a token may hold parts of two, and a broken one stays as the decoder has it."""
+    from verl_ext.trainer.run_records import spelled
+
+    pieces = {1: b"\xe2", 2: b"\x88", 3: b"\x9a", 4: b"\xcf", 5: b"\x80", 6: b"2", 7: b"\x9a\xcf"}
+
+    def decode(ids):
+        return b"".join(pieces[each] for each in ids).decode(errors="replace")
+
+    def texts(*responses):
+        ids = np.array([each for response in responses for each in response])
+        return spelled(ids, np.array([*map(len, responses)]), {1, 2, 3, 4, 5, 7}, decode)
+
+    assert texts([1, 2, 3, 6, 4, 5]) == {0: "", 1: "", 2: "√", 4: "", 5: "π"}
+    assert texts([1, 2, 7, 5]) == {0: "", 1: "", 2: "", 3: "√π"}
+    assert texts([1, 2], [3, 6]) == texts([1, 6, 2, 3]) == {}, "not over two responses, nor over another token"
+    assert texts([3, 3, 3, 3, 3, 1, 2, 3]) == {5: "", 6: "", 7: "√"}
+    assert texts([6, 6]) == {}
 
 
 def test_a_bug_in_the_records_fails_no_step_and_is_told_once(make, caplog):

@@ -181,8 +181,8 @@ def test_a_page_of_long_texts_cuts_each_so_far_that_it_stays_small(client: TestC
     assert "Each text is cut" not in client.get(GROUP, params={"uid": "s2-p1"}).text
     store.rewrite(path, lambda rows: [row | {"calls": [call] * 10} for row in rows])
     page = re.sub("<[^>]+>", "", client.get(GROUP, params={"uid": "s2-p1"}).text)
-    # 4 samples x 10 calls: 80 texts of 18,000 and more have 3,750 each at the most, 20,000 / 2^3 = 2,500.
-    assert "Each text is cut after 2500 characters" in page and page.count("… 15,500 more characters") == 40
+    # 4 samples x 10 calls: 80 texts of 18,000 and more, and 40 of one, have 1,249 each at the most, 20,000 / 2^5 = 625.
+    assert "Each text is cut after 625 characters" in page and page.count("… 17,375 more characters") == 40
 
 
 def test_the_reward_is_shown_by_its_parts() -> None:

@@ -36,6 +36,15 @@ def test_the_lens_has_the_recorded_tokens_and_its_ratio_is_of_its_log_probs(
     assert "banner" not in page
 
 
+def test_a_part_of_a_character_has_a_place_to_click(client: TestClient, run_folder: Path) -> None:
+    path = store.path_of(run_folder, "tokens", 2)
+    rows = [row | {"text": "√" if row["position"] % 2 else ""} for row in store.read(path).to_pylist()]
+    store.write(path, "tokens", rows)
+    page = client.get(SAMPLE, params={"uid": "s2-p1", "session": 1}).text
+    shown = re.findall(r">([^<]*)</span>", page[page.index('id="lens"') : page.index('id="token-data"')])
+    assert shown[:4] == ["◦", "√", "◦", "√"]
+
+
 def test_a_token_whose_text_is_not_known_is_shown_by_its_id(client: TestClient, run_folder: Path) -> None:
     """A recorder whose process was started again no longer has the texts that the trainer has told."""
     path = store.path_of(run_folder, "tokens", 2)
