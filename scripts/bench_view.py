@@ -67,7 +67,7 @@ def main() -> None:
     if not args.folder.is_dir():
         shape = {"steps": args.steps, "prompts": args.prompts, "samples": args.samples, "words": args.words}
         write_run(args.folder, **shape, last_token_share=0.05)
-        store.rewrite(store.path_of(args.folder, "trajectories", args.steps), partial(lengthened, f"s{args.steps}-p2"))
+    store.rewrite(store.path_of(args.folder, "trajectories", args.steps), partial(lengthened, f"s{args.steps}-p2"))
     size = sum(path.stat().st_size for path in args.folder.rglob("*.parquet"))
     print(f"{args.steps * args.prompts * args.samples:,} training rollouts, {size / 2**20:.0f} MiB of records")
     command = [sys.executable, "-m", "verl_ext.view", str(args.folder), "--port", "0"]

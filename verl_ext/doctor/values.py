@@ -48,8 +48,6 @@ BOUNDS = (
     (f"{ACTOR}.clip_ratio_high", fail, "(0, inf)", "new over old probability may rise to 1 plus this", "0.28"),
     (f"{ACTOR}.clip_ratio_high", warn, "(0, 1]", "new over old probability may rise to 1 plus this", "0.28"),
     (f"{ACTOR}.clip_ratio_c", fail, "(1, inf)", "verl refuses others as bound of the dual clip", "10"),
-    (f"{ACTOR}.tau_pos", fail, "(0, inf)", "SAPO's gate is of the ratio, divided by it", "1"),
-    (f"{ACTOR}.tau_neg", fail, "(0, inf)", "SAPO's gate is of the ratio, divided by it", "1.05"),
     (f"{ACTOR}.entropy_coeff", warn, "[0, 0.1]", "below it less entropy is rewarded, above nothing else is", "0"),
     (f"{ACTOR}.kl_loss_coef", fail, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
     ("algorithm.kl_ctrl.kl_coef", fail, "[0, inf)", "the policy would be driven away from the reference", "0.001"),
@@ -141,11 +139,10 @@ def _check_algorithm(run: Run) -> Iterator[Finding]:
     yield from map(fail, weight_update.refusals(run.get))
     yield from map(fail, health.refusals(run.get))
     yield from map(fail, balancer.refusals(run.get))
-    if str(run.get(f"{ACTOR}.policy_loss.loss_mode")).startswith("retool_"):
-        for key in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
-            if run.get(f"{ACTOR}.{key}") is None:
-                yield fail(f"""{ACTOR}.{key} is null, expected a number: objectives have no default -> Take that of
-                    the preset in configs/objective/.""")
+    for key in settings_of_loss(str(run.get(f"{ACTOR}.policy_loss.loss_mode"))):
+        if not (_number(run, f"{ACTOR}.{key}") or 0) > 0:
+            yield fail(f"""{ACTOR}.{key} is {run.get(f"{ACTOR}.{key}")!r}, expected a number above 0: the objective
+                has no default -> Take that of the preset in configs/objective/.""")
     threshold = run.get(f"{CORRECTION}.rollout_is_threshold")
     if run.get(f"{CORRECTION}.rollout_is") and not _is_threshold(threshold):
         yield fail(f"""{CORRECTION}.rollout_is_threshold is {threshold!r}, expected a number above 0, by which weights
@@ -169,6 +166,17 @@ def _check_algorithm(run: Run) -> Iterator[Finding]:
         if run.get(switch) and run.get(key) == 0:
             yield warn(f"""{switch} is true, expected false with {key}=0: a reference model would run for nothing
                 -> Switch it off, or set {key}=0.001.""")
+
+
+def settings_of_loss(mode: str) -> tuple[str, ...]:
+    """Keys of the actor without which an objective cannot be computed; none for verl's own losses.
+
+    LOSSES of verl_ext/trainer/objective.py, which imports torch, has them, too; a test compares both.
+    """
+    if mode == "retool_sapo":
+        return ("tau_pos", "tau_neg")
+    bounds = ("clip_ratio_low", "clip_ratio_high") if mode.startswith("retool_") else ()
+    return (*bounds, "clip_ratio_c") if mode in ("retool_ppo", "retool_dppo_tv", "retool_dppo_kl") else bounds
 
 
 def _is_threshold(value: Any) -> bool:

@@ -102,7 +102,7 @@ class Recorder:
         self._missed: set[str] = set()  # uids of groups that had not come, or were forgotten
         self._cpu_s = -time.process_time()  # with that of the senders, since the newest file of trajectories
         self.lost = self.unwritten = 0  # groups that never came or were forgotten; files
-        self._is_failing = False  # whether the disk took nothing at the last try, and a warning said so
+        self._failing: set[str] = set()  # what the disk did not take at the last try; the first was warned of
         self._sizes: dict[int, int] = {}  # step -> bytes of its files
         with self._guard("cleaned"):
             self._sizes = store.sizes(run)
@@ -264,21 +264,22 @@ class Recorder:
         self, step: int, kind: str, rows: parquet.Rows, validate: bool = False, notes: parquet.Notes = None
     ) -> None:
         path = store.path_of(self._run, kind, step, validate=validate)
-        with self._guard("written"):
+        with self._guard("written", kind):
             size = store.write(path, kind, rows, notes)
-            self._is_failing = False
             if kind != "waiting":
                 self._sizes[step] = self._sizes.get(step, 0) + size
 
     @contextmanager
-    def _guard(self, done: str) -> Iterator[None]:
+    def _guard(self, done: str, kind: str = "") -> Iterator[None]:
         """Whatever is wrong with a record or a disk, training goes on: a bug of ours is logged as one."""
         try:
             yield
+            self._failing.discard(done + kind)
         except (OSError, parquet.Unreadable) as error:
             self.unwritten += 1
-            if not self._is_failing:
-                self._is_failing = True
+            is_told = bool(self._failing)
+            self._failing.add(done + kind)
+            if not is_told:
                 logger.warning(
                     "recorder: %s cannot be %s (%s); the run goes on, its records have gaps. Make room or make the "
                     "folder writable: the next step is tried again. Further ones are counted, and told at the end.",

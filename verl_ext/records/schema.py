@@ -91,7 +91,7 @@ TOKENS = pa.schema(
         "step": pa.int32(),  # whose update trained on it
         "position": pa.int32(),  # in the response, from 0
         "id": pa.int32(),
-        "text": pa.string(),
+        "text": pa.string(),  # "" of a part of a character, whose text a later token has
         "mask": pa.bool_(),  # whether the token trains
         "turn": pa.int32(),  # index into `turns`
         "version": pa.int32(),  # of the weights that wrote it; null for what a tool said

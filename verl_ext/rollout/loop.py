@@ -301,8 +301,9 @@ class RetoolAgentLoop(AgentLoopBase):
                 break
             logger.warning("a tool failed and is called again (%d of %d): %s", number, retries, result.failure)
             await asyncio.sleep(RETRY_PAUSE_S * number)
+            lost_s, attempts = time.perf_counter() - started, result.attempts
             again = await self.tools.run(call, tools_kwargs)
-            result = replace(again, attempts=result.attempts + again.attempts)
+            result = replace(again, attempts=attempts + again.attempts, queue_s=again.queue_s + lost_s)
         return result, time.perf_counter() - started
 
     def _encode_reply(self, texts: list[str], ended: bool, room: int) -> tuple[list[int] | None, str, int]:

@@ -34,7 +34,7 @@ class ToolUse:
     first_call_token: int | None = None  # position in the response, estimated within its turn by characters
     generate_s: float = 0.0  # waited for the model
     tool_s: float = 0.0  # waited for tools, which splits into queue_s, run_s and the way there and back
-    queue_s: float = 0.0  # with all that a call took which infrastructure failed
+    queue_s: float = 0.0  # with what attempts took that infrastructure failed
     run_s: float = 0.0
     _last_failed: bool = False
 

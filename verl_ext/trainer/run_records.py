@@ -235,7 +235,7 @@ def spelled(
         if waiting and (place != waiting[-1] + 1 or response[place] != response[waiting[-1]]):
             waiting = []
         waiting = [*waiting[1 - UTF8_BYTES :], place]
-        for own in (waiting[start:] for start in range(len(waiting))):  # before it may stand what is no character
+        for own in (waiting[start:] for start in range(len(waiting) - 1)):  # before it may stand what is no character
             if UNREADABLE not in (text := decode(ids[own].tolist())):
                 texts |= dict.fromkeys(own, "") | {place: text}
                 waiting = []

@@ -71,8 +71,8 @@ class RunTrainer(RunUpdates, RunValidation):
         check_recorder(config)
         check(config.get("retool") or {}, Retool)
         check_objective(config)
-        filter_groups = config.algorithm.filter_groups
-        if filter_groups.enable and filter_groups.metric is None:  # verl asks for one where the sampler is its own
+        filter_groups = config.algorithm.filter_groups  # verl asks for a metric where the sampler is its own
+        if filter_groups and filter_groups.enable and filter_groups.metric is None:
             raise ValueError(
                 "algorithm.filter_groups.enable is true with metric=null, by which no group would be filtered; "
                 "expected a part of the reward's answer, such as acc."

@@ -3,7 +3,7 @@
 import pytest
 
 from verl_ext.doctor.finding import Level
-from verl_ext.doctor.values import check_values
+from verl_ext.doctor.values import check_values, settings_of_loss
 from verl_ext.settings import CONFIGS
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -56,7 +56,6 @@ def test_our_own_runs_have_such_as_a_run_can_mean(name, hardware, make_run, only
         (f"{ACTOR}.clip_ratio_low=0.3", Level.WARN, "is 0.3, expected at most clip_ratio_high=0.28"),
         (f"{ACTOR}.clip_ratio_high=28", Level.WARN, "clip_ratio_high is 28, expected in (0, 1]"),
         (f"{ACTOR}.clip_ratio_c=1", Level.FAIL, "clip_ratio_c is 1, expected in (1, inf)"),
-        (f"{ACTOR}.tau_neg=0", Level.FAIL, "tau_neg is 0, expected in (0, inf)"),
         (f"{ACTOR}.entropy_coeff=-0.1", Level.WARN, "entropy_coeff is -0.1"),
         (f"{ACTOR}.kl_loss_coef=-1", Level.FAIL, "driven away from the reference"),
         ("actor_rollout_ref.nccl_timeout=0", Level.FAIL, "is 0, expected in (0, inf): it is the seconds"),
@@ -93,11 +92,22 @@ def test_what_is_unusual_and_meant(make_run, only_ok):
 def test_the_numbers_of_an_objective_are_there(make_run, told, only_ok):
     only_ok(check_values(make_run("tiny_dapo", "+objective=icepop")))
     (text,) = told(check_values(make_run("tiny_dapo", "+objective=dapo", f"{ACTOR}.clip_ratio_c=null")), Level.FAIL)
-    assert "clip_ratio_c is null, expected a number" in text
+    assert "clip_ratio_c is None, expected a number above 0" in text
+    (text,) = told(check_values(make_run("tiny_dapo", "+objective=sapo", f"{ACTOR}.tau_neg=0")), Level.FAIL)
+    assert "tau_neg is 0, expected a number above 0" in text
+    only_ok(check_values(make_run("tiny_dapo", "+objective=sapo", f"{ACTOR}.clip_ratio_c=null")))
     for threshold in ("null", "-1", "a_b", "2.0_0.5", "0.0_2.0"):
         own = f"algorithm.rollout_correction.rollout_is_threshold={threshold}"
         (text,) = told(check_values(make_run("tiny_dapo", "+objective=icepop", own)), Level.FAIL)
         assert "rollout_is_threshold is " in text and "an interval such as 0.5_2.0" in text
+
+
+def test_the_numbers_that_a_loss_needs_are_those_that_it_is_given():
+    from verl_ext.trainer.objective import LOSSES
+
+    for name, loss in LOSSES.items():
+        assert set(settings_of_loss(name)) == set(loss.settings.values()), name
+    assert settings_of_loss("vanilla") == settings_of_loss("None") == ()
 
 
 def test_a_reference_model_for_nothing(make_run, told):

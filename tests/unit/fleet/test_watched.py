@@ -323,8 +323,9 @@ def test_a_server_that_is_given_up_kills_its_engine_and_all_below_it_and_returns
         server._resume_event.clear()
         waiting, hanging = ask(server, "waiting", 9), asyncio.ensure_future(server.beat())
         await settle()
-        while len(below := psutil.Process(engine.process.pid).children()) < 2:  # its shell may be slow to start them
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(20):  # its shell may be slow to start them
+            while len(below := psutil.Process(engine.process.pid).children()) < 2:
+                await asyncio.sleep(0.01)
         engine.process.send_signal(19)  # SIGSTOP: it hangs
         await server.give_up()
         outputs = await asyncio.gather(running, waiting)

@@ -150,9 +150,25 @@ def test_a_full_disk_is_one_warning_and_the_next_step_is_tried_again(tmp_path, m
     writer.group(group("g3"))
     writer.end_step(Fates(3, {"g3": TRAINED}, {}), 0.0)
     assert [file.step for file in store.files_of(tmp_path)] == [3]
+    writer.times(3, [])
     monkeypatch.setattr(store, "write", full)
     writer.times(4, [])
     assert caplog.text.count("No space left on device") == 2, "it had room meanwhile"
+
+
+def test_a_disk_that_takes_small_files_alone_is_one_warning(tmp_path, monkeypatch, caplog):
+    writer, write = Recorder(tmp_path, SETTINGS), store.write
+
+    def takes_no_trajectories(path, kind, *arguments):
+        if kind == "trajectories":
+            raise OSError(28, "No space left on device")
+        return write(path, kind, *arguments)
+
+    monkeypatch.setattr(store, "write", takes_no_trajectories)
+    for step in (1, 2, 3):
+        writer.end_step(Fates(step, {}, {}), 0.0)
+        writer.times(step, [])
+    assert caplog.text.count("No space left on device") == 1 and writer.unwritten == 3
 
 
 def test_a_full_disk_is_told_also_after_an_error_of_ours(tmp_path, monkeypatch, caplog):

@@ -91,8 +91,7 @@ def test_the_record_of_a_call_has_the_time_and_the_attempts_that_were_lost(
     output, *_ = roll_out(tokenizer, turns, [FAILURE, last], prompt=prompt, recorder=recorder)
     (call,) = output.extra_fields["trajectory"]["turns"][0]["calls"]
     assert 0.2 <= call["queue_s"] < 20 and call["run_s"] == 0.0
-    waited_s = output.extra_fields["tool_use"]["queue_s"]
-    assert waited_s == pytest.approx(call["queue_s"]) if last is FAILURE else waited_s == 0.0  # the fake's own
+    assert output.extra_fields["tool_use"]["queue_s"] == pytest.approx(call["queue_s"], abs=0.05)
     assert call["attempts"] == FAILURE.attempts + (FAILURE.attempts if last is FAILURE else 1)
 
 
