@@ -211,3 +211,15 @@ def test_no_two_objectives_of_a_chart_share_a_colour(script, tmp_path):
     for chart in picture.split("<svg")[2:]:
         colours = re.findall('style="(?:stroke|fill):(#[0-9a-f]{6})"', chart.split("</svg>")[0])
         assert 5 <= len(colours) == len(set(colours))
+
+
+def test_the_page_has_the_tables_of_the_published_results(script):
+    page, folder = (REPO / "docs" / "objectives.md").read_text(encoding="utf-8"), REPO / "docs" / "objectives"
+    gains, modes = (
+        {row["run"]: row for row in map(json.loads, (folder / name).read_text().splitlines())}
+        for name in ("gains.jsonl", "modes.jsonl")
+    )
+    found = {(each.objective, each.seed): gains[str(each)] for each in script.cells_of(script.SEEDS, ["sync"])}
+    assert script.gain_table(script.SEEDS, found) in page
+    cells = script.cells_of(dict.fromkeys(script.OBJECTIVES, (0,)), list(script.MODES))
+    assert modes.keys() == set(map(str, cells))
