@@ -1,5 +1,5 @@
-"""Real vLLM servers that die: kill -9 of an engine, SIGSTOP of another. Two in generation; of three, which
-`RETOOL_FLEET=1` runs, one while its rollouts wait for their tools, and two in updates of the weights.
+"""Real vLLM servers that die: kill -9 of an engine, SIGSTOP of another. Two in generation; of four, which
+`RETOOL_FLEET=1` runs, two while their rollouts wait for their tools, and two in updates of the weights.
 
 verl's own servers, router and checkpoint engine; no trainer. All requests end with all their tokens, whose log-probs
 plain transformers redo in fp32.
@@ -186,14 +186,15 @@ def check_deaths_in_generation(fleet: SimpleNamespace, versions: list[torch.nn.M
 @pytest.mark.skipif("RETOOL_FLEET" not in os.environ, reason="takes minutes; RETOOL_FLEET=1 runs it")
 def test_engines_die_while_their_rollouts_wait_for_tools_and_in_updates(models, capsys):
     folder, versions = models
-    with servers(folder, 3) as fleet:
-        first = fleet.weights.replicas[0].server_address
-        moved = asyncio.run(tool_calls(fleet, versions))
-        start_s = wait_for("a replacement", lambda: fleet.weights.newcomers, 240)
-        assert 0 < moved < REQUESTS and first not in routed(fleet) and len(routed(fleet)) == 2
-        with capsys.disabled():
-            print(f"\nkill -9 in a tool call: {moved} of {REQUESTS} rollouts went on elsewhere; the replacement took")
-            print(f"{start_s:.1f} s to start")
+    with servers(folder, 4) as fleet:
+        for sign in (signal.SIGKILL, signal.SIGSTOP):
+            before = routed(fleet)
+            victim, moved, seconds = asyncio.run(tool_calls(fleet, versions, sign))
+            assert 0 < moved < REQUESTS and routed(fleet) == before - {victim}
+            with capsys.disabled():
+                print(f"\n{sign.name} in a tool call: {moved} of {REQUESTS} rollouts went on elsewhere; all next turns")
+                print(f"had ended {seconds:.1f} s later")
+        wait_for("a replacement", lambda: fleet.weights.newcomers, 240)
 
         for version, sign in ((1, signal.SIGSTOP), (2, signal.SIGKILL)):
             victim = living(fleet)[0].server_address
@@ -203,30 +204,39 @@ def test_engines_die_while_their_rollouts_wait_for_tools_and_in_updates(models, 
             with capsys.disabled():
                 print(f"{sign.name} in an update: it took {update_s:.1f} s; {lost} of {REQUESTS} requests lost their")
                 print("server, and went on elsewhere")
-        assert len(routed(fleet)) == 1  # of three; one of the dead was replaced
+        assert len(routed(fleet)) == 1  # of four; one of the dead was replaced
         fleet.fleet.actor_works()  # raises what the watching failed of
 
 
-async def tool_calls(fleet: SimpleNamespace, versions: list[torch.nn.Module]) -> int:
-    """Rollouts of two turns; the first server's engine dies between them. Returns the rollouts whose server it was."""
+async def tool_calls(
+    fleet: SimpleNamespace, versions: list[torch.nn.Module], sign: signal.Signals
+) -> tuple[str, int, float]:
+    """Rollouts of two turns; between them the engine of the server with the most rollouts gets a signal.
+
+    Returns:
+        The address of the server, its rollouts, and the seconds in which all second turns ended.
+    """
     tokens = 100
 
     async def turn(number: int, prompt: list[int]) -> tuple[Any, Any]:
-        output, attempts = await ask(fleet, f"rollout {number}", prompt, tokens)  # the router knows it by its name
+        output, attempts = await ask(fleet, f"{sign.name} {number}", prompt, tokens)  # the router knows it by its name
         assert len(output.token_ids) == tokens
         assert difference(versions, prompt, output, [(tokens, 0)]) < SAME
         return output, attempts
 
     before = await asyncio.gather(*(turn(number, PROMPTS[number]) for number in range(REQUESTS)))
-    handle = fleet.weights.replicas[0].server_handle
-    os.kill(await handle.__ray_call__.remote(engine_of), signal.SIGKILL)
+    servers = [attempts.server for _, attempts in before]
+    dead = max(servers, key=servers.count)
+    (victim,) = (each for each in living(fleet) if each.server_address == dead)
+    os.kill(await victim.server_handle.__ray_call__.remote(engine_of), sign)
     prompts = [PROMPTS[number] + list(before[number][0].token_ids) + REPLY for number in range(REQUESTS)]
+    began = time.monotonic()
     after = await asyncio.gather(*(turn(number, prompts[number]) for number in range(REQUESTS)))
-    dead, servers = fleet.weights.replicas[0].server_address, [attempts.server for _, attempts in before]
+    seconds = time.monotonic() - began
     assert dead not in [attempts.server for _, attempts in after]
     for (_, first), (_, second) in zip(before, after, strict=True):  # the others' rollouts stay
         assert first.server == dead or first.server == second.server
-    return servers.count(dead)
+    return dead, servers.count(dead), seconds
 
 
 async def update_hit_by(
