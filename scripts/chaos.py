@@ -70,7 +70,7 @@ class Injection(threading.Thread):
         self._cancelled.set()
 
     def run(self) -> None:
-        while not has_step(self._scene.run, FAULT_STEP):
+        while not has_step(self._scene, FAULT_STEP):
             if self._cancelled.wait(0.05):
                 return
         time.sleep(IN_STEP_S)
@@ -82,9 +82,10 @@ class Injection(threading.Thread):
         self.seconds = time.monotonic() - began
 
 
-def has_step(run: Path, step: int) -> bool:
-    """Whether a run has logged a step."""
-    texts = (path.read_text(errors="replace") for path in run.glob("metrics*.jsonl"))
+def has_step(scene: Scene, step: int) -> bool:
+    """Whether a run has logged a step: ours into its folder, that of another side into the folder of its notes."""
+    files = (path for folder in (scene.run, scene.notes) for path in folder.glob("metrics*.jsonl"))
+    texts = (path.read_text(errors="replace") for path in files)
     return any(re.search(rf'"step": ?{step}\b', text) for text in texts)
 
 
@@ -281,15 +282,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("VERL_LOGGING_LEVEL", "INFO")
     try:
         made = {"from": dict(find_source(source).digests), "task": RUNGS["tiny"].task_digest()}
-        settings = made | {"seed": args.seed, "cpu": platform["cpu"], "cores": platform["cores"]}
+        made |= {"seed": args.seed, "cpu": platform["cpu"], "cores": platform["cores"]}
         results = Published(args.results or out / "results.jsonl")
         for name in names:
+            fault = FAULTS[name]
+            settings = made | {"overrides": [*OVERRIDES, *fault.overrides], "steps": fault.steps}
             if results.has(f"{args.side}: {name}", settings):
                 continue
             print(f"== {args.side}: {name}", flush=True)
             try:
                 folder = out / f"{args.side}_{name.replace(' ', '_')}"
-                result = measure(SIDES[args.side], FAULTS[name], folder, source, args.seed)
+                result = measure(SIDES[args.side], fault, folder, source, args.seed)
                 results.add(f"{args.side}: {name}", result, settings)
             except Missed as error:
                 missed[name] = str(error)

@@ -14,6 +14,7 @@ from verl_ext.ledger.prompts import read_tally
 from verl_ext.ledger.servers import read_servers
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, Fault, PromptEnd
 from verl_ext.records import store
+from verl_ext.records.trajectories import cut
 from verl_ext.reward.score import score_answer
 from verl_ext.runs.metrics import read_metrics
 from verl_ext.sandbox import SandboxClient
@@ -95,7 +96,7 @@ def wrong_answers_of_tools(rows: Iterable[Row], sandbox: str) -> list[str]:
         f"{_name(row)}: was told {call['stdout']!r} (exit code {call['exit_code']}), the program says "
         f"{said.stdout!r} ({said.return_code})"
         for row, call in ran
-        if (said := truth[call["code"]]).stdout != call["stdout"] or said.return_code != call["exit_code"]
+        if cut((said := truth[call["code"]]).stdout) != call["stdout"] or said.return_code != call["exit_code"]
     ]
 
 

@@ -194,7 +194,8 @@ def test_engines_die_while_their_rollouts_wait_for_tools_and_in_updates(models, 
             with capsys.disabled():
                 print(f"\n{sign.name} in a tool call: {moved} of {REQUESTS} rollouts went on elsewhere; all next turns")
                 print(f"had ended {seconds:.1f} s later")
-        wait_for("a replacement", lambda: fleet.weights.newcomers, 240)
+            # With it start_s is over, in which a silent server is not dead after dead_s yet.
+            wait_for("a replacement of the first", lambda: fleet.weights.newcomers, 240)
 
         for version, sign in ((1, signal.SIGSTOP), (2, signal.SIGKILL)):
             victim = living(fleet)[0].server_address

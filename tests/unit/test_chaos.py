@@ -312,10 +312,13 @@ def test_an_engine_is_hit_and_nothing_else(faults, sleeper, tmp_path):
         faults.engine_killed(scene_of(faults, tmp_path, processes=[psutil.Process()]))
 
 
-def test_a_run_has_a_step_when_it_has_logged_it(script, tmp_path):
-    assert not script.has_step(tmp_path, 2)
-    (tmp_path / "metrics-1.jsonl").write_text('{"step": 1, "data": {}}\n{"step":23, "data": {"a": 2}}\n')
-    assert script.has_step(tmp_path, 23) and not script.has_step(tmp_path, 2)
+@pytest.mark.parametrize("folder", ["run", "notes"])
+def test_a_run_has_a_step_when_it_has_logged_it(script, faults, tmp_path, folder):
+    scene = scene_of(faults, tmp_path / "run")
+    assert not script.has_step(scene, 2)
+    (tmp_path / folder).mkdir(exist_ok=True)
+    (tmp_path / folder / "metrics-1.jsonl").write_text('{"step": 1, "data": {}}\n{"step":23, "data": {"a": 2}}\n')
+    assert script.has_step(scene, 23) and not script.has_step(scene, 2)
 
 
 def starts(failures):

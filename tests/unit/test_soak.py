@@ -11,6 +11,8 @@ from unittest.mock import create_autospec
 import psutil
 import pytest
 
+from verl_ext.records import store
+
 
 @pytest.fixture
 def script(load_script):
@@ -22,7 +24,8 @@ def test_deaths_are_spread_over_the_steps_and_usage_is_noted_until_the_run_ends(
     monkeypatch.setattr(script, "kill_sandbox", lambda scene, away_s: died.append("sandbox"))
     monkeypatch.setattr(script, "engine_killed", lambda scene: died.append("server"))
     monkeypatch.setattr(script, "EVERY_S", 0.05)
-    scene = SimpleNamespace(run=tmp_path, ended=threading.Event(), processes=lambda: [psutil.Process()])
+    processes = {"processes": lambda: [psutil.Process()]}
+    scene = SimpleNamespace(run=tmp_path, notes=tmp_path / "notes", ended=threading.Event(), **processes)
     usage = tmp_path / "usage.jsonl"
     thread = threading.Thread(target=script.die_again_and_again, args=(scene, 34, usage, counted))
     thread.start()
@@ -89,3 +92,13 @@ def test_the_run_that_is_measured_is_ours(script, monkeypatch, tmp_path):
         script.main(["--out", str(tmp_path / "soak"), "--seed", "3"])
     side, fault, out, _, seed = measure.call_args.args
     assert (side, out, seed) == (script.SIDES["ours"], tmp_path / "soak", 3) and fault.steps == 130
+    measure.side_effect = script.Missed("no process of the run is an engine")
+    with pytest.raises(SystemExit, match="soak.py: no process of the run is an engine"):
+        script.main(["--out", str(tmp_path / "soak")])
+
+
+def test_calls_are_counted_beside_a_rollout_that_raised(script, tmp_path):
+    ran, not_run = {"turn": 0, "attempts": 1}, {"turn": 0}
+    rows = [{"uid": "a", "calls": [ran, not_run, ran]}, {"uid": "b", "calls": None}]
+    store.write(store.path_of(tmp_path, "trajectories", 1), "trajectories", rows)
+    assert script.count_calls(tmp_path) == 2
