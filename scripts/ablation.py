@@ -4,23 +4,25 @@
     .venv/bin/python scripts/ablation.py --max-runs 1    # the next run that is missing
 
 Static batches; continuous batching; agent loops within the server; rollouts beside the learner, with requests broken
-off by an update; and with updates under running requests. A server has room for 32 sequences, a step 128 rollouts, the
-objective is glm5_async in all rows, and each call of a tool is held back for a log-normal time (slow_sandbox.py). Rows
-take turns. The result of a run is a line of --results, and the run is not made again. The machine should do nothing
-else meanwhile.
+off by an update; and with updates under running requests. A server has room for 32 sequences, a step trains 128
+rollouts, the objective is glm5_async in all rows, and each call of a tool is held back for a log-normal time
+(slow_sandbox.py). Rows take turns. The result of a run is a line of --results, and the run is not made again. The
+machine should do nothing else meanwhile.
 
 The window: from the third step's start to the end of the last but two. Rollouts that are under way when a run ends are
 not recorded; two steps later, those of the window are. P are the parameters of the model, tied embeddings once.
 
 - sampled tokens/s: of all turns. Those of a turn are spread evenly over its request; what lies in the window counts.
-- trained tokens/s: sampled tokens of the rollouts that the window's batches took.
-- model utilisation: 2 P FLOPs for each sampled token and 6 P for each trained one, per second, over the peak: fp32
+- trained tokens/s: sampled tokens of the rollouts that the window's batches took, without those that fill a batch.
+- model utilisation: 2 P FLOPs for each sampled token and 6 P for each one of a batch, per second, over the peak: fp32
   products of 2048 x 2048 by torch. Servers and learner share the cores, so there is one peak for both.
 - memory-bandwidth utilisation, of the server alone: bytes per second over the peak, a copy of 256 MiB by torch, read
   and written. A decode step reads P once; each token it samples, the keys and values of the tokens before it. Steps are
   not recorded. A request has one token of a step at the most, so there are about as many as the fastest request of each
-  moment has tokens. The tiny model fits into the cache: the figure says how rows compare, not what memory does.
-- server waits: share of the window in which no request is under way. One that stands still for an update is.
+  moment has tokens; where requests wait for room, 32 tokens are a step. The tiny model fits into the cache: the figure
+  says how rows compare, not what memory does.
+- server waits: share of the window in which no request is under way. One that stands still for an update is. One that
+  an update breaks off is not for a second: so long verl's client waits before it asks again (llm_server.py:345, 0.9.1).
 - learner waits: share of the window in which the trainer waits for rollouts.
 """
 
@@ -43,12 +45,14 @@ from published import Published, empty  # noqa: E402
 
 from verl_ext.fleet.modes import IN_SERVER  # noqa: E402
 from verl_ext.memory.shape import read_shape  # noqa: E402
+from verl_ext.outcome import PromptEnd  # noqa: E402
 from verl_ext.quickstart.source import find_source  # noqa: E402
 from verl_ext.quickstart.supervise import CommandFailed  # noqa: E402
 from verl_ext.records import store  # noqa: E402
 from verl_ext.runs import durable  # noqa: E402
 from verl_ext.runs.lock import lock_folder  # noqa: E402
 
+ROOM = 32  # sequences of a server at once; static_batches.SIZE
 MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 ROWS = {  # name -> what it is, and its overrides
     "static": ("static batches", (f"{MANAGER}=static_batches.StaticBatchManager",)),
@@ -63,11 +67,12 @@ ROWS = {  # name -> what it is, and its overrides
 SHARED = (
     *SLOW,
     "objective=glm5_async",
-    "actor_rollout_ref.rollout.max_num_seqs=32",  # static_batches.SIZE
+    f"actor_rollout_ref.rollout.max_num_seqs={ROOM}",
     "trainer.save_freq=-1",
     "trainer.resume_mode=disable",
 )
 COLD, OPEN = 2, 2  # steps before the window, and after it
+ASKS_AGAIN_S = 1.0  # so long a request that was broken off is nowhere
 BYTES = 4  # of a parameter, a key, a value: fp32
 COLUMNS = {  # of the table -> figure, what it is multiplied by, digits
     "sampled tokens/s": ("sampled_per_s", 1, 0),
@@ -91,7 +96,7 @@ class Request(NamedTuple):
 
     start_s: float
     end_s: float
-    tokens: int
+    tokens: float
     before: float
 
     def share(self, start_s: float, end_s: float) -> float:
@@ -139,6 +144,24 @@ def read_requests(run: Path, prompt_tokens: float) -> list[Request]:
     ]
 
 
+def broken_off(requests: Sequence[Request], updates: Sequence[float]) -> list[Request]:
+    """The parts of requests that updates at these times break off: what is left of one begins ASKS_AGAIN_S later."""
+    parts = []
+    for request in requests:
+        pieces, start_s = [], request.start_s
+        for at in sorted(updates):
+            if start_s < at < request.end_s:
+                pieces.append((start_s, at))
+                start_s = at + ASKS_AGAIN_S
+        if start_s < request.end_s:
+            pieces.append((start_s, request.end_s))
+        per_s, before = request.tokens / sum(end - start for start, end in pieces), request.before
+        for start, end in pieces:
+            parts.append(Request(start, end, per_s * (end - start), before))
+            before += parts[-1].tokens
+    return parts
+
+
 def moments(requests: Sequence[Request], start_s: float, end_s: float) -> Iterator[tuple[float, list[Request]]]:
     """The intervals of the window in which the same requests are under way: seconds, and the requests."""
     inside = [request for request in requests if request.share(start_s, end_s) > 0]
@@ -152,9 +175,11 @@ def moments(requests: Sequence[Request], start_s: float, end_s: float) -> Iterat
         yield end - begin, under_way
 
 
-def figures_of(run: Path, model: Model, steps: int) -> dict[str, float]:
+def figures_of(run: Path, model: Model, steps: int, *, breaks_off: bool = False) -> dict[str, float]:
     """Of the window of a run of so many steps: tokens, FLOPs and bytes per second, and the shares of time.
 
+    Args:
+        breaks_off: whether updates of the weights break off requests.
     Raises:
         ValueError: the records or the metrics lack a step of the window.
     """
@@ -167,21 +192,27 @@ def figures_of(run: Path, model: Model, steps: int) -> dict[str, float]:
     end_s = max(row["end_s"] for row in timeline)
     seconds = end_s - start_s
     waited = sum(row["end_s"] - row["start_s"] for row in timeline if row["step"] in window and row["what"] == "wait")
-    taken = store.rows(run, columns=["trained_step", "model_tokens"])
-    trained = sum(row["model_tokens"] for row in taken if row["trained_step"] in window)
+    rows = store.rows(run, columns=["trained_step", "model_tokens", "outcome"])
+    taken = [row for row in rows if row["trained_step"] in window]
+    in_batches = sum(row["model_tokens"] for row in taken)
+    trained = sum(row["model_tokens"] for row in taken if row["outcome"] == PromptEnd.TRAINED)
     requests = read_requests(run, fmean(metrics[step]["prompt_length/mean"] for step in window))
+    if breaks_off:
+        syncs = store.rows(run, "timeline")
+        requests = broken_off(requests, [row["start_s"] for row in syncs if row["what"] == "weight_sync"])
     shares = [(request, request.share(start_s, end_s)) for request in requests]
     sampled = sum(share * request.tokens for request, share in shares)
     busy_s, decode_steps = 0.0, 0.0
     for length_s, under_way in moments(requests, start_s, end_s):
         if under_way:
             busy_s += length_s
-            decode_steps += length_s * max(each.tokens / (each.end_s - each.start_s) for each in under_way)
+            rates = [each.tokens / (each.end_s - each.start_s) for each in under_way]
+            decode_steps += length_s * max(*rates, sum(rates) / ROOM)
     read = sum(share * each.tokens * (each.before + (each.tokens - 1) / 2) for each, share in shares)
     return {
         "sampled_per_s": sampled / seconds,
         "trained_per_s": trained / seconds,
-        "flops_per_s": model.parameters * (2 * sampled + 6 * trained) / seconds,
+        "flops_per_s": model.parameters * (2 * sampled + 6 * in_batches) / seconds,
         "bytes_per_s": (decode_steps * model.parameters * BYTES + read * model.kv_bytes) / seconds,
         "server_waits": 1 - busy_s / seconds,
         "learner_waits": waited / seconds,
@@ -220,7 +251,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--row", nargs="+", choices=ROWS, default=list(ROWS), help="these rows (default: all)")
     parser.add_argument("--mean-s", type=float, default=0.5, help="mean latency of a call (default: .5 s)")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=12, help=f"at least {COLD + OPEN + 1} (default: 12)")
     parser.add_argument("--max-runs", type=int, help="end after so many runs")
     parser.add_argument("--timeout-s", type=float, default=900, help="end a run that takes longer (default: 900)")
     parser.add_argument("--from", dest="source", type=Path, default=Path("outputs/quickstart"), help="a quickstart")
@@ -228,14 +259,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, help="default: results.jsonl in --out")
     parser.add_argument("overrides", nargs="*", help="Hydra overrides of every run")
     args = parser.parse_args(argv)
+    if args.steps <= COLD + OPEN:
+        parser.error(f"--steps {args.steps} leaves no step in the window: expected at least {COLD + OPEN + 1}.")
     os.environ["ONEDNN_DEFAULT_FPMATH_MODE"] = "STRICT"  # fp32 in the runs as in the peak
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO / "scripts"), os.environ.get("PYTHONPATH")]))
     source, out = args.source.resolve(), args.out.resolve()
     cells = [(row, repeat) for repeat in range(args.repeats) for row in args.row]
     try:
-        settings = settings_of(find_source(source).digests, args.steps, args.overrides) | {"mean_s": args.mean_s}
-        results = Published(args.results or out / "results.jsonl")
-        missing = [cell for cell in cells if not results.has("_".join(map(str, cell)), settings)]
+        digests, results = find_source(source).digests, Published(args.results or out / "results.jsonl")
+        settings = {
+            row: settings_of(digests, args.steps, [*ROWS[row][1], *SHARED, *args.overrides]) | {"mean_s": args.mean_s}
+            for row in args.row
+        }
+        missing = [cell for cell in cells if not results.has("_".join(map(str, cell)), settings[cell[0]])]
         for row, repeat in missing[: args.max_runs]:
             name = f"{row}_{repeat}"
             print(f"== {name}", flush=True)
@@ -245,8 +281,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 empty(run)  # of a run that was broken off
             command = command_of(row, repeat, args.steps, args.overrides)
             launch(command, source, run, args.mean_s, repeat, args.timeout_s)
-            found = figures_of(run, read_model(source / "sft" / "merged"), args.steps) | peak
-            results.add(name, {key: float(f"{value:.5g}") for key, value in found.items()}, settings)
+            model = read_model(source / "sft" / "merged")
+            found = figures_of(run, model, args.steps, breaks_off=row == "abort") | peak
+            results.add(name, {key: float(f"{value:.5g}") for key, value in found.items()}, settings[row])
     except (CommandFailed, TimeoutError, ValueError) as error:
         sys.exit(f"ablation.py: {error}")
     found = {

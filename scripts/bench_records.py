@@ -35,6 +35,7 @@ from verl_ext.runs.metrics import read_metrics  # noqa: E402
 from verl_ext.settings import RecorderSettings  # noqa: E402
 
 WARM_UP = 2
+IDLE_S = 20
 LIMIT = 0.01  # of the CPU time of a step
 TOGETHER = 16  # groups of a message: in the mode `sync` those of a wave, and dynamic sampling makes two for 32
 WORDS = [a + b for a in ("ba", "do", "ki", "lu", "me", "no") for b in ("n", "r", "sing", "ted", "ver", "x")]
@@ -202,6 +203,11 @@ def main() -> None:
         for step in range(1, args.steps + WARM_UP + 1):
             one_step(writer, clock, step, args)
         if args.ray:
+            own = []
+            for pause_s in (0, IDLE_S):
+                time.sleep(pause_s)
+                own.append(ray.get(writer.handle.__ray_call__.remote(lambda _: time.process_time())))
+            print(f"the recorder's process takes {1000 * (own[1] - own[0]) / IDLE_S:.1f} CPU-ms a second, told nothing")
             ray.get(writer.close())
             clock.parts["all, in the recorder"] = list(store.cpu_seconds(run).values())
         written = len(store.files_of(run))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ from omegaconf import OmegaConf
 from verl_ext.records import store
 from verl_ext.runs.lock import lock_folder
 from verl_ext.settings import compose_run
+
+REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +45,7 @@ def run(tmp_path):
     }
     for step, rows in rollouts.items():
         rows = [{"turns": turns, "model_tokens": tokens, "trained_step": step} for turns, tokens in rows]
+        rows = [row | {"outcome": "trained"} for row in rows]
         store.write(store.path_of(tmp_path, "trajectories", step), "trajectories", rows)
     metrics = [{"step": step, "data": {"prompt_length/mean": 20.0}} for step in range(1, 6)]
     (tmp_path / "metrics-1.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in metrics))
@@ -69,6 +73,43 @@ def test_the_figures_are_those_of_the_window(script, run):
             "learner_waits": 6 / 20,
         }
     )
+
+
+def test_what_fills_a_batch_costs_and_is_not_trained(script, run):
+    path = store.path_of(run, "trajectories", 4)
+    store.write(
+        path, "trajectories", [row | {"outcome": "equal"} for row in store.rows(run) if row["trained_step"] == 4]
+    )
+    found = script.figures_of(run, script.Model(parameters=1000, kv_bytes=8), steps=6)
+    assert found["trained_per_s"] == 90 / 20 and found["flops_per_s"] == 1000 * (2 * 43 + 6 * 98) / 20
+
+
+def test_a_request_that_an_update_breaks_off_is_nowhere_until_it_is_asked_again(script, run):
+    """Updates come at 107 and 117 s; the last request, of 115 to 125 s, has 30 tokens in 2 and 7 s: 6 2/3 and 23 1/3.
+
+    sampled       20 + 8 + 6 2/3 + 23 1/3 x 2 / 7 = 41 1/3
+    under way     [100, 106], [115, 117], [118, 120]: 10 s
+    """
+    found = script.figures_of(run, script.Model(parameters=1000, kv_bytes=8), steps=6, breaks_off=True)
+    assert found["sampled_per_s"] * 20 == pytest.approx(20 + 8 + 20 / 3 + 70 / 3 * 2 / 7)
+    assert found["server_waits"] == pytest.approx(10 / 20)
+    whole = [script.Request(0.0, 10.0, 20, 5.0)]
+    assert script.broken_off(whole, [9.5, 4.0, 4.5]) == [  # 8.5 s; at 4.5 s there is nothing to break off
+        script.Request(0.0, 4.0, pytest.approx(20 * 4 / 8.5), 5.0),
+        script.Request(5.0, 9.5, pytest.approx(20 * 4.5 / 8.5), pytest.approx(5 + 20 * 4 / 8.5)),
+    ]
+
+
+def test_where_requests_wait_for_room_a_step_has_as_many_tokens_as_there_is_room(script, run):
+    """A hundred more requests of 10 tokens between 105 and 115 s: 100 tokens a second, 32 of them a step."""
+    turn = {"role": "model", "tokens": 10, "start": 0, "started_s": 105.0, "generate_s": 10.0}
+    more = [{"turns": [turn], "model_tokens": 10, "trained_step": 5, "outcome": "trained"}] * 100
+    before = script.figures_of(run, script.Model(parameters=1000, kv_bytes=0), steps=6)
+    store.write(store.path_of(run, "trajectories", 6), "trajectories", more)
+    found = script.figures_of(run, script.Model(parameters=1000, kv_bytes=0), steps=6)
+    # The second from 105 to 106 s had 2 steps, of the request of 102 s.
+    steps = (found["bytes_per_s"] - before["bytes_per_s"]) * 20 / 4000
+    assert steps == pytest.approx((100 + 2) / 32 - 2 + 9 * 100 / 32)
 
 
 def test_a_run_that_ended_early_has_no_figures(script, run):
@@ -172,18 +213,35 @@ def test_the_table_divides_by_the_highest_peak(script):
     assert lines[-1] == "Peaks: 50 GFLOP/s, 10.0 GB/s."
 
 
+def test_the_page_has_the_table_of_the_published_results(script):
+    lines = (REPO / "docs" / "asynchrony" / "ablation.jsonl").read_text().splitlines()
+    runs = {row["run"]: row for row in map(json.loads, lines)}
+    found = {row: [runs[f"{row}_{number}"] for number in range(3)] for row in script.ROWS}
+    assert script.row_table(found) in (REPO / "docs" / "asynchrony.md").read_text(encoding="utf-8")
+    for row, (_, overrides) in script.ROWS.items():
+        settings = [run["settings"]["overrides"] for run in found[row]]
+        assert settings == [[*overrides, *script.SHARED]] * 3
+
+
 def test_rows_take_turns_and_a_published_run_is_not_made_again(script, tmp_path, monkeypatch, capsys):
     began = []
     monkeypatch.setattr(script, "find_source", lambda folder: SimpleNamespace(digests={"sft": folder.name}))
     monkeypatch.setattr(script, "launch", lambda command, source, out, *rest: began.append((out.name, *rest)))
     monkeypatch.setattr(script, "peaks", lambda: {"peak_flops": 4e10, "peak_bytes": 1e10})
     monkeypatch.setattr(script, "read_model", lambda folder: None)
-    monkeypatch.setattr(script, "figures_of", lambda *_: dict(list(PUBLISHED.items())[:-2]))
+    monkeypatch.setattr(script, "figures_of", lambda *_, breaks_off: dict(list(PUBLISHED.items())[:-2]))
     options = ["--row", "static", "keep", "--repeats", "2", "--out", str(tmp_path)]
     script.main([*options, "--max-runs", "1"])
     assert began == [("static_0", 0.5, 0, 900)] and "| static batches | 1 | 200 |" in capsys.readouterr().out
     script.main(options)
     assert [name for name, *_ in began] == ["static_0", "keep_0", "static_1", "keep_1"]
+    with pytest.raises(SystemExit):
+        script.main([*options, "--steps", "4"])
+    assert "leaves no step in the window: expected at least 5" in capsys.readouterr().err
+    monkeypatch.setattr(script, "SHARED", (*script.SHARED, "objective=grpo"))
+    with pytest.raises(SystemExit, match="static_0 was made with other settings"):
+        script.main(options)
+    monkeypatch.setattr(script, "SHARED", script.SHARED[:-1])
     for others in (["--mean-s", "2"], ["--from", "another"]):
         with pytest.raises(SystemExit, match="static_0 was made with other settings"):
             script.main([*options, *others])
