@@ -29,7 +29,8 @@ _SIGNS = re.compile(r"\bWARNING\b|\bERROR\b|\bis dead\b|takes the place|cannot b
 _USUAL = re.compile(r"had unequal rewards|target_num_threads|\[\w+\.py:\d+\]")
 _RAISED = re.compile(r"(?:\[\w+\]: )?[\w.]*(?:Error|Exception|Timeout)(?:\(\w+\))?: ")
 _TIME = r"(?:\d{4}-)?\d\d-\d\d[ T]\d\d:[\d:,.]+:?"
-_FRONT = re.compile(rf"\x1b\[[\d;]*m|\([\w.]+ pid=[^)]*\)|^\s*(?:WARNING|ERROR|INFO)\b[:\s]*|{_TIME}\s*")
+_BAR = r"^Training Progress:[^\]]*\]"  # which ends without a line end
+_FRONT = re.compile(rf"\x1b\[[\d;]*m|\([\w.]+ pid=[^)]*\)|{_BAR}|^\s*(?:WARNING|ERROR|INFO)\b[:\s]*|{_TIME}\s*")
 _VARIES = re.compile(r"\bb'.*|0x[0-9a-f]+|[0-9a-f]{8}-[0-9a-f-]{27}|'[^']*'|\d+(?:\.\d+)?")
 
 Row = Mapping[str, Any]

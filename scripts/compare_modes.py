@@ -256,18 +256,24 @@ def taken_table(run: Path) -> str:
     """In Markdown: of each few steps the groups that were drawn, and those that were trained on, as means."""
     drawn, trained = read_ledger(run)
     groups = read_groups(run)
-    if not groups:
-        raise ValueError(f"{run} has no records of rollouts in training: see retool.recorder.")
+    if not (groups and trained):
+        what = "trained on no group" if groups else "has no records of rollouts in training: see retool.recorder"
+        raise ValueError(f"{run} {what}.")
     head = ["steps", *(f"{name}: drawn, taken" for name in ("latency (s)", "tokens", "calls", "acc")), "age (steps)"]
     lines = [head, ["---"] * len(head)]
     for first in range(1, max(trained.values()) + 1, WIDTH):
         steps = range(first, first + WIDTH)
         both = [[groups[u] for u, s in which.items() if s in steps and u in groups] for which in (drawn, trained)]
         fields = ("latency_s", "model_tokens", "calls", "acc")
-        cells = [", ".join(f"{fmean(getattr(g, name) for g in side):.2f}" for side in both) for name in fields]
-        age = fmean(step - drawn[uid] for uid, step in trained.items() if step in steps)
-        lines.append([f"{first}-{steps[-1]}", *cells, f"{age:.2f}"])
+        cells = [", ".join(_mean([getattr(g, name) for g in side]) for side in both) for name in fields]
+        age = _mean([step - drawn[uid] for uid, step in trained.items() if step in steps])
+        lines.append([f"{first}-{steps[-1]}", *cells, age])
     return compare_objectives.markdown(lines)
+
+
+def _mean(values: Sequence[float]) -> str:
+    """A dash where a few steps have none: retention has removed their records, or fillers alone were taken."""
+    return f"{fmean(values):.2f}" if values else "-"
 
 
 def mode_table(found: Mapping[Cell, tuple[float, float]], means: Sequence[float]) -> str:

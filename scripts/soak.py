@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import psutil
 
@@ -96,11 +97,11 @@ def _note_usage(scene: Scene, path: Path) -> None:
 
 
 def growth(usages: Sequence[dict], key: str) -> tuple[float, float]:
-    """Least of the second fifth of a run, after its start, and of its last: a server that is replaced holds less for
-    a while, and the two that are there at the same time hold more.
+    """Medians of the second fifth of a run, after its start, and of its last: a server that is replaced holds less for
+    a while, the two that are there at the same time hold more, and at the very end the run shuts down.
     """
     fifth = max(1, len(usages) // 5)
-    return min(each[key] for each in usages[fifth : 2 * fifth]), min(each[key] for each in usages[-fifth:])
+    return median(each[key] for each in usages[fifth : 2 * fifth]), median(each[key] for each in usages[-fifth:])
 
 
 def count_calls(run: Path) -> int:

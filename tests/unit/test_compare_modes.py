@@ -156,6 +156,16 @@ def test_what_was_taken_stands_beside_what_was_drawn(script, run):
     assert row == "| 1-5 | 4.67, 6.25 | 15.67, 20.00 | 1.00, 1.00 | 0.50, 0.50 | 2.50 |"  # latencies 3, 9.5, 1.5
 
 
+def test_steps_that_took_no_group_have_dashes_and_a_run_that_trained_on_none_is_named(script, run):
+    record = {"step": 9, "drawn": {"z": "p"}, "ends": {"z": "trained"}}
+    with open(run / "prompts.jsonl", "a") as ledger:
+        ledger.write(f"{json.dumps(record)}\n")
+    assert script.taken_table(run).splitlines()[3] == "| 6-10 | -, - | -, - | -, - | -, - | 0.00 |"
+    (run / "prompts.jsonl").write_text('{"step": 1, "drawn": {"a": "p"}, "ends": {"a": "equal"}}\n')
+    with pytest.raises(ValueError, match="trained on no group"):
+        script.taken_table(run)
+
+
 def test_the_table_is_shown_of_the_quickstarts_folder_and_what_is_none_is_named(script, run, tmp_path, capsys):
     whole = tmp_path.with_name(f"{tmp_path.name}_whole")
     whole.mkdir()

@@ -177,7 +177,9 @@ class HealthSettings(Option):
         max_replacements: servers that are started in place of dead ones in a run, the starts that fail included.
     """
 
-    every_s: float = key(within="(0, inf)", about="a number of seconds")
+    every_s: float = key(
+        within="(0, 60]", about="a number of seconds"
+    )  # rounds are missed after fleet.transfer.UNWATCHED_S
     suspect_s: float = key(within="(0, inf)", about="a number of seconds")
     dead_s: float = key(within="(0, inf)", about="a number of seconds")
     update_s: float = key(within="(0, inf)", about="a number of seconds")
