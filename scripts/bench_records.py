@@ -123,7 +123,7 @@ def one_step(writer: Recorder | Actor, clock: Clock, step: int, args: argparse.N
             for session, (trajectory, extra) in enumerate(said[uid]):
                 times = {"score": 1.0, "score_s": 0.001, "started_s": 1e9, "ended_s": 1e9 + 2}
                 rows.append(problem | rollout_columns(session, trajectory, extra, **times))
-            groups.append(Group(uid, step, False, pack(rows), 0.0))
+            groups.append(Group(uid, step, False, pack(rows)))
     trained = uids[: len(uids) // 2]
     keys = [(uid, session) for uid in trained for session in range(args.samples)][: round(args.tokens * args.rollouts)]
     columns = token_columns(keys, 2 * args.words + 32, step)
@@ -134,7 +134,7 @@ def one_step(writer: Recorder | Actor, clock: Clock, step: int, args: argparse.N
     ends_at = time.monotonic() + args.step_s
     with clock("telling, in the agent loops" if args.ray else "files, in the recorder"):
         for first in range(0, len(groups), TOGETHER):
-            writer.groups(groups[first : first + TOGETHER])
+            writer.groups(groups[first : first + TOGETHER], 0.0)
             time.sleep(args.step_s / 2 * TOGETHER / len(groups))
         of_step: list[tuple[str, tuple]] = []
         if len(keys):

@@ -22,7 +22,7 @@ from typing import Any
 from verl_ext.outcome import PromptEnd
 from verl_ext.records import store
 from verl_ext.records.fates import why, why_left_out
-from verl_ext.records.schema import CPU_KEY
+from verl_ext.records.schema import CPU_KEY, LOST_KEY
 from verl_ext.records.token_rows import TokenParts, token_table
 from verl_ext.runs import parquet
 from verl_ext.settings import RecorderSettings
@@ -42,7 +42,6 @@ class Group:
     step: int
     validate: bool
     packed: bytes  # their rows
-    cpu_s: float  # that the sender took for it
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ class Recorder:
         with self._guard("restored"):
             rows = store.read(waiting).to_pylist() if waiting.exists() else []
             for uid, own in itertools.groupby(rows, key=lambda row: row["uid"]):
-                self.group(Group(uid, step, False, pack([*own]), 0.0))
+                self.group(Group(uid, step, False, pack([*own])))
         with self._guard("restored"):
             if decided.exists():  # of a run that came to its end
                 store.rewrite(decided, lambda rows: [row for row in rows if row["outcome"] != PromptEnd.OPEN])
@@ -142,12 +141,13 @@ class Recorder:
         rows = (row for group in self._groups.values() if not group.validate for row in pickle.loads(group.packed))
         self._put(step, "waiting", rows)
 
-    def groups(self, groups: Sequence[Group]) -> None:
+    def groups(self, groups: Sequence[Group], cpu_s: float) -> None:
+        """`cpu_s`: that the sender took for them, as in all that follows."""
+        self._cpu_s += cpu_s
         for group in groups:
             self.group(group)
 
     def group(self, group: Group) -> None:
-        self._cpu_s += group.cpu_s
         if group.uid in self._missed:  # counted as lost
             return
         if group.uid in self._groups:  # rolled out once more
@@ -222,18 +222,16 @@ class Recorder:
         else:
             self._written = step
             with self._guard("written"):
-                self._write_tokens(step)
+                for each in [each for each in self._tokens if each <= step]:
+                    self._put(each, "tokens", token_table(each, self._tokens.pop(each), self._texts))
         self._cpu_s += (now := time.process_time())
         cpu_s, self._cpu_s = self._cpu_s, -now
-        self._put(step, "trajectories", self._rows(fates), fates.validate, {CPU_KEY: f"{cpu_s:.6f}"})
+        notes = {CPU_KEY: f"{cpu_s:.6f}", LOST_KEY: str(len(fates.ends.keys() - self._groups.keys()))}
+        self._put(step, "trajectories", self._rows(fates), fates.validate, notes)
         for uid in fates.ends.keys() & self._groups.keys():  # of a file that could not be written
             self._drop(uid)
         with self._guard("cleaned"):
             store.keep(self._run, self._sizes, self._settings)
-
-    def _write_tokens(self, step: int) -> None:
-        for each in [each for each in self._tokens if each <= step]:
-            self._put(each, "tokens", token_table(each, self._tokens.pop(each), self._texts))
 
     def _rows(self, fates: Fates) -> Iterator[dict[str, Any]]:
         """Rows of the groups of a step, which are taken."""
@@ -276,7 +274,7 @@ class Recorder:
             yield
             self._failing.discard(done + kind)
         except (OSError, parquet.Unreadable) as error:
-            self.unwritten += 1
+            self.unwritten += done == "written"
             is_told = bool(self._failing)
             self._failing.add(done + kind)
             if not is_told:
@@ -286,7 +284,7 @@ class Recorder:
                     *(self._run / store.FOLDER, done, error),
                 )
         except Exception:
-            self.unwritten += 1
+            self.unwritten += done == "written"
             logger.exception("recorder: a record could not be %s, by an error of verl_ext; the run goes on.", done)
 
     def _count_lost(self, number: int, reason: str) -> None:

@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_ext.records.schema import CPU_KEY, SCHEMAS, VERSION, VERSION_KEY
+from verl_ext.records.schema import CPU_KEY, LOST_KEY, SCHEMAS, VERSION, VERSION_KEY
 from verl_ext.runs import jsonl, parquet
 from verl_ext.runs.folder import FOLDER, NoRun, RecordFile, files_of, path_of, training_folder
 from verl_ext.settings import RecorderSettings
@@ -53,7 +54,7 @@ def write(path: Path, kind: str, rows: parquet.Rows, notes: parquet.Notes = None
 def rewrite(path: Path, change: Callable[[list[dict[str, Any]]], Iterable[Mapping[str, Any]]]) -> None:
     """Write a file of trajectories with other rows, made of those that it has."""
     table = read(path) if path.exists() else SCHEMAS["trajectories"].empty_table()
-    notes = {name: value for name, value in (table.schema.metadata or {}).items() if name == CPU_KEY}
+    notes = {name: value for name, value in (table.schema.metadata or {}).items() if name in (CPU_KEY, LOST_KEY)}
     write(path, "trajectories", change(table.to_pylist()), notes)
 
 
@@ -107,9 +108,13 @@ def forget_after(run: Path, step: int) -> int:
 
 
 def cpu_seconds(run: Path) -> dict[int, float]:
-    """Step -> seconds of CPU that its records took, of the recorder and of those who told it."""
-    found = {file.step: table.schema.metadata for file, table in tables(run, columns=()) if not file.validate}
-    return {step: float(notes[CPU_KEY]) for step, notes in found.items() if CPU_KEY in notes}
+    """Step -> seconds of CPU that its records took, of the recorder and of those who told it. To write a file counts in
+    the next one, which may be that of a validation.
+    """
+    found: Counter[int] = Counter()
+    for file, table in tables(run, columns=()):
+        found[file.step] += float(table.schema.metadata.get(CPU_KEY, 0))
+    return {step: seconds for step, seconds in found.items() if seconds}
 
 
 def sizes(run: Path) -> dict[int, int]:

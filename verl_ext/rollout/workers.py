@@ -91,6 +91,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
         if self.config.trainer.v1.trainer_mode == "sync" and number_of_slots(self.config) == 1:
             skip_load_balancer(self.llm_client)
         self._recorder = find() if self.config.retool.recorder.enable else None
+        self._sending_s = 0.0  # CPU time of the newest message to it, which the next one tells
         self._send_after_s = SEND_AFTER_S[self.config.trainer.v1.trainer_mode]
         self._under_way: set[_RunningGroup] = set()
         self._unsent: list[tuple[_RunningGroup, dict[str, Any]]] = []
@@ -270,17 +271,17 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
     def _send_all(self) -> None:
         """Rows are made here, one after the other: between other work a row takes more than twice the time."""
         ended, self._unsent = self._unsent, []
-        groups = []
+        began, groups = time.thread_time(), []
         for group, sample in ended:
-            began = time.thread_time()
             with costs_nothing("made"):
                 problem = problem_columns(sample, validate=group.validate)
                 packed = pack([problem | make() for make in group.records])
-                cpu_s = time.thread_time() - began
-                groups.append(Group(sample["uid"], sample["global_steps"], group.validate, packed, cpu_s))
+                groups.append(Group(sample["uid"], sample["global_steps"], group.validate, packed))
         with costs_nothing("sent"):
             if groups:
-                self._recorder.groups.remote(groups)
+                made = time.thread_time()
+                self._recorder.groups.remote(groups, self._sending_s + made - began)
+                self._sending_s = time.thread_time() - made
 
     async def _compute_score(self, outputs: list[AgentLoopOutput], kwargs: dict[str, Any]) -> None:
         """As verl/experimental/agent_loop/agent_loop.py:967 (0.9.1), without the trip to a reward worker.

@@ -69,10 +69,12 @@ class RunRecords:
 
     @costs_nothing("sent")
     def _send(self, method: str, *arguments: Any) -> None:
-        """In one message with all that waits."""
+        """In one message with all that waits; its CPU time counts in the next step."""
+        began = time.thread_time()
         self._untold.append((method, arguments))
         self._recorder.tell.remote(self._untold)
         self._untold = []
+        self._cpu_s += time.thread_time() - began
 
     def resume(self, step: int, ends: Mapping[str, PromptEnd]) -> None:
         """The run goes on from a step. `ends`: of the groups that waited there, as far as they were decided."""

@@ -44,6 +44,7 @@ def note_losses(losses: ModuleType) -> None:
 def _tell(config: Any, log_prob: Tensor, data: Any, records: Tensor, noted: list[tuple[str, Tensor]]) -> None:
     if (actor := _recorder()) is None:
         return
+    global _sending_s
     began = time.thread_time()
     rows = torch.nonzero(records >= 0).flatten().tolist()
     name, codes = noted[0] if noted else _verls(config, log_prob, data)
@@ -55,7 +56,9 @@ def _tell(config: Any, log_prob: Tensor, data: Any, records: Tensor, noted: list
     chosen = records[rows].cpu().numpy()
     columns = {"record": chosen, "lengths": np.array(lengths), "correction": name}
     columns |= {"log_prob": flat(log_prob.float()), "decision": flat(codes)}
-    actor.loss.remote(int(chosen[0]) >> STEP_BITS, columns, time.thread_time() - began)
+    made = time.thread_time()
+    actor.loss.remote(int(chosen[0]) >> STEP_BITS, columns, _sending_s + made - began)
+    _sending_s = time.thread_time() - made
 
 
 def _verls(config: Any, log_prob: Tensor, data: Any) -> tuple[str, Tensor]:
@@ -71,3 +74,4 @@ def _verls(config: Any, log_prob: Tensor, data: Any) -> tuple[str, Tensor]:
 
 
 _recorder = functools.cache(recorder.find)
+_sending_s = 0.0  # CPU time of the newest message, which the next one tells

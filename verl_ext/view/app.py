@@ -5,6 +5,7 @@ own files (Content-Security-Policy), text is escaped by the templates, and a req
 loopback address, as a page of the web could send by DNS rebinding, is refused.
 """
 
+import json
 import re
 import tempfile
 from collections.abc import Sequence
@@ -62,11 +63,12 @@ async def guard(request: Request, answer: RequestResponseEndpoint) -> Response:
 
 
 def overview(request: Request) -> Response:
-    """The run page: curves of all runs, and what is wrong with each."""
+    """The run page: curves of all runs, and what is wrong with each; `seen`: what was there before it was made."""
+    seen = state(request).body.decode()
     shown = [(run.name, run.number, run.metrics()) for run in request.app.state.runs]
     beside = request.query_params.get("published")
     questions = curves.charts([*shown, ("published", None, curves.published())] if beside else shown)
-    return page(request, "runs.html", questions=questions, published=beside, live=True)
+    return page(request, "runs.html", questions=questions, published=beside, seen=seen)
 
 
 def state(request: Request) -> Response:
@@ -120,7 +122,8 @@ def sample_page(request: Request) -> Response:
     run, key, rows = group_of(request)
     row = sample_of(rows, request.query_params.get("session"))
     if request.query_params.get("raw"):
-        return PlainTextResponse(msgspec.json.format(msgspec.json.encode(row), indent=1))  # what is no number is null
+        # What is no number is null, and what turns or hides text is escaped.
+        return PlainTextResponse(json.dumps(msgspec.json.decode(msgspec.json.encode(row)), indent=1))
     sql = f"SELECT {', '.join(tokens.COLUMNS)} FROM records WHERE uid = $uid AND session = $session ORDER BY position"
     told = run.ask(sql, {name: row[name] for name in ("uid", "session")}, "tokens", [key])
     lens = tokens.lens(told, row["turns"] or [])

@@ -6,6 +6,7 @@ Columns: verl_ext/records/schema.py. A file of a step is called by its `key`: it
 
 import functools
 import glob
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from typing import Any
 import duckdb
 
 from verl_ext.records import store
+from verl_ext.records.schema import LOST_KEY
 from verl_ext.runs import parquet
 from verl_ext.runs.folder import NoRun, training_folder
 from verl_ext.runs.metrics import Metrics, read_metrics
@@ -70,6 +72,7 @@ class Run:
         self._named, self._folder = folder, training_folder(folder, "rl", "sft")
         self.name, self.number = name, number
         self._broken: dict[State | None, str | None] = {}  # what is wrong with a file
+        self._lost: dict[Path, int] = {}  # groups that a file notes as lost
         self._metrics: tuple[Any, Metrics, list[str]] = None, Metrics({}, set()), []  # as `metrics` leaves it
 
     @property
@@ -86,10 +89,21 @@ class Run:
         return {path.stem: path for path in paths if self._fault_of(path) is None}
 
     def broken(self) -> list[str]:
-        """What is wrong with each file that cannot be read."""
+        """What is wrong with each file that cannot be read, and what the records lack."""
         faults = [fault for _, fault in self.faults("*")]
         self.metrics()
-        return faults + self._metrics[2]
+        return faults + self._metrics[2] + list(self._gaps())
+
+    def _gaps(self) -> Iterator[str]:
+        files = store.files_of(self.folder)
+        if lost := sum(self._lost.get(file.path, 0) for file in files):
+            yield f"{self.folder} has no record of {lost} groups: the recorder lost them, and the run's log says why."
+        recorded = {file.step for file in files if not file.validate}
+        oldest = min(recorded, default=math.inf)  # retention removes what is older
+        steps = self._metrics[1].curve("timing_s/step")[0][:-2]  # the newest may be on their way
+        if gaps := [step for step in steps if oldest < step and step not in recorded]:
+            what = f"{self.folder} has metrics and no records of {len(gaps)} steps from {gaps[0]} to {gaps[-1]}."
+            yield f"{what} The run's log says why, or the run was started again and takes these steps once more."
 
     def faults(self, kind: str = "trajectories") -> list[tuple[str, str]]:
         """(key, what is wrong) of each file of a kind that cannot be read."""
@@ -101,7 +115,7 @@ class Run:
         state = state_of(path)
         if state is None or state not in self._broken or (columns is None and not self._broken.get(state)):
             try:
-                store.read(path, columns)
+                self._lost[path] = int((store.read(path, columns).schema.metadata or {}).get(LOST_KEY, 0))
                 fault = None
             except FileNotFoundError:
                 return ""
@@ -185,9 +199,10 @@ FILTERS = {
     "outcome": "outcome = $outcome",
     "end": "end_reason = $end",
     "domain": "domain = $domain",
-    # what ended the rollout, or the class of what a program raised; "ok" is no exception
+    # what ended the rollout, or what a program raised, by the last line of a traceback; "ok" is no exception
     "exception": "(contains(exception, $exception) OR"
-    " len(list_filter(calls, lambda c: c.fault IS NOT NULL AND contains(c.status, $exception))) > 0)",
+    " len(list_filter(calls, lambda c: c.fault IS NOT NULL AND (contains(c.status, $exception) OR"
+    " contains(regexp_extract(c.stderr, '([^\n]*)\\s*$', 1), $exception)))) > 0)",
     "text": "(contains(prompt, $text) OR len(list_filter(turns, lambda t: contains(t.text, $text))) > 0"
     " OR len(list_filter(calls, lambda c: contains(c.code, $text) OR contains(c.stdout, $text)"
     " OR contains(c.stderr, $text))) > 0)",  # JSON escapes the code of a call in the turn's text

@@ -66,9 +66,7 @@ def draws(runs: Sequence[Run], problem: str) -> list[dict[str, Any]]:
     """Every group of a problem: run, key, uid, judged, acc, score, calls, tokens, id; by run, then time."""
     sql = (
         "SELECT split_part(key, '_', 2)::BIGINT AS moment, key, uid, count(acc) AS judged, avg(acc) AS acc,"
-        " avg(score) AS score,"
-        " avg(len(calls)) AS calls, avg(response_tokens) AS tokens, min(outcome) AS outcome,"
-        " min(id) AS id"
-        " FROM records WHERE problem = $problem GROUP BY ALL ORDER BY moment, key, uid"
+        " avg(score) AS score, avg(len(calls)) AS calls, avg(response_tokens) AS tokens, min(outcome) AS outcome,"
+        " min(id) AS id FROM records WHERE problem = $problem GROUP BY ALL ORDER BY moment, key, uid"
     )
     return [{"run": run} | row for run in runs for row in run.ask(sql, {"problem": problem})]

@@ -34,8 +34,7 @@ def _of_file(run: Run, key: str, _: State | None) -> dict[str, float]:
     sql = (
         "SELECT acc, response_tokens, tool_use,"
         " list_transform(calls, lambda c: {'turn': c.turn, 'code': c.code, 'status': c.status, 'fault': c.fault})"
-        " AS calls"
-        f" FROM records WHERE acc IS NOT NULL ORDER BY hash(uid, session) LIMIT {SAMPLE}"
+        f" AS calls FROM records WHERE acc IS NOT NULL ORDER BY hash(uid, session) LIMIT {SAMPLE}"
     )
     if not (rows := run.ask(sql, keys=[key])):
         raise LookupError(key)

@@ -43,10 +43,10 @@ def highlight(code: Any, most: int = MAX_SHOWN) -> Markup:
 
 
 def number(value: Any) -> str:
-    """A number to four digits; a dash where there is none."""
-    if value is None:
-        return "–"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """A number to four digits, or to all before the point; a dash where there is none."""
+    if isinstance(value, float):
+        return f"{value:.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+    return "–" if value is None else str(value)
 
 
 def cell(value: Any) -> Any:

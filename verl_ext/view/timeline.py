@@ -35,9 +35,8 @@ def intervals(run: Run, key: str) -> list[Interval]:
     those of validations, and those that a later step decided, up to LATER steps on."""
     none = {"lane": "trainer", "uid": None, "session": None, "own": True}
     of_trainer = [none | row for row in run.ask(f"SELECT * FROM records WHERE {_KNOWN}", kind="timeline", keys=[key])]
-    start, end = (
-        choose((row[name] for row in of_trainer), default=0.0) for choose, name in ((min, "start_s"), (max, "end_s"))
-    )
+    start = min((row["start_s"] for row in of_trainer), default=0.0)
+    end = max((row["end_s"] for row in of_trainer), default=0.0)
     keys, step = [key], step_of(key)
     if of_trainer:
         keys = [each for each in run.files() if step - each.startswith("val") <= step_of(each) <= step + LATER]

@@ -13,6 +13,7 @@ from tests.unit.records.test_token_rows import batch, loss
 from verl_ext.outcome import PromptEnd
 from verl_ext.records import recorder, store
 from verl_ext.records.recorder import Fates, Group, Recorder, pack
+from verl_ext.records.schema import LOST_KEY
 from verl_ext.records.token_rows import KEPT
 from verl_ext.settings import RecorderSettings
 
@@ -27,7 +28,7 @@ def group(uid, ends=("answer", "answer"), accs=(1.0, 0.0), step=1, validate=Fals
         {"uid": uid, "session": i, "step": step, "validate": validate, "end_reason": end, "acc": acc}
         for i, (end, acc) in enumerate(zip(ends, accs, strict=True))
     ]
-    return Group(uid, step, validate, pack(rows), 0.0)
+    return Group(uid, step, validate, pack(rows))
 
 
 def outcomes(run, step):
@@ -186,7 +187,7 @@ def test_a_full_disk_is_told_also_after_an_error_of_ours(tmp_path, monkeypatch, 
 
 def test_a_record_that_does_not_fit_its_columns_is_logged_and_the_next_step_is_written(tmp_path, caplog):
     writer = Recorder(tmp_path, SETTINGS)
-    writer.group(Group("bad", 1, False, pack([{"uid": 3, "session": "x", "end_reason": "answer"}]), 0.0))
+    writer.group(Group("bad", 1, False, pack([{"uid": 3, "session": "x", "end_reason": "answer"}])))
     writer.end_step(Fates(1, {"bad": TRAINED}, {}), 0.0)
     assert "by an error of verl_ext" in caplog.text
     writer.group(group("a"))
@@ -254,8 +255,11 @@ def test_groups_that_never_come_are_counted(tmp_path, caplog):
     writer = Recorder(tmp_path, SETTINGS)
     writer.end_step(Fates(2, {"never": TRAINED}, {}), 0.0)
     assert writer.lost == 0, "it may come yet"
+    writer.group(group("open"))
     writer.close()
     assert writer.lost == 1 and "had not come when step 2 was written" in caplog.text
+    ((_, table),) = store.tables(tmp_path)
+    assert table.schema.metadata[LOST_KEY] == b"1" and len(table), "also when the file is written once more"
 
 
 def test_groups_that_waited_at_a_checkpoint_are_recorded_by_the_run_that_goes_on_from_it(tmp_path, caplog):
@@ -384,10 +388,13 @@ def test_a_run_that_begins_anew_says_how_many_files_of_an_earlier_one_it_removes
 
 def test_files_say_the_cpu_seconds_of_recorder_and_senders(tmp_path):
     writer = Recorder(tmp_path, SETTINGS)
-    told = group("a")
-    writer.group(Group(told.uid, told.step, False, told.packed, cpu_s=5.0))
+    writer.groups([group("a")], 5.0)
     writer.end_step(Fates(1, {"a": TRAINED}, {}), 2.0)
-    assert 7.0 < store.cpu_seconds(tmp_path)[1] < 9.0
+    writer.groups([group("b"), group("c", validate=True)], 3.0)
+    writer.end_step(Fates(1, {}, {}, validate=True), 0.0)
+    writer.end_step(Fates(2, {"b": TRAINED}, {}), 0.0)
+    found = store.cpu_seconds(tmp_path)
+    assert 10.0 < found[1] < 12.0 and found[2] < 1.0, "a validation after a step counts with it"
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -73,6 +73,7 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
         worker.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "retool": retool or {}})
         worker._stored_columns, worker._score_rollout = ["uid", "reward_model"], score
         worker._recorder, worker._under_way, worker._unsent, worker._send_after_s = recorder, set(), [], 5.0
+        worker._sending_s = 0.0
         worker.reward_loop_worker_handles = None
         worker._shared_loops = {"retool_code": Loop(samples)}
         prompt = {"agent_name": "retool_code", "global_steps": 7, "reward_model": {"a": 1}} | prompt

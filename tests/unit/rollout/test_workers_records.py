@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,23 @@ import pytest
 
 from tests.unit.rollout.rollouts import samples_of
 
+SENDING_S = 0.02
+
 
 class Recorder:
-    """A handle of the actor: what it is sent."""
+    """A handle of the actor: what it is sent, and the CPU seconds that came with it."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
-        self.groups = SimpleNamespace(remote=self.sent.append)
+        self.cpu_s: list[float] = []
+        self.groups = SimpleNamespace(remote=self._take)
+
+    def _take(self, groups: Any, cpu_s: float) -> None:
+        began = time.thread_time()
+        while time.thread_time() - began < SENDING_S:  # as pickling does
+            pass
+        self.sent.append(groups)
+        self.cpu_s.append(cpu_s)
 
     def rows(self) -> list[dict]:
         ((group,),) = self.sent
@@ -30,7 +41,7 @@ def test_a_group_goes_to_the_recorder_in_one_message_and_not_into_the_storage(ro
     assert texts == [("p", 1, 7, "x"), ("p", 0, 7, "xx")]
     assert [row["score"] for row in recorder.rows()] == [1.0, 2.0]
     ((group,),) = recorder.sent
-    assert (group.uid, group.step, group.validate) == ("p", 7, False) and group.cpu_s > 0
+    assert (group.uid, group.step, group.validate) == ("p", 7, False) and 0 < recorder.cpu_s[0]
     assert all("trajectory" not in extra for extra in fields.get("extra_fields").tolist())
 
 
@@ -38,7 +49,7 @@ async def test_groups_that_end_one_after_the_other_are_one_message_and_the_last_
     from verl_ext.rollout.workers import LeanAgentLoopWorker
 
     worker, recorder = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker), Recorder()
-    worker._recorder, worker._unsent, worker._send_after_s = recorder, [], 0.05
+    worker._recorder, worker._unsent, worker._send_after_s, worker._sending_s = recorder, [], 0.05, 0.0
 
     def end(uid: str, others: int) -> None:
         worker._under_way = [SimpleNamespace(validate=True)] + others * [SimpleNamespace(validate=False)]
@@ -52,6 +63,7 @@ async def test_groups_that_end_one_after_the_other_are_one_message_and_the_last_
     end("d", 0)
     await asyncio.sleep(0.2)  # the timer finds nothing left
     assert [[group.uid for group in groups] for groups in recorder.sent] == [["a", "b"], ["c", "d"]]
+    assert recorder.cpu_s[0] < SENDING_S < recorder.cpu_s[1], "to send a message counts in the next one"
 
 
 def test_groups_that_end_together_are_sent_before_they_are_stored_when_no_other_runs(roll_out_prompt) -> None:
@@ -91,7 +103,7 @@ def test_a_column_that_no_record_can_hold_fails_no_rollout(roll_out_prompt, capl
 
 
 def test_a_recorder_that_cannot_be_told_fails_no_rollout(roll_out_prompt, caplog) -> None:
-    def remote(groups: Any) -> None:
+    def remote(groups: Any, cpu_s: float) -> None:
         raise RuntimeError("the actor is gone")
 
     recorder = SimpleNamespace(groups=SimpleNamespace(remote=remote))

@@ -63,7 +63,7 @@ class RecordedRun(Run):
             group = self.queue.groups[uid]
             ends = ["raised"] if group is RAISED else [str(rollout_end(each["reward_extra_info"])) for each in group]
             rows = [{"uid": uid, "session": i, "step": self.step, "end_reason": end} for i, end in enumerate(ends)]
-            self.recorder.group(Group(uid, self.step, False, pack(rows), 0.0))
+            self.recorder.group(Group(uid, self.step, False, pack(rows)))
             self.sent.add(uid)
 
     def save(self):

@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 
 from tests.unit.view.synthetic import write_run, write_step
 from verl_ext.records import store
+from verl_ext.records.schema import LOST_KEY
 from verl_ext.view import data
 from verl_ext.view.data import Run
 
@@ -31,7 +32,7 @@ def has(text: str):
         ({"outcome": "equal"}, lambda row: row["outcome"] == "equal"),
         ({"end": "sandbox_failure"}, lambda row: row["end_reason"] == "sandbox_failure"),
         ({"exception": "no sandbox"}, lambda row: "no sandbox" in (row["exception"] or "")),
-        ({"exception": "NameError"}, lambda row: any(call["status"] == "NameError" for call in row["calls"])),
+        ({"exception": "NameError"}, lambda row: any(c["fault"] and "NameError" in c["stderr"] for c in row["calls"])),
         ({"exception": "ok"}, lambda row: False),  # the status of a call that raised nothing
         ({"domain": "sums", "outcome": "trained"}, lambda row: (row["domain"], row["outcome"]) == ("sums", "trained")),
         ({"text": "NameError"}, has("NameError")),
@@ -55,6 +56,41 @@ def test_code_is_found_though_json_escapes_it_in_the_text(client: TestClient, ru
     turn, call = {"role": "model", "text": json.dumps(code)}, {"turn": 0, "code": code}
     store.write(path, "trajectories", [first | {"turns": [turn], "calls": [call]}, *rows])
     assert "1 of 20 rollouts" in client.get("/run/0/step_000002", params={"text": code}).text
+
+
+def test_what_a_program_raised_is_found_by_the_last_line_of_its_traceback(client: TestClient, run_folder: Path) -> None:
+    path = store.path_of(run_folder, "trajectories", 2)
+    first, *rows = store.read(path).to_pylist()
+    traceback = "Traceback (most recent call last):\n  File DomainError\nnumpy.linalg.LinAlgError: Singular matrix\n"
+    call = {"turn": 0, "status": "other", "fault": "model", "stderr": traceback}
+    store.write(path, "trajectories", [first | {"calls": [call]}, *rows])
+    for word, hits in (("LinAlgError", 1), ("DomainError", 0), ("other", 1)):
+        assert f"{hits} of 20 rollouts" in client.get("/run/0/step_000002", params={"exception": word}).text
+
+
+def test_what_the_records_lack_is_told(client: TestClient, run_folder: Path) -> None:
+    assert "has no record" not in client.get("/").text
+    for step, lost in ((1, "0"), (2, "3"), (3, "1")):
+        path = store.path_of(run_folder, "trajectories", step)
+        store.write(path, "trajectories", store.read(path), {LOST_KEY: lost})
+    for page in ("/", "/run/0/step_000001"):
+        assert f"{run_folder} has no record of 4 groups" in client.get(page).text
+    store.path_of(run_folder, "trajectories", 3).unlink()
+    assert "has no record of 3 groups" in client.get("/").text
+
+
+def test_steps_without_records_are_named(client: TestClient, run_folder: Path) -> None:
+    """Steps 1 to 10, of which 1 and 2 were removed by retention, 3, 4, 6 are recorded; 9 and 10 may be on their way."""
+    for step in (5, 6):
+        write_step(run_folder, step)
+    for step in (1, 2, 5):
+        store.path_of(run_folder, "trajectories", step).unlink()
+    lines = [json.dumps({"step": step, "data": {"timing_s/step": 1.0}}) for step in range(1, 11)]
+    (run_folder / "metrics-1790000001.jsonl").write_text("\n".join(lines) + "\n")
+    assert f"{run_folder} has metrics and no records of 3 steps from 5 to 8." in client.get("/").text
+    for step in (5, 7, 8):
+        write_step(run_folder, step)
+    assert "no records" not in client.get("/").text
 
 
 def truncate(path: Path) -> None:

@@ -1,5 +1,6 @@
 """Hostile text stays inert: on every page that shows what a model or its program wrote."""
 
+import json
 import re
 from pathlib import Path
 
@@ -64,6 +65,19 @@ def test_hostile_text_is_escaped_and_pages_stay_small(viewer, hostile: Path, pag
     shown = re.sub(r' value="[^"]*"', "", shown)  # what a form sends is as it was written
     assert not re.search("[\x00-\x08\x0b-\x1f\u202a-\u202e\u2066-\u2069\u200b]", shown)
     assert len(answer.text) < 2_000_000
+
+
+def test_all_of_a_response_as_json_escapes_what_turns_or_hides_text(viewer, hostile: Path) -> None:
+    answer = viewer(hostile).get("/run/0/step_000002/sample?uid=s2-p1&session=1&raw=1")
+    assert answer.headers["content-type"].startswith("text/plain") and answer.text.isascii()
+    turns = json.loads(answer.text)["turns"]
+    assert any("\u202e" in turn["text"] for turn in turns), "all of it is there"
+
+
+def test_numbers_have_four_digits_or_all_before_the_point() -> None:
+    assert [*map(text.number, (None, 7, 0.123456, 12345.6, -1e6, 1e20))] == [
+        *("–", "7", "0.1235", "12346", "-1000000", "1e+20")
+    ]
 
 
 def test_what_cannot_be_seen_is_named() -> None:

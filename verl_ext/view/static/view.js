@@ -3,14 +3,15 @@
 // What a link, a chart or a part that opens is called, within its run; the same on a page that is read again.
 const nameOf = (e) => [e.closest("section")?.ariaLabel, e.className, e.getAttribute("href") ?? e.closest("figure, details")?.firstElementChild.textContent].join();
 if (document.body.dataset.live) {
-  let seen = null;
+  let seen = document.body.dataset.seen;  // the state that the page was made of, or an older one
   const look = async () => {
     try {
-      const now = await (await fetch(document.body.dataset.live)).text();
-      if (seen !== null && now !== seen) {
-        const fresh = new DOMParser().parseFromString(await (await fetch(location.href)).text(), "text/html");
-        const main = fresh.querySelector("main");
-        if (!main) return;  // an error of the viewer: the next look tries again
+      const state = await fetch(document.body.dataset.live), now = await state.text();
+      if (!state.ok) return;  // an error of the viewer: the next look tries again
+      if (now !== seen) {
+        const page = await fetch(location.href);
+        if (!page.ok) return;
+        const main = new DOMParser().parseFromString(await page.text(), "text/html").querySelector("main");
         const old = document.querySelector("main"), all = (page, what) => [...page.querySelectorAll(what)];
         const twin = (e) => e && all(main, e.tagName).find((each) => nameOf(each) === nameOf(e));
         for (const box of all(old, ".chart")) {
