@@ -154,7 +154,7 @@ def lost_and_doubled(rows: Sequence[Rollout], sizes: Sizes) -> tuple[list[str], 
     trained, n = Counter(question_of(row) for row in rows), sizes.samples
     place = {question: number for number, question in enumerate(sizes.order)}
     last = max(place[question] for question in trained)
-    gone = [each for each in sizes.order[: last + 1 - sizes.slack] if not trained[each]]
+    gone = [each for each in sizes.order[: max(0, last + 1 - sizes.slack)] if not trained[each]]
     lost = [f"{each!r} was drawn, and did not train" for each in gone]
     lost += [f"{each!r} trained with {count} rollouts of {n}" for each, count in trained.items() if count < n]
     return lost, [f"{each!r} trained with {count} rollouts, not {n}" for each, count in trained.items() if count > n]

@@ -169,8 +169,8 @@ def test_the_user_is_told_what_the_log_did_not_say_before(measure):
             "Error executing job with overrides: ['trainer.device=cpu']",
             "ray.exceptions.RayTaskError(RuntimeError): ray::TaskRunnerV1.run() (pid=1, ip=192.0.2.2)",
             "RuntimeError: 9 of 9 groups failed. Start the sandbox.",
-            "\x1b[36m(Fleet pid=3)\x1b[0m Training Progress:  21%|██   | 5/24 [00:18<01:00,  3.16s/it]INFO:server a takes "
-            "the place of b",
+            "\x1b[36m(Fleet pid=3)\x1b[0m Training Progress:  21%|██   | 5/24 [00:18<01:00,  3.16s/it]INFO:server a "
+            "takes the place of b",
         ]
     )
     assert measure.told(before, before + after) == [

@@ -83,6 +83,7 @@ def test_prompts_that_are_lost_or_doubled_are_found_by_the_order_in_which_they_a
     assert stock.lost_and_doubled(rows[:4], stock.Sizes("", "acb", 2, 99, 9, slack=2)) == ([], []), (
         "what may be under way is not lost"
     )
+    assert stock.lost_and_doubled(rows[:4], stock.Sizes("", "acbdef", 2, 99, 9, slack=4)) == ([], []), "all may be"
 
 
 def test_the_order_of_an_epoch_is_drawn_by_the_seed(stock, tmp_path):

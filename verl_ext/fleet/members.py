@@ -138,7 +138,8 @@ class Members:
         """Every server: its number, address, state, requests (of each rank as well), and the step of its weights."""
         status = ray.get(self._servers.global_load_balancer.get_status.remote(), timeout=ROUTER_S)
         slots = status.get("slots", status["servers"]) if self._router_knows_load else {}
-        rows, coming, waiting = [], dict(self._coming), [*(self._newcomers or ())]
+        rows, coming = [], dict(self._coming)
+        waiting = [each for each in self._newcomers or () if each.replica_rank not in coming]
         there = [each for each in self._checkpoints.replicas if each.replica_rank not in coming and each not in waiting]
         for state, replicas in (("serves", there), ("leaves", [*self._leaving.values()]), (WAITS, waiting)):
             for each in replicas:

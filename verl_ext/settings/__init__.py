@@ -177,9 +177,7 @@ class HealthSettings(Option):
         max_replacements: servers that are started in place of dead ones in a run, the starts that fail included.
     """
 
-    every_s: float = key(
-        within="(0, 60]", about="a number of seconds"
-    )  # rounds are missed after fleet.transfer.UNWATCHED_S
+    every_s: float = key(within="(0, 60]", about="a number of seconds")  # of 120 s without a round: fleet/transfer.py
     suspect_s: float = key(within="(0, inf)", about="a number of seconds")
     dead_s: float = key(within="(0, inf)", about="a number of seconds")
     update_s: float = key(within="(0, inf)", about="a number of seconds")
