@@ -157,6 +157,8 @@ def share_of(run: Path) -> str:
     """
     cpu_s, metrics = store.cpu_seconds(run), read_metrics([*run.glob("metrics*.jsonl")])
     step_s = {step: seconds for step, seconds in zip(*metrics.curve("timing_s/step"), strict=True) if step in cpu_s}
+    for step in step_s:  # whose records are those of the validation after it, too
+        step_s[step] += metrics.steps[step].get("timing_s/testing", 0.0)
     if not step_s:
         sys.exit(f"{run} has no records of a step with timing_s/step. Name the folder of an RL run.")
     cores = os.cpu_count() or 1

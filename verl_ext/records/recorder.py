@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
 NAME = "retool_recorder"
+REST_S = 1.0  # after a step without taking a message: a process of Ray that waits for one wakes 100 times a second
 _MAX_OPEN_BYTES = 2 * 2**30  # of groups whose fate is open; beyond it the oldest are forgotten
 
 
@@ -87,10 +88,11 @@ class Recorder:
 
     Args:
         run: the run's folder.
+        rest_s: see REST_S.
     """
 
-    def __init__(self, run: Path, settings: RecorderSettings):
-        self._run, self._settings = run, settings
+    def __init__(self, run: Path, settings: RecorderSettings, rest_s: float = 0.0):
+        self._run, self._settings, self._rest_s = run, settings, rest_s
         self._groups: OrderedDict[str, Group] = OrderedDict()
         self._bytes = 0
         self._ended: list[Fates] = []  # steps that are not written
@@ -181,6 +183,8 @@ class Recorder:
     def times(self, step: int, intervals: Sequence[Mapping[str, Any]]) -> None:
         """The trainer's intervals of a step, which is over with its checkpoint and validation."""
         self._put(step, "timeline", ({"step": step, **each} for each in intervals))
+        left_s = max((each["end_s"] or 0.0 for each in intervals), default=0.0) + self._rest_s - time.time()
+        time.sleep(min(max(0.0, left_s), self._rest_s))
 
     def end_step(self, fates: Fates, cpu_s: float) -> None:
         """A step or a validation is over."""
@@ -194,9 +198,8 @@ class Recorder:
         ends = {uid: PromptEnd.OPEN for uid, group in self._groups.items() if not group.validate}
         if ends and self._written >= 0:
             path = store.path_of(self._run, "trajectories", self._written)
-            still_open = self._rows(Fates(self._written, ends, {}))
             with self._guard("written"):
-                store.rewrite(path, lambda rows: [*rows, *still_open])
+                store.rewrite(path, lambda rows: [*rows, *self._rows(Fates(self._written, ends, {}))])
         if self.lost or self.unwritten:
             logger.warning("recorder: %d groups were lost, %d files not written.", self.lost, self.unwritten)
 
@@ -215,7 +218,7 @@ class Recorder:
             self._write(fates)
 
     def _write(self, fates: Fates) -> None:
-        step = fates.step
+        step, lost = fates.step, len(fates.ends.keys() - self._groups.keys())
         if fates.validate:  # also problems of which nothing is stored, as all their rollouts raised
             of_it = [uid for uid, group in self._groups.items() if group.validate and group.step <= step]
             fates = Fates(step, dict.fromkeys(of_it), {}, validate=True)
@@ -226,7 +229,7 @@ class Recorder:
                     self._put(each, "tokens", token_table(each, self._tokens.pop(each), self._texts))
         self._cpu_s += (now := time.process_time())
         cpu_s, self._cpu_s = self._cpu_s, -now
-        notes = {CPU_KEY: f"{cpu_s:.6f}", LOST_KEY: str(len(fates.ends.keys() - self._groups.keys()))}
+        notes = {CPU_KEY: f"{cpu_s:.6f}", LOST_KEY: str(lost)}
         self._put(step, "trajectories", self._rows(fates), fates.validate, notes)
         for uid in fates.ends.keys() & self._groups.keys():  # of a file that could not be written
             self._drop(uid)
@@ -312,7 +315,7 @@ def start(run: Path, settings: RecorderSettings) -> Any:
         enable_task_events=False,  # a tenth of a message
         runtime_env={"env_vars": {"RAY_event_stats": "0"}},  # a tenth of this process's CPU time
     )
-    return actor.remote(run, settings)
+    return actor.remote(run, settings, REST_S)
 
 
 def find() -> Any:

@@ -12,11 +12,6 @@ from verl_ext.view.app import HOST, create_app
 from verl_ext.view.data import Run
 
 
-def listen(port: int) -> socket.socket:
-    """A socket of the loopback address that takes connections from now on; port 0 takes a free one."""
-    return socket.create_server((HOST, port))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m verl_ext.view", description="Look at runs in the browser.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of the quickstart")
@@ -25,7 +20,7 @@ def main() -> None:
     try:
         names = short_names(args.runs)
         runs = [Run(path, name, i) for i, (path, name) in enumerate(zip(args.runs, names, strict=True))]
-        listener = listen(args.port)
+        listener = socket.create_server((HOST, args.port))  # takes connections from now on
     except (NoRun, ValueError) as error:
         sys.exit(str(error))
     except (OSError, OverflowError) as error:

@@ -4,6 +4,7 @@ import itertools
 import logging
 import pickle
 import random
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -262,6 +263,15 @@ def test_groups_that_never_come_are_counted(tmp_path, caplog):
     assert table.schema.metadata[LOST_KEY] == b"1" and len(table), "also when the file is written once more"
 
 
+def test_a_group_of_a_validation_that_never_comes_is_noted(tmp_path):
+    writer = Recorder(tmp_path, SETTINGS)
+    writer.group(group("here", validate=True))
+    writer.end_step(Fates(1, dict.fromkeys(("here", "never")), {}, validate=True), 0.0)
+    writer.close()
+    ((file, table),) = store.tables(tmp_path)
+    assert file.validate and len(table) == 2 and table.schema.metadata[LOST_KEY] == b"1"
+
+
 def test_groups_that_waited_at_a_checkpoint_are_recorded_by_the_run_that_goes_on_from_it(tmp_path, caplog):
     """Step 2 ends with a checkpoint and three groups in the queue; the run is killed in step 3, which has told one."""
     killed = Recorder(tmp_path, SETTINGS)
@@ -395,6 +405,32 @@ def test_files_say_the_cpu_seconds_of_recorder_and_senders(tmp_path):
     writer.end_step(Fates(2, {"b": TRAINED}, {}), 0.0)
     found = store.cpu_seconds(tmp_path)
     assert 10.0 < found[1] < 12.0 and found[2] < 1.0, "a validation after a step counts with it"
+
+
+def test_it_rests_after_a_step_and_after_nothing_else(tmp_path, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(recorder.time, "sleep", pauses.append)
+    writer = Recorder(tmp_path, SETTINGS, rest_s=2.5)
+    writer.groups([group("a")], 0.0)
+    writer.tell([("tokens", (1, batch(), {})), ("end_step", (Fates(1, {"a": TRAINED}, {}), 0.0)), ("save", (1,))])
+    assert pauses == []
+    now = time.time()
+    for ended in (now, now - 100, now + 100):  # one that is behind catches up; a clock may be set
+        writer.tell([("times", (1, [{"what": "update", "start_s": 3.0, "end_s": ended}]))])
+    writer.tell([("times", (2, []))])
+    assert pauses == [pytest.approx(2.5, abs=0.5), 0.0, 2.5, 0.0]
+    assert {each.step for each in store.files_of(tmp_path, "timeline")} == {1, 2}
+
+
+def test_the_actor_rests(monkeypatch, tmp_path):
+    import ray
+
+    made = []
+    chosen = SimpleNamespace(remote=lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(ray, "remote", lambda kind: SimpleNamespace(options=lambda **_: chosen))
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "0" * 56))
+    recorder.start(tmp_path, SETTINGS)
+    assert made == [(tmp_path, SETTINGS, recorder.REST_S)] and recorder.REST_S > 0
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -27,7 +27,12 @@ class Handle:
         self.messages = 0
         self.tell = SimpleNamespace(remote=self._tell)
 
+        self.sending_s = 0.0  # CPU time of a message, as pickling takes it
+
     def _tell(self, calls):
+        began = time.thread_time()
+        while time.thread_time() - began < self.sending_s:
+            pass
         self.messages += 1
         self.told += [(name, *arguments) for name, arguments in calls]
 
@@ -204,6 +209,16 @@ def test_a_bug_in_the_records_fails_no_step_and_is_told_once(make, caplog):
     assert caplog.text.count("could not be made of a batch, by an error of verl_ext") == 1
     assert caplog.text.count("could not be made of a step, by an error of verl_ext") == 1
     assert handle.of("tokens") == [] and "no such token" in caplog.text
+
+
+def test_sending_counts_in_the_next_step(make):
+    records, handle, _, _ = make(0.0)
+    records.end_step(1, {}, ())
+    handle.sending_s = 0.05
+    records.end_round(1)
+    records.end_step(2, {}, ())
+    (_, before), (_, after) = handle.of("end_step")
+    assert before < 0.05 <= after
 
 
 def test_a_response_has_its_advantage_where_all_its_tokens_that_train_have_one(make):

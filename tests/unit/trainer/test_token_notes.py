@@ -1,5 +1,6 @@
 """What the actor's processes tell the recorder of the loss."""
 
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,11 +9,19 @@ import torch
 
 from verl_ext.records.token_rows import CLIPPED_HIGH, CLIPPED_LOW, DROPPED, KEPT, MASKED, NOT_FINITE, UNKNOWN
 
+SENDING_S = 0.05
+
 
 class Recorder:
     def __init__(self):
         self.told = []
-        self.loss = SimpleNamespace(remote=lambda *arguments: self.told.append(arguments))
+        self.loss = SimpleNamespace(remote=self._loss)
+
+    def _loss(self, *arguments):
+        began = time.thread_time()
+        while time.thread_time() - began < SENDING_S:  # as pickling does
+            pass
+        self.told.append(arguments)
 
 
 def nested(*rows):
@@ -68,6 +77,16 @@ def _with_settings(data):
     return data
 
 
+def test_sending_counts_in_the_next_message(ask, monkeypatch):
+    from verl_ext.trainer import token_notes
+
+    monkeypatch.setattr(token_notes, "_sending_s", 0.0)
+    for _ in range(2):
+        told, _ = ask([[-1.0, 0.0, -1.0]] * 2, [4, -1])
+    (_, _, before), (_, _, after) = told
+    assert after - before > SENDING_S / 2 and after >= SENDING_S
+
+
 UP, DOWN = float(np.log(1.5)), float(np.log(0.5))  # ratios beyond the clip
 LOG_PROB = [[-1.0, 5.0, -1.0 + UP], [-1.0 + DOWN, -0.99, 0.0]]  # the last one is padding
 
@@ -75,8 +94,8 @@ LOG_PROB = [[-1.0, 5.0, -1.0 + UP], [-1.0 + DOWN, -0.99, 0.0]]  # the last one i
 def test_verls_own_loss_tells_log_probs_and_clips_of_the_recorded_response_alone(ask):
     step = 17
     told, gradient = ask(LOG_PROB, [(step << 32) + 4, -1])
-    ((at, columns, cpu_s),) = told
-    assert at == step and columns["record"].tolist() == [(step << 32) + 4] and cpu_s >= 0
+    ((at, columns, _),) = told
+    assert at == step and columns["record"].tolist() == [(step << 32) + 4]
     assert columns["log_prob"].tolist() == pytest.approx(LOG_PROB[0])
     assert columns["decision"].tolist() == [KEPT, MASKED, CLIPPED_HIGH]
     kept = gradient[0] != 0

@@ -1,5 +1,6 @@
 """The viewer over a real socket, as its command serves it."""
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,15 +8,14 @@ from pathlib import Path
 
 import uvicorn
 
-from verl_ext.view.__main__ import listen
-from verl_ext.view.app import create_app
+from verl_ext.view.app import HOST, create_app
 from verl_ext.view.data import Run
 
 
 @contextmanager
 def served(*folders: Path) -> Iterator[str]:
     """The viewer's address for the runs in some folders."""
-    listener = listen(0)
+    listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
     runs = [Run(folder, folder.name, number) for number, folder in enumerate(folders)]
     server = uvicorn.Server(uvicorn.Config(create_app(runs, port), log_level="error"))

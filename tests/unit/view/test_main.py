@@ -1,5 +1,6 @@
 """The command: what it refuses, and that it listens on the loopback address alone."""
 
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.view.__main__ import listen, main
+from verl_ext.view.__main__ import main
+from verl_ext.view.app import HOST
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> str:
@@ -23,7 +25,7 @@ def test_what_is_no_run_is_refused_by_name(monkeypatch, tmp_path: Path, run_fold
 
 
 def test_a_port_that_is_taken_is_refused_with_what_to_do(monkeypatch, run_folder: Path) -> None:
-    with listen(0) as taken:
+    with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         assert taken.getsockname()[0] == "127.0.0.1"
         assert f"Port {port} of 127.0.0.1 cannot be had" in refusal(monkeypatch, run_folder, "--port", port)
