@@ -32,6 +32,7 @@ class Sizes(NamedTuple):
         tokens: of a response, at the most.
         turns: of the model in a response, at the most.
         slack: problems that may be under way when the last one that trained is drawn.
+        from_first: whether a call begins at the first `<code>` of its turn, as TRL's parser has it.
     """
 
     model: str
@@ -40,6 +41,7 @@ class Sizes(NamedTuple):
     tokens: int
     turns: int
     slack: int = 0
+    from_first: bool = False
 
 
 # The model's own form: a call is `<code>..</code>`, and what the tool says goes on in the same turn.
@@ -105,15 +107,16 @@ def wrong_scores(rows: Iterable[Rollout]) -> list[str]:
     return found
 
 
-def calls_of(output: str) -> tuple[list[tuple[str, str | None]], int]:
+def calls_of(output: str, *, from_first: bool = False) -> tuple[list[tuple[str, str | None]], int]:
     """The calls of a response, (program, what its tool said or None), and the number of its turns.
 
-    A call is the end of a turn, from its last `<code>` on, as verl's parser has it (scripts/stock/stock_verl.py).
+    A call is the end of a turn, from its last `<code>` on, as verl's parser has it (scripts/stock/stock_verl.py), or
+    from its first.
     """
     pieces = _REPLY.split(output)  # turn, reply, turn, reply, ..., turn
     found = []
     for turn, reply in itertools.zip_longest(pieces[::2], pieces[1::2]):
-        _, opened, program = turn.rpartition(OPEN)
+        _, opened, program = turn.partition(OPEN) if from_first else turn.rpartition(OPEN)
         if opened and program.endswith(CLOSE):
             found.append((program.removesuffix(CLOSE), reply))
     return found, len(pieces[::2])
@@ -126,7 +129,7 @@ def wrong_answers_of_tools(rows: Sequence[Rollout], sandbox: str, sizes: Sizes) 
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(sizes.model)
-    calls = [calls_of(row["output"]) for row in rows]
+    calls = [calls_of(row["output"], from_first=sizes.from_first) for row in rows]
     truth = run_again({program for found, _ in calls for program, _ in found}, sandbox)
     says = {code: (said.stdout or said.stderr.strip().rpartition("\n")[2]).strip() for code, said in truth.items()}
     wrong = []
@@ -188,4 +191,5 @@ def verl_sizes(config: DictConfig) -> Sizes:
 def trl_sizes(model: Path, notes: Path, sizes: Mapping[str, Any]) -> Sizes:
     """Of a run of scripts/bench_trl_side.py; `sizes` are those of scripts/bench_vs_trl.py."""
     order = json.loads((notes / "order.json").read_text())
-    return Sizes(str(model), order, sizes["samples"], sizes["response_tokens"], sizes["tool_calls"] + 1)
+    own = order, sizes["samples"], sizes["response_tokens"], sizes["tool_calls"] + 1
+    return Sizes(str(model), *own, from_first=True)

@@ -50,9 +50,16 @@ def test_a_reward_that_is_not_the_answers_is_found(stock):
 def test_a_call_is_the_end_of_a_turn_from_its_last_code_on(stock):
     assert stock.calls_of(said("1", "2") + r"\boxed{2}") == ([("1", "2")], 2)
     assert stock.calls_of("a <code> b <code>1</code>") == ([("1", None)], 1)
+    assert stock.calls_of("a <code> b <code>1</code>", from_first=True) == ([(" b <code>1", None)], 1)
     after = said("print(914)", "914") + r"\boxed{914}030-8111)</code>"  # seen in a run: its last turn has no call
     assert stock.calls_of(after) == ([("print(914)", "914")], 2)
     assert stock.calls_of("\n<interpreter>\n7\n</interpreter>\n") == ([], 2), "the model may write a reply itself"
+
+
+def test_a_call_of_trl_begins_at_the_first_code_of_its_turn(stock, tmp_path):
+    (tmp_path / "order.json").write_text('["a"]')
+    sizes = stock.trl_sizes(tmp_path, tmp_path, {"samples": 8, "response_tokens": 96, "tool_calls": 3})
+    assert sizes.from_first and sizes[1:5] == (["a"], 8, 96, 4)
 
 
 def test_what_no_program_said_is_found_and_an_end_at_a_call_that_had_room(stock, monkeypatch):

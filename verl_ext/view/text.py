@@ -45,7 +45,7 @@ def highlight(code: Any, most: int = MAX_SHOWN) -> Markup:
 def number(value: Any) -> str:
     """A number to four digits, or to all before the point; a dash where there is none."""
     if isinstance(value, float):
-        return f"{value:.0f}" if 1e4 <= abs(value) < 1e15 else f"{value:.4g}"
+        return f"{value:.0f}" if 9999.5 <= abs(value) < 1e15 else f"{value:.4g}"
     return "–" if value is None else str(value)
 
 

@@ -75,8 +75,8 @@ def test_all_of_a_response_as_json_escapes_what_turns_or_hides_text(viewer, host
 
 
 def test_numbers_have_four_digits_or_all_before_the_point() -> None:
-    assert [*map(text.number, (None, 7, 0.123456, 12345.6, -1e6, 1e20))] == [
-        *("–", "7", "0.1235", "12346", "-1000000", "1e+20")
+    assert [*map(text.number, (None, 7, 0.123456, 9999.6, 12345.6, -1e6, 1e20))] == [
+        *("–", "7", "0.1235", "10000", "12346", "-1000000", "1e+20")
     ]
 
 
