@@ -13,7 +13,7 @@ from verl_ext.view import text
 Rollout = dict[str, Any]  # a row of verl_ext/records/schema.py: TRAJECTORIES
 MAX_LINES = 2000  # of a response, in a diff
 MAX_PAIRS = 200_000  # of equal lines; above, lines that stand everywhere are not looked for: two loops took 28 s
-MAX_CHARACTERS = 100_000  # of code and outputs on a page; colours for so much code take .2 s
+MAX_CHARACTERS = 80_000  # of code and outputs on a page; colours for so much code take .2 s
 
 
 def answer(row: Rollout) -> str:
