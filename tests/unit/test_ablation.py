@@ -229,7 +229,13 @@ def test_rows_take_turns_and_a_published_run_is_not_made_again(script, tmp_path,
     monkeypatch.setattr(script, "launch", lambda command, source, out, *rest: began.append((out.name, *rest)))
     monkeypatch.setattr(script, "peaks", lambda: {"peak_flops": 4e10, "peak_bytes": 1e10})
     monkeypatch.setattr(script, "read_model", lambda folder: None)
-    monkeypatch.setattr(script, "figures_of", lambda *_, breaks_off: dict(list(PUBLISHED.items())[:-2]))
+    broken = {}
+
+    def figures_of(run, model, steps, *, breaks_off):
+        broken[run.name] = breaks_off
+        return dict(list(PUBLISHED.items())[:-2])
+
+    monkeypatch.setattr(script, "figures_of", figures_of)
     options = ["--row", "static", "keep", "--repeats", "2", "--out", str(tmp_path)]
     script.main([*options, "--max-runs", "1"])
     assert began == [("static_0", 0.5, 0, 900)] and "| static batches | 1 | 200 |" in capsys.readouterr().out
@@ -253,6 +259,8 @@ def test_rows_take_turns_and_a_published_run_is_not_made_again(script, tmp_path,
     assert left.exists(), "a run of a script that was killed goes on there"
     script.main([*options, "--repeats", "3"])
     assert not left.exists() and began[-2][0] == "static_2"
+    script.main(["--row", "abort", "--repeats", "1", "--out", str(tmp_path)])
+    assert {name for name, is_broken in broken.items() if is_broken} == {"abort_0"}
 
 
 def test_peaks_are_those_of_a_machine(script):

@@ -1,4 +1,4 @@
-"""The two benchmarks of RL: a second start keeps the figures of the first, and has its own."""
+"""The benchmarks of RL and of its records: a second start keeps the figures of the first, and has its own."""
 
 import contextlib
 import itertools
@@ -11,6 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from verl_ext.records import store
+from verl_ext.records.schema import CPU_KEY
 from verl_ext.settings import compose_run
 
 
@@ -225,3 +227,18 @@ def test_products_of_the_raw_update_are_rounded_where_those_of_the_run_are(
         assert torch.get_float32_matmul_precision() == precision
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def test_records_are_a_share_of_a_step_and_the_validation_after_it(load_script, tmp_path, monkeypatch):
+    """.03 s of 2 cores x (1 s + 2 s of validation) are .5%; the step alone would make it 1.5%, which is too much."""
+    script = load_script("bench_records")
+    monkeypatch.setattr(script.os, "cpu_count", lambda: 2)
+    for validate, seconds in ((False, "0.02"), (True, "0.01")):
+        path = store.path_of(tmp_path, "trajectories", 1, validate=validate)
+        store.write(path, "trajectories", [{"uid": "a"}], {CPU_KEY: seconds})
+    times = {"timing_s/step": 1.0, "timing_s/testing": 2.0}
+    (tmp_path / "metrics-1.jsonl").write_text(json.dumps({"step": 1, "data": times}) + "\n")
+    assert script.share_of(tmp_path).endswith("records took 30.0 CPU-ms a step, 0.50% of the cores")
+    (tmp_path / "metrics-1.jsonl").write_text(json.dumps({"step": 1, "data": {"timing_s/step": 1.0}}) + "\n")
+    with pytest.raises(SystemExit, match="1.50% of the cores, more than 1%"):
+        script.share_of(tmp_path)

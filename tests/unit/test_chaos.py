@@ -14,6 +14,7 @@ import pytest
 
 from verl_ext.quickstart.supervise import CommandFailed
 from verl_ext.records import store
+from verl_ext.records.trajectories import cut
 from verl_ext.sandbox import SandboxClient
 
 RIGHT, WRONG = "so \\boxed{7}", "so \\boxed{8}"
@@ -102,17 +103,18 @@ class FakeRun:
 
 
 def test_what_a_tool_said_is_what_its_program_says(measure, run_of, monkeypatch):
-    fake = FakeRun({"print(7)": ("7\n", 0), "1/0": ("", 1)})
+    long = "print('a' * 40_000)"
+    fake = FakeRun({"print(7)": ("7\n", 0), "1/0": ("", 1), long: ("a" * 40_000, 0)})
     monkeypatch.setattr(measure, "SandboxClient", lambda urls, max_concurrency: fake)
     run = run_of(
-        rollout("a", calls=[call(), call("1/0", "", 1, "model")]),
+        rollout("a", calls=[call(), call("1/0", "", 1, "model"), call(long, cut("a" * 40_000))]),
         rollout("b", calls=[call(stdout="")]),
         rollout("c", calls=[call(exit_code=-9, stdout="7\n", fault="model")]),
         rollout("d", calls=[call("lost", fault="infrastructure"), {"code": "not run", "attempts": None}]),
     )
     found = measure.wrong_answers_of_tools(measure.trained_rollouts(run), "http://127.0.0.1:1")
     assert [line.partition(":")[0] for line in found] == ["b_0", "c_0"]
-    assert sorted(fake.asked) == ["1/0", "print(7)"], "each program once"
+    assert sorted(fake.asked) == ["1/0", long, "print(7)"], "each program once"
 
 
 def record(step, drawn=(), ends=None, **more):
@@ -365,6 +367,10 @@ def test_a_run_that_does_not_end_is_ended(script, faults, tmp_path):
     assert result["ends"] == "no: not within -1 s"
 
 
+RESULT = {"ends": "yes", "trained": 640, "wrong": 0, "lost": 0, "doubled": 1, "excluded": {"sandbox_failure": 12}}
+RESULT |= {"stall_s": 1.5, "step_s": 2.0, "fault_s": 15.2, "told": ["a tool `failed` | again"]}
+
+
 def test_a_folder_that_another_process_writes_is_not_emptied(script, faults, tmp_path, monkeypatch):
     """Its run lives on where the script was killed. The next one holds the lock, too, and what it starts."""
     (tmp_path / "run").mkdir()
@@ -385,11 +391,28 @@ def test_a_folder_that_another_process_writes_is_not_emptied(script, faults, tmp
     assert locks == [False] and not list((tmp_path / "run").iterdir())
 
 
+def test_a_result_is_of_the_overrides_and_steps_of_its_fault(script, faults, tmp_path, monkeypatch, capsys):
+    measured = []
+
+    def measure(side, fault, *_):
+        measured.append(fault)
+        return RESULT
+
+    monkeypatch.setattr(script, "measure", measure)
+    monkeypatch.setattr(script, "find_source", lambda folder: SimpleNamespace(digests={}))
+    command = ["--only", "sandbox dead", "--out", str(tmp_path)]
+    script.main(command)
+    script.main(command)
+    assert len(measured) == 1 and "| sandbox dead of 15.2 s | yes | 640, 0 |" in capsys.readouterr().out
+    for fault in (measured[0]._replace(steps=99), measured[0]._replace(overrides=("objective=grpo",))):
+        monkeypatch.setitem(faults.FAULTS, "sandbox dead", fault)
+        with pytest.raises(SystemExit, match="sandbox dead was made with other settings"):
+            script.main(command)
+
+
 def test_the_table_says_what_was_found_and_what_was_not_run(script):
-    row = {"ends": "yes", "trained": 640, "wrong": 0, "lost": 0, "doubled": 1, "excluded": {"sandbox_failure": 12}}
-    row |= {"stall_s": 1.5, "step_s": 2.0, "fault_s": 15.2, "told": ["a tool `failed` | again"]}
     lines = script.table(
-        ["sandbox dead", "disk full", "engine killed"], {"sandbox dead": row}, {"disk full": "no root"}
+        ["sandbox dead", "disk full", "engine killed"], {"sandbox dead": RESULT}, {"disk full": "no root"}
     )
     assert lines.splitlines()[2:] == [
         "| sandbox dead of 15.2 s | yes | 640, 0 | 0, 1 | 12 sandbox_failure | 1.5 s (a step: 2 s) "

@@ -12,7 +12,7 @@ import pyarrow as pa
 VERSION = "2"
 VERSION_KEY = b"retool_schema"  # of a file's metadata
 CPU_KEY = b"retool_cpu_s"  # of the trajectories of a step
-LOST_KEY = b"retool_lost"  # of the same: groups that were decided in the step, and whose rollouts were lost
+LOST_KEY = b"retool_lost"  # of the trajectories of a step: groups that the step decided, and that never came
 
 _S = pa.float64()  # seconds
 

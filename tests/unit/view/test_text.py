@@ -74,6 +74,11 @@ def test_all_of_a_response_as_json_escapes_what_turns_or_hides_text(viewer, host
     assert any("\u202e" in turn["text"] for turn in turns), "all of it is there"
 
 
+def test_an_answer_that_is_read_from_the_right_turns_no_arrow(viewer, hostile: Path) -> None:
+    html = viewer(hostile).get("/run/0/step_000002/sample?uid=s2-p1&session=1").text
+    assert re.search("<bdi>[^<]*</bdi> → <bdi>[^<]*</bdi></td>", html)
+
+
 def test_numbers_have_four_digits_or_all_before_the_point() -> None:
     assert [*map(text.number, (None, 7, 0.123456, 9999.6, 12345.6, -1e6, 1e20))] == [
         *("–", "7", "0.1235", "10000", "12346", "-1000000", "1e+20")

@@ -36,7 +36,7 @@ from tests.unit.sandbox.server_process import REPOSITORY, SECRET
 )
 def test_file_of_the_machine_cannot_be_read(server, path):
     if not os.path.exists(path):
-        pytest.skip("not on this machine")
+        pytest.skip(f"this machine has no {path}, so nobody can read it")
     need(server, {"root", "proc"} if path.startswith("/proc") else FILES)
     code = f"path = {path!r}\n"
     code += "denied(lambda: os.listdir(path) if os.path.isdir(path) else open(path, 'rb').read(1), OSError)"
