@@ -16,7 +16,7 @@ import torch
 from tests.e2e.versions import SAME, Actor, cluster, difference, moved
 from tests.e2e.watched_fleet import gaps, sampling, stop_watching, watch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OTHER = 1e-2  # a boundary that is off by one changes some log-prob by more, but for a token as likely with both weights
 TOKENS = 600
 SEATS = 4  # requests that run at once
@@ -64,17 +64,27 @@ def fleet(python: str, models: tuple[Path, list[torch.nn.Module]], request: pyte
         yield SimpleNamespace(server=server, manager=manager, ask=ask)
 
 
-def wait_until_written(server: Any, tokens: int) -> None:
-    """Return when `SEATS` requests have so many tokens."""
+def wait_until_written(server: Any, requests: list[Any], tokens: int) -> bool:
+    """Whether `SEATS` of the requests were seen with so many tokens each; False when all have ended unseen."""
     import ray
 
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+    while len(ray.wait(requests, num_returns=len(requests), timeout=0.01)[0]) < len(requests):
         _, written = ray.get(server.__ray_call__.remote(lambda server: (server.seen or [(0, {})])[-1]))
         if sum(each >= tokens for each in written.values()) >= SEATS:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"the requests did not write {tokens} tokens in a minute")
+            return True
+    return False
+
+
+def running_requests(fleet: SimpleNamespace, tokens: int) -> list[Any]:
+    """Requests of `PROMPTS`, watched, of which `SEATS` have so many tokens. A loaded machine may need several tries."""
+    import ray
+
+    for _ in range(5):
+        ray.get(fleet.server.__ray_call__.remote(watch))
+        requests = [fleet.ask(prompt, f"request {number}", TOKENS) for number, prompt in enumerate(PROMPTS)]
+        if wait_until_written(fleet.server, requests, tokens):
+            return requests
+    raise AssertionError(f"five times, all requests ended before {SEATS} of them were seen with {tokens} tokens")
 
 
 @pytest.mark.parametrize("fleet", ["keep"], indirect=True)
@@ -85,11 +95,10 @@ def test_running_requests_go_on_over_their_cache_and_each_token_has_its_version(
     (second,) = ray.get([fleet.ask(PROMPTS[0], "warm again", 2)])
     assert (first.extra_fields["num_cached_tokens"], second.extra_fields["num_cached_tokens"]) == (0, 96)
 
-    ray.get(fleet.server.__ray_call__.remote(watch))
-    requests = [fleet.ask(prompt, f"request {number}", TOKENS) for number, prompt in enumerate(PROMPTS)]
+    requests = running_requests(fleet, 100)
     updates = []
     for version in (1, 2):
-        wait_until_written(fleet.server, 100 * version)
+        assert wait_until_written(fleet.server, requests, 100 * version)
         began = time.monotonic()
         fleet.manager.update_weights(global_steps=version)
         updates.append(time.monotonic() - began)
@@ -137,9 +146,7 @@ def test_running_requests_go_on_over_their_cache_and_each_token_has_its_version(
 def test_an_update_breaks_requests_off_at_once_and_waits_for_no_output(fleet, models, capsys):
     import ray
 
-    ray.get(fleet.server.__ray_call__.remote(watch))
-    requests = [fleet.ask(prompt, f"request {number}", TOKENS) for number, prompt in enumerate(PROMPTS)]
-    wait_until_written(fleet.server, 50)
+    requests = running_requests(fleet, 50)
     began = time.monotonic()
     fleet.manager.update_weights(global_steps=1)
     with capsys.disabled():
@@ -159,12 +166,10 @@ def test_an_update_breaks_requests_off_at_once_and_waits_for_no_output(fleet, mo
 def test_running_requests_end_before_an_update_and_others_begin_after_it(fleet, models):
     import ray
 
-    ray.get(fleet.server.__ray_call__.remote(watch))
-    requests = [fleet.ask(prompt, f"request {number}", 200) for number, prompt in enumerate(PROMPTS)]
-    wait_until_written(fleet.server, 50)
+    requests = running_requests(fleet, 50)
     fleet.manager.update_weights(global_steps=1)
     runs = []
     for prompt, output in zip(PROMPTS, ray.get(requests), strict=True):
         runs.append(output.extra_fields["version_runs"])
         assert difference(models[1], prompt, output, runs[-1]) < SAME
-    assert sorted(runs) == [[(200, 0)]] * SEATS + [[(200, 1)]] * 2
+    assert sorted(runs) == [[(TOKENS, 0)]] * SEATS + [[(TOKENS, 1)]] * 2
