@@ -29,6 +29,7 @@ from verl_ext.sandbox.load import load as load_sandbox
 
 MAX_RATIO = 5.0  # p99 / p50 of `print`
 BURST, MAX_BURST_S = 45000, 210.0  # programs, and seconds for them on two cores
+COUNTS = ("files", "processes", "temporary")  # of a server's state, that must not grow
 MAX_GROWTH_MB = 20.0  # unique memory of all processes; without a leak it varies by 15 with what ran last
 PROGRAMS = {  # name: (code with its nonce, status, end of the output)
     "print": ("print({nonce})", "ok", "{nonce}\n"),
@@ -131,7 +132,7 @@ async def soak(url: str, args: argparse.Namespace, server: psutil.Process) -> li
     for end in range(tenth, num_requests + 1, tenth):
         numbers = iter(range(end - tenth, end))
         await asyncio.gather(*(send() for _ in range(args.clients)))
-        states.append(State.of(server))
+        states.append(await settled(server, states[0] if states else None))
         print(f"{end} requests: {states[-1]}", flush=True)
     seconds, cpu_s = time.monotonic() - started, cpu_time_s(server) - cpu_s
     await client.aclose()
@@ -143,10 +144,21 @@ async def soak(url: str, args: argparse.Namespace, server: psutil.Process) -> li
     first, last = states[0], states[-1]
     if last.memory_mb > first.memory_mb + MAX_GROWTH_MB:
         faults.append(f"memory grew from {first.memory_mb:.1f} to {last.memory_mb:.1f} MB")
-    for name in ("files", "processes", "temporary"):
+    for name in COUNTS:
         if getattr(last, name) > getattr(first, name):
             faults.append(f"{name} grew from {getattr(first, name)} to {getattr(last, name)}")
     return faults
+
+
+async def settled(server: psutil.Process, first: State | None) -> State:
+    """The state; what is more than at first has two seconds to end."""
+    deadline = time.monotonic() + 2
+    while True:
+        state = State.of(server)
+        more = first and [name for name in COUNTS if getattr(state, name) > getattr(first, name)]
+        if not more or time.monotonic() > deadline:
+            return state
+        await asyncio.sleep(0.1)
 
 
 def cpu_time_s(server: psutil.Process) -> float:

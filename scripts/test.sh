@@ -63,8 +63,11 @@ survivors() { # pids of processes that carry our mark, without this shell and it
 finish() {
     local status=$? pids
     trap - EXIT
-    sleep 1 # what was told to end is given the time to do so
-    pids=$(survivors)
+    for _ in $(seq 30); do # what was told to end is given the time to do so
+        sleep 1
+        pids=$(survivors)
+        [ -n "$pids" ] || break
+    done
     if [ -n "$pids" ]; then
         say "these processes outlived the tests and are ended now:" >&2
         # shellcheck disable=SC2086

@@ -105,7 +105,7 @@ def launch(script: str, log: Path, *overrides: str, **environment: str) -> subpr
         )
 
 
-def run_to_end(process: subprocess.Popen, log: Path, timeout_s: float = 600) -> None:
+def run_to_end(process: subprocess.Popen, log: Path, timeout_s: float = 1200) -> None:
     """Wait for a launcher, and fail with the end of its log unless it succeeds in time."""
     try:
         status = process.wait(timeout_s)

@@ -1,6 +1,6 @@
 """Stops a run at a moment that a test names, and says that it is there; the test then kills the run.
 
-`Run.kill_at` of test_resume.py loads this file into all of verl's processes. `RETOOL_STOP_AT` is `<moment>:<n>`, the
+`tests.processes.stop_at` loads this file into all of verl's processes. `RETOOL_STOP_AT` is `<moment>:<n>`, the
 n-th time in the process, and `RETOOL_STOPPED` the file that then appears:
 
 - rollout: prompts are out, and the sampler waits for responses;

@@ -25,6 +25,7 @@ from tests.e2e.conftest import REPO, launch, pipeline, read_metrics, run_to_end
 from tests.e2e.gradients import check_gradient_norm
 from tests.e2e.records import check_records
 from tests.e2e.test_options import EVERY_MODES, check_every_modes
+from tests.ports import free_port
 from tests.processes import kill_tree
 from verl_ext.ledger.prompts import read_tally
 from verl_ext.outcome import PromptEnd
@@ -155,24 +156,25 @@ def test_a_sandbox_that_is_killed_in_mid_step_costs_only_the_rollouts_that_neede
     small: Path, tmp_path: Path
 ) -> None:
     overrides = ("algorithm.filter_groups.max_num_gen_batches=4", "retool.sandbox.queue_timeout_s=3")
-    with running_server() as url:
-        run = Run(tmp_path / "rl", small, url, *overrides, steps=5)
+    port = free_port()
+    with running_server(port=port) as url:
+        run = Run(tmp_path / "rl", small, url, *overrides, steps=8)
         run.wait_for_step(1)
         for child in psutil.Process().children():
             if "verl_ext.sandbox.server" in " ".join(child.cmdline()):
                 kill_tree(child.pid)
         run.wait_for_failures()
-    with running_server(port=urlsplit(url).port):
+    with running_server(port=port):
         run.finish()
 
     metrics = dict(run.metrics())
-    assert sorted(metrics) == [1, 2, 3, 4, 5]
+    assert sorted(metrics) == [*range(1, 9)]
     check_advantages(run)
     failed = [t for t in run.trajectories() if t["end_reason"] == "sandbox_failure"]
     assert failed and run.total("failure/sandbox_failure") == len(failed)
     assert run.total("failure/groups_filled") > 0
-    assert metrics[1]["failure/sandbox_failure"] == metrics[5]["failure/sandbox_failure"] == 0
-    assert metrics[5]["tool/calls"] > 0
+    assert metrics[1]["failure/sandbox_failure"] == metrics[8]["failure/sandbox_failure"] == 0
+    assert metrics[8]["tool/calls"] > 0
     copies = [key for batch in run.batches() for key in batch["keys"] if not key.endswith("_0")]
     assert copies
 
@@ -271,7 +273,7 @@ def test_the_asynchronous_trainer_takes_the_same_sampler_and_options(small: Path
     overrides = (
         "objective=cispo",
         "trainer.v1.trainer_mode=colocate_async",
-        "++reward.reward_kwargs.random_reward_p=0.2",  # of groups of 6, 26% are all wrong
+        "++reward.reward_kwargs.random_reward_p=0.15",  # of groups of 6, 38% are all wrong
         *EVERY_MODES,
         *("retool.adaptive_n.phases=[[0,6],[2,8]]", "retool.light_validation.full_every=3"),
     )
@@ -322,7 +324,10 @@ def test_rollouts_on_a_server_of_their_own_while_the_actor_learns(small: Path, t
         assert 0 <= data["actor/clipped_low"] <= data["actor/pg_clipfrac"] < 1  # shares, and of both mini-batches
         assert not any(name.startswith("actor/sum/") for name in data)
     check_shares_of_ends(run)
-    assert not list(Path("/dev/shm").glob("retool_weights_*"))
+    deadline = time.time() + 60  # a test beside this one has weights there for moments
+    while left := list(Path("/dev/shm").glob("retool_weights_*")):
+        assert time.time() < deadline, left
+        time.sleep(0.1)
 
 
 def test_a_validation_with_a_dead_sandbox_moves_nothing(small: Path, tmp_path: Path) -> None:

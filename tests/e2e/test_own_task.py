@@ -28,7 +28,7 @@ def test_the_commands_of_the_page_run_the_example(python: str, tmp_path: Path) -
         with open(tmp_path / "log.txt", "wb") as log:
             run = subprocess.Popen(["bash", "-euc", commands], cwd=REPO, env=environment, stdout=log, stderr=log)
             try:
-                code = run.wait(540)
+                code = run.wait(1500)
             finally:
                 kill_tree(run.pid)
     said = (tmp_path / "log.txt").read_text(errors="replace")

@@ -160,10 +160,8 @@ def test_nothing_is_left_behind(run: tuple) -> None:
 
 def test_a_second_call_does_nothing_again(run: tuple) -> None:
     stamps = {path: path.stat().st_mtime for path in run[0].rglob("model.safetensors")}
-    started = time.time()
     output = pipeline(run[0], *OVERRIDES, **OWN_SERVER)
     assert output.count("done already") == 7
-    assert time.time() - started < 60
     assert {path: path.stat().st_mtime for path in run[0].rglob("model.safetensors")} == stamps
 
 

@@ -37,5 +37,6 @@ def test_processes_share_the_limit(cluster: None) -> None:
     ray.get([worker.acquire.remote(0) for worker in workers])  # both have started
     times = sorted(sum(ray.get([worker.acquire.remote(10) for worker in workers]), []))
     # 20 requests at 5 a second, after a burst of 5: the 6th waits 0.2 s, the last 15 x 0.2 s.
-    assert 2.5 < times[-1] - times[0] < 6
-    assert times[14] - times[0] > 1.5
+    # The first answer may come late; two limits of their own would let the last through after 1 s, the 15th after .6.
+    assert 2 < times[-1] - times[0] < 30
+    assert times[14] - times[0] > 1

@@ -21,7 +21,7 @@ OVERRIDES = (
     "data.train_batch_size=4",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "actor_rollout_ref.rollout.n=4",
-    "++reward.reward_kwargs.random_reward_p=0.3",  # some groups are equal and are replaced, the others have a gradient
+    "++reward.reward_kwargs.random_reward_p=0.15",  # some groups are equal and are replaced, the others have a gradient
 )
 
 

@@ -7,7 +7,6 @@ Each case is a chain: a run is killed at one moment, started again, killed at th
 import json
 import os
 import runpy
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -19,7 +18,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.e2e.conftest import OWN_SERVER, REPO, launch, read_metrics, run_to_end
-from tests.processes import kill_tree
+from tests.processes import kill_tree, stop_at
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.evaluation.settings import load_config
 from verl_ext.ledger.prompts import read_tally
@@ -125,17 +124,10 @@ class Run:
 
     def kill_at(self, moment: str, *overrides: str) -> None:
         """Start it, and SIGKILL all its processes when it is at the moment."""
-        stopped, python = self.out / f"stopped-{len(self.starts)}", self.out / "python"
-        python.parent.mkdir(parents=True, exist_ok=True)
-        python.write_text(
-            f"#!/bin/sh\nexport VERL_USE_EXTERNAL_MODULES=verl_ext,moments PYTHONPATH={Path(__file__).parent}\n"
-            f'exec {sys.executable} "$@"\n'
-        )
-        python.chmod(0o755)
-        environment = {"PYTHON": str(python), "RETOOL_STOP_AT": moment, "RETOOL_STOPPED": str(stopped)}
+        environment, stopped = stop_at(moment, self.out)
         process = self.start(*overrides, **environment, **OWN_SERVER)  # whose forks are killed with it
         try:
-            deadline = time.time() + 300
+            deadline = time.time() + 600
             while not stopped.exists():
                 assert process.poll() is None and time.time() < deadline, self.tail()
                 time.sleep(0.02)

@@ -24,7 +24,7 @@ from tests.e2e.versions import SAME, cluster, difference, redone
 from tests.e2e.watched_fleet import engine_of, sampling, watched_fleet, written
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
-TOKENS = 600  # seconds of generation, in which a signal comes
+TOKENS = 2000  # seconds of generation, in which a signal comes
 REQUESTS = 8
 LIMITS = {"every_s": 0.5, "suspect_s": 3, "dead_s": 12, "update_s": 30, "start_s": 30, "wait_s": 300}
 LIMITS |= {"attempts": 3, "max_replacements": 1}
@@ -62,13 +62,13 @@ def servers(folder: Path, number: int) -> Iterator[SimpleNamespace]:
 
 
 async def until_written(handles: list[Any], tokens: int) -> None:
-    """Every server runs some requests, and has written so many tokens of each."""
+    """All requests run, some on every server, and have so many tokens each."""
     deadline = time.monotonic() + 60
     while True:
         counts = [await handle.__ray_call__.remote(written) for handle in handles]
-        if all(each and min(each) > tokens for each in counts):
+        if all(each and min(each) > tokens for each in counts) and sum(map(len, counts)) == REQUESTS:
             return
-        assert time.monotonic() < deadline, f"no {tokens} tokens in a minute: {counts}"
+        assert time.monotonic() < deadline, f"no {tokens} tokens of {REQUESTS} requests in a minute: {counts}"
         await asyncio.sleep(0.02)
 
 
@@ -99,7 +99,7 @@ async def turns(fleet: SimpleNamespace, hit: Any) -> tuple[list[Any], list[list[
     await until_written(handles, 40)
     began = time.monotonic()
     await hit(handles)
-    results = await asyncio.wait_for(asyncio.gather(*running), 120)
+    results = await asyncio.wait_for(asyncio.gather(*running), 300)
     return [*zip(*results, strict=True)] + [[ended[number] - began for number in range(REQUESTS)]]
 
 
@@ -151,10 +151,10 @@ def check_deaths_in_generation(fleet: SimpleNamespace, versions: list[torch.nn.M
     outputs, attempts, seconds = asyncio.run(turns(fleet, kill))
     kept = check(outputs, attempts, 0, versions)
     assert len(kept) >= 2 and min(kept) > 40
-    assert first not in routed(fleet) and second in routed(fleet)
-    start_s = wait_for("a replacement", lambda: fleet.weights.newcomers, 240)
+    wait_for("the dead server leaves, the other stays", lambda: routed(fleet) == {second}, 10)
+    start_s = wait_for("a replacement", lambda: fleet.weights.newcomers, 600)
     (new,) = fleet.weights.newcomers
-    assert routed(fleet) == {second}
+    assert new.server_address not in routed(fleet)
     fleet.weights.update_weights(global_steps=1)
     wait_for("the replacement gets requests", lambda: routed(fleet) == {second, new.server_address}, 10)
     with capsys.disabled():
@@ -177,7 +177,8 @@ def check_deaths_in_generation(fleet: SimpleNamespace, versions: list[torch.nn.M
 
     began = time.monotonic()
     fleet.weights.update_weights(global_steps=2)  # waits for none that is dead
-    assert time.monotonic() - began < 20 and routed(fleet) == {new.server_address}
+    assert time.monotonic() - began < 20
+    wait_for("the replacement alone is left", lambda: routed(fleet) == {new.server_address}, 10)
     servers = read_servers(fleet.folder)
     assert servers.faults() == [] and (servers.started, servers.died, servers.replaced) == (3, 2, 1)
     fleet.fleet.actor_works()  # raises what the watching failed of
@@ -195,7 +196,7 @@ def test_engines_die_while_their_rollouts_wait_for_tools_and_in_updates(models, 
                 print(f"\n{sign.name} in a tool call: {moved} of {REQUESTS} rollouts went on elsewhere; all next turns")
                 print(f"had ended {seconds:.1f} s later")
             # With it start_s is over, in which a silent server is not dead after dead_s yet.
-            wait_for("a replacement of the first", lambda: fleet.weights.newcomers, 240)
+            wait_for("a replacement of the first", lambda: fleet.weights.newcomers, 600)
 
         for version, sign in ((1, signal.SIGSTOP), (2, signal.SIGKILL)):
             victim = living(fleet)[0].server_address
@@ -267,7 +268,7 @@ async def update_hit_by(
         actor.update_weights = send
     update_s = time.monotonic() - began
     lost = 0
-    for prompt, (output, attempts) in zip(PROMPTS, await asyncio.wait_for(asyncio.gather(*running), 120), strict=True):
+    for prompt, (output, attempts) in zip(PROMPTS, await asyncio.wait_for(asyncio.gather(*running), 300), strict=True):
         assert len(output.token_ids) == len(output.log_probs) == TOKENS
         if not attempts.lost:
             assert difference(versions, prompt, output, [*attempts]) < SAME

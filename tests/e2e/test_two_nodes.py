@@ -8,13 +8,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
-from socket import create_connection, create_server
+from socket import create_connection
 
 import pytest
 
 from tests.e2e.conftest import REPO, launch, read_metrics, run_to_end
+from tests.ports import free_port
 from tests.processes import kill_tree
 from verl_ext.cpu.warm_python import ENVIRONMENT
 from verl_ext.sandbox import running_server
@@ -37,11 +39,6 @@ print("PLACES", json.dumps(places))
 """
 
 
-def free_port(host: str) -> int:
-    with create_server((host, 0)) as server:
-        return server.getsockname()[1]
-
-
 @pytest.fixture
 def cluster(python: str, tmp_path: Path) -> Iterator[dict[str, str]]:
     """The environment of a command on the head of a cluster of two nodes, with a pretended GPU each."""
@@ -61,17 +58,16 @@ def cluster(python: str, tmp_path: Path) -> Iterator[dict[str, str]]:
             ray_cluster(tmp_path / "worker", "worker", f"{HEAD}:{port}", NODE_IP=WORKER, **environment, **size)
         )
         wait = ray_cluster(tmp_path / "wait", "wait", "2", **environment | {"PYTHON": sys.executable})
-        run_to_end(wait, tmp_path / "wait", timeout_s=60)
+        run_to_end(wait, tmp_path / "wait", timeout_s=300)
         assert f"{WORKER}: 1 GPUs" in (tmp_path / "wait").read_text()
         yield environment
     finally:
         for node in reversed(nodes):
             node.terminate()
         for node in nodes:
-            try:
-                node.wait(20)
-            finally:
-                kill_tree(node.pid)
+            with suppress(subprocess.TimeoutExpired):
+                node.wait(60)
+            kill_tree(node.pid)
         shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
 
 
@@ -86,7 +82,7 @@ def ray_cluster(log: Path, *arguments: str, **environment: str) -> subprocess.Po
         )
 
 
-def wait_for_port(host: str, port: int, process: subprocess.Popen, log: Path, timeout_s: float = 60) -> None:
+def wait_for_port(host: str, port: int, process: subprocess.Popen, log: Path, timeout_s: float = 300) -> None:
     deadline = time.monotonic() + timeout_s
     while process.poll() is None and time.monotonic() < deadline:
         try:
@@ -115,7 +111,7 @@ def test_rl_over_two_ray_nodes(small: Path, cluster: dict[str, str], tmp_path: P
         )
         run_to_end(process, log)
     asked = subprocess.run(
-        [sys.executable, "-c", PLACES], env=os.environ | cluster, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", PLACES], env=os.environ | cluster, capture_output=True, text=True, timeout=300
     )
     assert asked.returncode == 0, asked.stderr
     line = next(line for line in asked.stdout.splitlines() if line.startswith("PLACES"))
@@ -131,7 +127,7 @@ def test_rl_over_two_ray_nodes(small: Path, cluster: dict[str, str], tmp_path: P
 
 def test_sft_over_two_torchrun_nodes(small: Path, python: str, tmp_path: Path) -> None:
     """The launcher as it is called on each of two machines; both ranks share each sequence (Ulysses)."""
-    port = str(free_port("127.0.0.1"))
+    port = str(free_port())
     logs = [tmp_path / f"log{rank}" for rank in range(2)]
     nodes = [
         launch(

@@ -18,7 +18,7 @@ from tests.e2e.watched_fleet import gaps, sampling, stop_watching, watch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 OTHER = 1e-2  # a boundary that is off by one changes some log-prob by more, but for a token as likely with both weights
-TOKENS = 600
+TOKENS = 2000  # seconds of generation, in which an update comes
 SEATS = 4  # requests that run at once
 PROMPT = 100  # tokens: three blocks of the cache, and a part of one
 PROMPTS = [[(7 * i + number) % 400 + 10 for i in range(PROMPT)] for number in range(SEATS + 2)]

@@ -27,6 +27,7 @@ def build_versions(folder: Path) -> list[torch.nn.Module]:
     versions = [build_model.build_model(tokenizer, seed).eval() for seed in range(3)]
     for number, model in enumerate(versions):
         model.config._attn_implementation = "eager"
+        model.config.max_position_embeddings = 4096  # for requests that run for seconds
         torch.save(model.state_dict(), folder / f"{number}.pt")
     tokenizer.save_pretrained(folder / "model")
     versions[0].save_pretrained(folder / "model")

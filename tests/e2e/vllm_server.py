@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -13,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.ports import free_port
 from tests.processes import kill_tree
 
 START_S = 240
@@ -25,9 +25,7 @@ def serve(python: str, model: Path, log: Path, *options: str) -> Iterator[str]:
     Args:
         python: the executable that runs the server.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), *options]
     environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -99,7 +99,7 @@ def check_sft(context: Context) -> Iterator[Row]:
 
     On a CPU the first is left out: its losses are those that were recorded.
     """
-    from tests.processes import kill_tree
+    from tests.processes import kill_tree, stop_at
     from verl_ext.checkpoints import folder as checkpoints
     from verl_ext.cpu.warm_python import EXECUTABLE_VARIABLE
     from verl_ext.evaluation.checkpoint import merge_command
@@ -113,12 +113,12 @@ def check_sft(context: Context) -> Iterator[Row]:
         losses = metrics(whole, "train/loss")
         yield from _against_recorded(losses, recorded)
 
-    (broken / "log.txt").parent.mkdir()
+    moment, stopped = stop_at("update:5", broken)  # in step 5, in every process that steps
     with open(broken / "log.txt", "wb") as sink:
-        environment = os.environ | inputs | {"OUTPUT_DIR": str(broken)}
+        environment = os.environ | inputs | moment | {"OUTPUT_DIR": str(broken)}
         environment[EXECUTABLE_VARIABLE] = ""  # processes that a shared server forks are no descendants, and live on
         first = subprocess.Popen(script, cwd=REPO, env=environment, stdout=sink, stderr=sink)
-        while first.poll() is None and checkpoints.tracked_step(broken) is None:
+        while first.poll() is None and not stopped.exists():
             time.sleep(0.05)
         kill_tree(first.pid)
     saved = checkpoints.tracked_step(broken)

@@ -1,9 +1,11 @@
 """Weights on their way to another process, bit for bit: as torch sends them, and by verl's buckets."""
 
+import faulthandler
 import hashlib
 import tempfile
 import time
 from collections.abc import Iterator
+from queue import Empty
 
 from tests.gpu.stage import Context, Row
 
@@ -65,6 +67,7 @@ def receive_buckets(handle: str, device: str, outbox) -> None:
     from verl.utils.device import is_support_ipc
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
+    faulthandler.dump_traceback_later(TIMEOUT_S - 10)
     receiver = BucketedWeightReceiver(handle, device=torch.device(device), use_shm=not is_support_ipc())
     digests: dict[str, str] = {}
     receiver.receive_weights(lambda weights, is_last: digests.update({name: digest(each) for name, each in weights}))
@@ -74,6 +77,7 @@ def receive_buckets(handle: str, device: str, outbox) -> None:
 def check_buckets(context: Context) -> Iterator[Row]:
     """verl's sender with buckets of 512 MB: small weights share one, one of 3 GB goes beside them."""
     import asyncio
+    import threading
 
     import torch.multiprocessing as multiprocessing
     import verl  # noqa: F401  sets the platform
@@ -83,17 +87,23 @@ def check_buckets(context: Context) -> Iterator[Row]:
     large = _random_bits(context)
     weights = {"first": large[: len(large) // 30], "large": large, "odd": large[:7], "last": large[-len(large) // 40 :]}
     expected = {name: digest(weight) for name, weight in weights.items()}
-    start_by = multiprocessing.get_context("spawn" if context.is_cuda else "fork")  # which spares verl's imports
-    outbox = start_by.Queue()
+    spawn = multiprocessing.get_context("spawn")
+    outbox = spawn.Queue()
     with tempfile.TemporaryDirectory() as folder:  # the path of a socket ends at 107 characters
         handle = f"ipc://{folder}/weights.sock"
         device = "cuda:0" if context.is_cuda else "cpu"
-        process = start_by.Process(target=receive_buckets, args=(handle, device, outbox))
+        process = spawn.Process(target=receive_buckets, args=(handle, device, outbox))
         process.start()
         sender = BucketedWeightSender(handle, bucket_size_mb=512, use_shm=not is_support_ipc())
         start = time.monotonic()
-        asyncio.run(asyncio.wait_for(sender.async_send_weights(iter(weights.items())), TIMEOUT_S))
-        seen = outbox.get(timeout=TIMEOUT_S)
+        # In a thread: the sender waits for the receiver as long as it takes, whether that lives or not.
+        sending = sender.async_send_weights(iter(weights.items()))
+        threading.Thread(target=asyncio.run, args=(sending,), daemon=True).start()
+        try:
+            seen = outbox.get(timeout=TIMEOUT_S)
+        except Empty:
+            status = f"exit status of the receiver: {process.exitcode}"
+            raise TimeoutError(f"no digests after {TIMEOUT_S} s; {status}") from None
         process.join(TIMEOUT_S)
     seconds = time.monotonic() - start
     wrong = [name for name in expected if seen.get(name) != expected[name]]
