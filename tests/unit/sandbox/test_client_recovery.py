@@ -83,14 +83,17 @@ async def test_a_server_that_is_started_again_on_its_port_costs_no_call(client_o
     assert (await client.run("first")).status == "ok"
     port = server.runner.addresses[0][1]
     await server.runner.cleanup()
-    waiting = asyncio.create_task(client.run("second", timeout_s=5))
-    await asyncio.sleep(AWAY_S)
-    assert not waiting.done()
-    server.runner = web.AppRunner(app := web.Application(), shutdown_timeout=0.01)
-    app.router.add_post("/run_code", server.handle)
-    await server.runner.setup()
-    await web.TCPSite(server.runner, "127.0.0.1", port).start()
-    assert (await waiting).stdout == "second"
+    with socket.socket() as kept:  # so that no other server gets the port meanwhile
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", port))
+        waiting = asyncio.create_task(client.run("second", timeout_s=5))
+        await asyncio.sleep(AWAY_S)
+        assert not waiting.done()
+        server.runner = web.AppRunner(app := web.Application(), shutdown_timeout=0.01)
+        app.router.add_post("/run_code", server.handle)
+        await server.runner.setup()
+        await web.TCPSite(server.runner, "127.0.0.1", port).start()
+        assert (await waiting).stdout == "second"
     await server.runner.cleanup()
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "calls wait for one" in said[0] and "answers again" in said[1]
@@ -105,12 +108,9 @@ async def test_one_that_stays_away_is_a_failure_by_the_deadline(breaking, client
     assert 0.3 < time.monotonic() - began < 5
 
 
-async def test_one_that_never_answered_is_not_waited_for(client_of):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+async def test_one_that_never_answered_is_not_waited_for(client_of, down):
     began = time.monotonic()
-    assert (await client_of([url], backoff_s=0.01).run("first")).status == "sandbox_failure"
+    assert (await client_of(down[:1], backoff_s=0.01).run("first")).status == "sandbox_failure"
     assert time.monotonic() - began < 5
 
 

@@ -105,7 +105,7 @@ async def test_session_on_a_server_that_hangs_fails_by_its_deadline(client_of):
         client = client_of([f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"], queue_timeout_s=0.3)
         started = time.monotonic()
         assert (await client.run("pass", timeout_s=0.2, session_id="s")).status == "sandbox_failure"
-        assert time.monotonic() - started < 1.5
+        assert time.monotonic() - started < 4
 
 
 @pytest.mark.parametrize("argument", [{"session_id": "s"}, {"echo_last_expression": True}])

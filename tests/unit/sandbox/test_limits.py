@@ -12,17 +12,19 @@ import pytest
 from tests.unit.sandbox.server_process import (
     SECRET,
     is_running,
+    wait_until,
 )
+from tests.unit.sandbox.test_server import read_metrics
 
 # --- limits
 
 
 def test_timeout_keeps_partial_output_and_has_no_return_code(server):
     started = time.monotonic()
-    answer = server.run("import time; print('partial', flush=True); time.sleep(60)", run_timeout=0.3)
-    assert time.monotonic() - started < 3
+    answer = server.run("import time; print('partial', flush=True); time.sleep(60)", run_timeout=1.5)
+    assert time.monotonic() - started < 5
     result = answer["run_result"]
-    assert 0.3 <= result.pop("execution_time") < 2
+    assert 1.5 <= result.pop("execution_time") < 4
     assert answer["status"] == "Failed"
     assert result == {"status": "TimeLimitExceeded", "return_code": None, "stdout": "partial\n", "stderr": ""}
 
@@ -84,24 +86,24 @@ def test_file_size_is_limited(server):
 
 
 def test_no_more_programs_run_at_once_than_there_are_workers(server):
-    code = "import time; a = time.monotonic(); time.sleep(0.2); print(a, time.monotonic())"
+    code = "import time; a = time.monotonic(); time.sleep(1); print(a, time.monotonic())"
     with ThreadPoolExecutor(5) as executor:
         answers = list(executor.map(lambda _: server.run(code), range(5)))
     spans = [tuple(map(float, answer["run_result"]["stdout"].split())) for answer in answers]
     assert max(sum(start <= begin < end for start, end in spans) for begin, _ in spans) == 2
-    assert max(answer["queue_time"] for answer in answers) > 0.35  # the fifth waited for two others
+    assert max(answer["queue_time"] for answer in answers) > 1.2  # the fifth waited for two others
 
 
 def test_request_that_cannot_start_in_time_is_504_with_retry_after(narrow):
-    busy = threading.Thread(target=narrow.run, args=("import time; time.sleep(0.8)",))
+    busy = threading.Thread(target=narrow.run, args=("import time; time.sleep(2)",))
     busy.start()
-    time.sleep(0.2)
+    wait_until(lambda: read_metrics(narrow)["sandbox_requests_running"] == 1)
     body = {"code": "print(1)", "language": "python", "queue_timeout": 0.2}
     status, headers, answer = narrow.post(json.dumps(body).encode())
     assert (status, headers["Retry-After"]) == (504, "1")
     assert "no worker became free within 0.2 s" in answer["detail"]
     answer = narrow.run("print(1)")
-    assert answer["queue_time"] > 0.1  # of the 0.8 s, 0.4 s are over, or more on a busy machine
+    assert answer["queue_time"] > 0.1  # of the 2 s, 0.2 s are over, or more on a busy machine
     busy.join()
 
 
@@ -175,19 +177,22 @@ def test_only_the_standard_streams_are_open(server):
 def test_processes_that_left_the_session_are_dead_when_answered(bare, how):
     code = f"""
 import os, time
+r, w = os.pipe()
 def detach(depth):
     if os.fork() == 0:
         os.setsid()
         if depth:
             detach(depth - 1)
         print(os.getpid(), flush=True)
+        os.write(w, b"x")
         time.sleep(60)
 for _ in range(3):
     detach(2)
-time.sleep(0.3)
+for _ in range(9):
+    os.read(r, 1)
 {how}
 """
-    pids = bare.result(code, run_timeout=0.6)["stdout"].split()
+    pids = bare.result(code, run_timeout=2)["stdout"].split()
     assert len(pids) == 9
     assert not [pid for pid in pids if is_running(int(pid))]
 

@@ -30,7 +30,7 @@ PROGRAMS = [
 
 @pytest.mark.parametrize(("code", "status", "run_status", "return_code", "stdout"), PROGRAMS)
 def test_sandbox_fusion_from_pypi(server, code, status, run_status, return_code, stdout):
-    request = RunCodeRequest(code=code, language="python", run_timeout=0.5)
+    request = RunCodeRequest(code=code, language="python", run_timeout=1.5 if return_code is None else 10)
     response = sandbox_fusion.run_code(request, endpoint=server.url, max_attempts=1)
     assert (response.status, response.run_result.status) == (status, run_status)
     assert (response.run_result.return_code, response.run_result.stdout) == (return_code, stdout)
@@ -57,7 +57,8 @@ def test_sandbox_fusion_from_pypi_reports_another_language_as_an_error(server):
 
 @pytest.mark.parametrize(("code", "status", "run_status", "return_code", "stdout"), PROGRAMS)
 def test_verls_client(server, code, status, run_status, return_code, stdout):
-    answer, error = call_sandbox_api(f"{server.url}/run_code", code, None, 5, 1, 256)
+    run_timeout = 2 if return_code is None else 10
+    answer, error = call_sandbox_api(f"{server.url}/run_code", code, None, 5, run_timeout, 256)
     assert error is None
     assert (answer["status"], answer["run_result"]["status"]) == (status.value, run_status.value)
     assert (answer["run_result"]["return_code"], answer["run_result"]["stdout"]) == (return_code, stdout)

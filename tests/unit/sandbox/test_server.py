@@ -34,7 +34,7 @@ def test_metrics_count_what_was_answered():
         assert server.post(b"{}")[0] == 422
         assert server.post(b"{}", **{"Content-Encoding": "gzip"})[0] == 422
         assert server.request("/run_code", b" " * (65 << 20))[0] == 413
-        busy = threading.Thread(target=server.run, args=("import time; time.sleep(0.6)",))
+        busy = threading.Thread(target=server.run, args=("import time; time.sleep(2)",))
         busy.start()
         wait_until(lambda: read_metrics(server)["sandbox_requests_running"] == 1)
         body = {"code": "pass", "language": "python", "queue_timeout": 0.1}
@@ -49,7 +49,7 @@ def test_metrics_count_what_was_answered():
     assert counts["ok"] + counts["code_error"] + counts["sandbox_error"] == 6
     assert counts["ok"] >= 4
     assert metrics["sandbox_run_seconds_count"] == 9 - 2 - counts["sandbox_error"]
-    assert 0.9 < metrics["sandbox_run_seconds_sum"] < 5
+    assert 2.3 < metrics["sandbox_run_seconds_sum"] < 10
     assert metrics["sandbox_queue_seconds_count"] == metrics["sandbox_run_seconds_count"]
     assert metrics["sandbox_requests_running"] == metrics["sandbox_requests_waiting"] == 0
     assert metrics["sandbox_sessions"] == 1

@@ -97,7 +97,7 @@ except OSError:
 time.sleep(0.1)
 print(os.getppid())
 """
-    assert server.result(code, run_timeout=1)["stdout"] == "1\n"
+    assert server.result(code, run_timeout=5)["stdout"] == "1\n"
     assert server.result("print('still here')")["stdout"] == "still here\n"
 
 

@@ -2,13 +2,15 @@
 
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.sandbox.server_process import Server
+from tests.unit.sandbox.server_process import Server, wait_for_program, wait_until
+from tests.unit.sandbox.test_server import read_metrics
 from verl_ext.sandbox.server import api
 
 
@@ -89,27 +91,23 @@ def test_many_files_are_made_and_more_than_are_open_at_once_are_left_out_of_the_
 
 
 def test_ping_waits_in_the_queue_and_runs_nothing_beside_it(server):
-    """One worker, which a program has for a second: many pings then share one place in the queue."""
-    busy = threading.Thread(target=server.run, args=("import time; time.sleep(1)",))
-    busy.start()
-    time.sleep(0.2)
-    before = len(server.descendants())
-    started = time.monotonic()
+    """One worker, which a program has until its client hangs up: many pings then share one place in the queue."""
+    body = json.dumps({"code": "import time; time.sleep(30)", "language": "python", "run_timeout": 30}).encode()
     pings = [threading.Thread(target=server.ping) for _ in range(20)]
-    for ping in pings:
-        ping.start()
-    time.sleep(0.3)
-    assert len(server.descendants()) <= before
-    waiting = [
-        line
-        for line in server.request("/metrics")[2].decode().splitlines()
-        if line.startswith("sandbox_requests_waiting ")
-    ]
-    assert waiting == ["sandbox_requests_waiting 1.0"]
+    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":")[-1]))) as busy:
+        head = f"POST /run_code HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        busy.sendall(head.encode() + body)
+        wait_for_program(server)
+        before = len(server.descendants())
+        for ping in pings:
+            ping.start()
+        wait_until(lambda: read_metrics(server)["sandbox_requests_waiting"] > 0)
+        time.sleep(0.3)
+        assert len(server.descendants()) <= before
+        assert read_metrics(server)["sandbox_requests_waiting"] == 1
+        assert all(ping.is_alive() for ping in pings)
     for ping in pings:
         ping.join()
-    assert time.monotonic() - started > 0.6
-    busy.join()
 
 
 async def test_ping_does_not_claim_health_while_the_queue_is_stuck(monkeypatch):

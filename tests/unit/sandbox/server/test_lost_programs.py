@@ -32,12 +32,18 @@ async def pool(monkeypatch) -> AsyncIterator[Pool]:
     await pool.close()
 
 
+async def begun(worker: int) -> None:
+    """The worker waits for its program, and so has sealed the request: the program may be to blame from then on."""
+    await wait_until(lambda: len(my_processes()) == 3)  # zygote, worker, program
+    await wait_until(lambda: psutil.Process(worker).status() == psutil.STATUS_SLEEPING)
+
+
 async def lose(pool: Pool, number: signal.Signals = signal.SIGKILL, **options: float) -> dict:
     """Signal the worker as soon as it runs a program."""
     pid = pool._idle[-1].pid
-    task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout=1), **options))
-    await wait_until(lambda: len(my_processes()) == 3)  # zygote, worker, program
-    await asyncio.sleep(0.1)
+    run_timeout = 30 if number == signal.SIGKILL else 2
+    task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout), **options))
+    await begun(pid)
     os.kill(pid, number)
     return await task
 
@@ -66,14 +72,17 @@ async def test_where_the_control_program_fails_the_sandbox_is_to_blame(pool, mon
 
 
 def kill_all() -> None:
+    """Returns when all have ended, before the pool sees any end: a busy machine may take more than ZYGOTE_END_S."""
     for process in my_processes():
         with contextlib.suppress(psutil.NoSuchProcess):  # a program ends with its worker
             process.kill()
+    while my_processes():
+        time.sleep(0.01)
 
 
 async def test_loss_with_the_zygote_is_the_sandboxs_though_the_next_request_has_started_another(pool):
     for _ in range(2):
-        task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout=2), spare_s=60))
+        task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout=30), spare_s=60))
         await wait_until(lambda: len(my_processes()) == 3)
         kill_all()
         await wait_until(lambda: pool._zygote.poll() is not None)
@@ -158,7 +167,7 @@ async def test_worker_that_hangs_after_the_program_began_is_a_timeout(pool):
     started = time.monotonic()
     result = await lose(pool, signal.SIGSTOP)
     assert (result["status"], result["return_code"]) == ("TimeLimitExceeded", None)
-    assert time.monotonic() - started < 1 + 0.5 + 5
+    assert time.monotonic() - started < 2 + 0.5 + 5
     assert pool.restarts["worker"] == 1
     assert await stdout(pool, "print(1)") == "1\n"
     await wait_until(lambda: len(my_processes()) == 2)
@@ -166,8 +175,9 @@ async def test_worker_that_hangs_after_the_program_began_is_a_timeout(pool):
 
 async def test_worker_that_hangs_with_the_zygote_is_a_failure_of_the_sandbox(pool, monkeypatch):
     monkeypatch.setattr(pool_module, "CONTROL_S", 0.5)
-    task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout=1)))
-    await wait_until(lambda: len(my_processes()) == 3)
+    worker = pool._idle[-1].pid
+    task = asyncio.create_task(pool.execute(request(SLEEP, run_timeout=2)))
+    await begun(worker)
     for process in my_processes():
         process.suspend()
     with pytest.raises(SandboxError, match="did not answer; a control program failed, too: "):
@@ -190,7 +200,7 @@ async def test_zygote_that_hangs_with_a_worker_that_does_not_end_holds_up_nobody
             longest_s, before = max(longest_s, time.monotonic() - before), time.monotonic()
         with pytest.raises(SandboxError, match="did not start a worker"):
             await call
-        assert longest_s < 1
+        assert longest_s < 1.9  # ORPHANS_S, if the loop itself killed it
     finally:
         os.waitpid(worker.pid, 0x40000000)  # __WALL
         worker.close()

@@ -99,13 +99,15 @@ async def test_request_that_is_given_up_ends_its_program_and_frees_its_worker(po
 
 
 async def test_request_that_waits_too_long_gives_up_its_place(pool):
-    sleepers = [asyncio.create_task(pool.run(request("import time; time.sleep(0.4)"), queue_timeout_s=1)) for _ in "ab"]
-    await asyncio.sleep(0.05)
-    with pytest.raises(QueueTimeoutError, match=r"within 0\.1 s"):
-        await pool.run(request("print(1)"), queue_timeout_s=0.1)
-    _, waited_s = await pool.run(request("print(1)"), queue_timeout_s=5)
+    async with pool.slot(1), pool.slot(1):
+        with pytest.raises(QueueTimeoutError, match=r"within 0\.1 s"):
+            await pool.run(request("print(1)"), queue_timeout_s=0.1)
+        assert pool.waiting == 0
+        next_one = asyncio.create_task(pool.run(request("print(1)"), queue_timeout_s=5))
+        await wait_until(lambda: pool.waiting == 1)
+        await asyncio.sleep(0.2)
+    _, waited_s = await next_one
     assert waited_s > 0.1
-    await asyncio.gather(*sleepers)
 
 
 async def test_answers_of_concurrent_requests_are_not_mixed(pool):
@@ -127,8 +129,10 @@ async def test_many_requests_leave_no_process_file_or_descriptor(pool):
     for round_number in range(6):
         await asyncio.gather(*(pool.run(request(code), queue_timeout_s=30) for code in codes))
         if round_number == 0:
-            await asyncio.sleep(0.3)  # an answer is sent just before its worker closes the program's files
-            before = count()
+            before = None
+            while (now := count()) != before:  # an answer is sent just before its worker closes the program's files
+                before = now
+                await asyncio.sleep(0.3)
     assert len(before[1]) == 3  # the zygote and two workers
     await wait_until(lambda: count() == before)
 
