@@ -245,12 +245,15 @@ def test_a_broken_sandbox_fails_and_is_well_afterwards(faults, sandbox, monkeypa
 
 
 def test_no_garbage_passes_for_an_answer(script, faults, sandbox, monkeypatch, tmp_path):
-    monkeypatch.setattr(faults, "HOLD_S", 2.0)
+    monkeypatch.setattr(faults, "HOLD_S", 3.0)
     scene = scene_of(faults, tmp_path)
+    usual = scene.before
     with script.proxied(sandbox.url, lambda program: scene.before(program)) as url:
         assert ask(url) == "ok"
         thread = beside(faults.sandbox_garbage, scene)
-        time.sleep(0.2)
+        while scene.before is usual:
+            assert thread.is_alive()
+            time.sleep(0.01)
         assert [ask(url) for _ in faults.GARBAGE] == ["sandbox_failure"] * len(faults.GARBAGE)
         thread.join()
         assert ask(url) == "ok"

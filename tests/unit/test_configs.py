@@ -267,7 +267,7 @@ def test_a_process_that_only_imports_verl_can_resolve_a_run():
     config = OmegaConf.create({"a": 2, "sum": "${retool.sum:${a},3}", "product": "${retool.product:${a},3}"})
     environment = os.environ | {"VERL_USE_EXTERNAL_MODULES": "verl_ext"}
     done = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps(config), env=environment, capture_output=True, timeout=50
+        [sys.executable, "-c", code], input=pickle.dumps(config), env=environment, capture_output=True, timeout=200
     )
     resolved = ast.literal_eval(done.stdout.decode().splitlines()[-1])
     assert resolved == {"a": 2, "sum": 5, "product": 6}, done.stderr.decode()

@@ -119,7 +119,7 @@ def test_a_result_that_cannot_be_written_ends_the_map(script, played, monkeypatc
         raise OSError("no space left on device")
 
     def slowly(*rest, **options):
-        time.sleep(0.05)
+        time.sleep(0.3)
         return plays(*rest, **options)
 
     monkeypatch.setattr(script, "run_cell", slowly)

@@ -42,7 +42,7 @@ def alone(monkeypatch, tmp_path):
     monkeypatch.setattr(versions, "compare_installed", lambda pins: [])
 
 
-@pytest.mark.timeout(300)  # 19 s alone, and four times as long beside other work
+@pytest.mark.timeout(600)  # 19 s alone, and four times as long beside other work
 def test_the_whole_examination_of_a_good_run(inputs, alone, capsys):
     with running_server(options=("--preload", "sympy")) as url:
         options = ["--config-name", "tiny_dapo", "--load-seconds", "0.5", f"retool.sandbox.urls=[{url}]", *inputs]

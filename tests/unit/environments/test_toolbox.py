@@ -302,13 +302,13 @@ def test_a_folder_that_the_model_named_for_a_file_is_its_own_error(call, what, t
 
 @pytest.mark.parametrize("get", [by_httpx, by_requests, by_urllib])
 def test_an_address_that_the_model_named_and_that_does_not_answer_is_its_own_error(call, get):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    fields, *_ = call(lambda what: get(what), f"{url}/page")
-    assert fields["finish_reason"] == "answer" and sum(fields["tool_use"]["errors"].values()) == 1
-    fields, *_ = call(lambda what: get(url), "what is the weather?")
-    assert fields["finish_reason"] == "sandbox_failure"
+    with socket.socket() as bound:  # and not listening: no other server gets its port meanwhile
+        bound.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{bound.getsockname()[1]}"
+        fields, *_ = call(lambda what: get(what), f"{url}/page")
+        assert fields["finish_reason"] == "answer" and sum(fields["tool_use"]["errors"].values()) == 1
+        fields, *_ = call(lambda what: get(url), "what is the weather?")
+        assert fields["finish_reason"] == "sandbox_failure"
 
 
 @pytest.mark.parametrize("status", [404, 403, 429, 500])

@@ -173,7 +173,7 @@ def test_commands_are_obeyed_after_one_that_a_full_disk_took_no_answer_to(world,
     monkeypatch.setattr(commands.durable, "write_text", write_text)
     with world.members.obeying(tmp_path):
         with pytest.raises(commands.NoAnswer, match="did not answer"):
-            commands.ask(tmp_path, ["list"], answer_s=0.3)
+            commands.ask(tmp_path, ["list"], answer_s=1.5)
         assert "['list'] was not answered: the disk did not take it" in caplog.text
         is_full[0] = False
         assert len(commands.ask(tmp_path, ["list"])) == 2

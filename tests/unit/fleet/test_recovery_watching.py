@@ -185,7 +185,7 @@ def test_a_watching_that_stands_still_ends_the_run(make, tmp_path, monkeypatch, 
     """As where Ray's head is gone: a call of Ray does not return."""
     from verl_ext.fleet import recovery, transfer
 
-    monkeypatch.setattr(transfer, "UNWATCHED_S", 0.3)
+    monkeypatch.setattr(transfer, "UNWATCHED_S", 1.5)
     monkeypatch.setattr(recovery, "LOCK_S", 0.05)
     made, is_over, is_held = Scene(make, tmp_path), threading.Event(), threading.Event()
 
@@ -198,10 +198,11 @@ def test_a_watching_that_stands_still_ends_the_run(make, tmp_path, monkeypatch, 
         threading.Thread(target=hold, daemon=True).start()
         assert is_held.wait(10)
     made.fleet.watch()
-    for _ in range(40):  # it goes on: no complaint
+    for _ in range(90):  # it goes on: no complaint
         made.weights.check()
         time.sleep(0.02)
     made.balancer.get_all_servers = lambda: is_over.wait(30)  # holds the thread's loop
+    monkeypatch.setattr(transfer, "UNWATCHED_S", 0.3)
     deadline = time.monotonic() + 10
     with pytest.raises(RuntimeError, match=r"has not ended a round for \d+ s \(is the Ray head gone\?\)"):
         while time.monotonic() < deadline:
@@ -308,6 +309,7 @@ def test_the_watching_begins_and_ends_with_the_run(make, tmp_path):
     made.fleet.watch()
     time.sleep(0.1)
     made.fleet.close()
+    made.fleet._thread.join(10)
     assert not made.fleet._thread.is_alive() and made.routed() == ["server 0", "server 1"]
     made.fleet.actor_works()
 
@@ -320,6 +322,7 @@ def test_the_run_ends_while_a_replacement_starts_that_never_will(make, tmp_path)
     made.fleet.watch()
     assert began.wait(10)
     made.fleet.close()
+    made.fleet._thread.join(10)  # less than the start would take
     is_alive = made.fleet._thread.is_alive()
     never.set()
     assert not is_alive

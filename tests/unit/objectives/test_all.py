@@ -156,7 +156,7 @@ def test_two_ranks_do_not_matter(tmp_path):
         subprocess.Popen([*arguments, str(rank), str(tmp_path / "store"), str(out)], env=environment, cwd=ROOT)
         for rank in range(2)
     ]
-    assert [rank.wait(timeout=50) for rank in ranks] == [0, 0]
+    assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
     found = torch.load(out)
     for name, (*_, weighted) in OBJECTIVES.items():
         _, gradient = gradient_of(name, random_batch(weighted=weighted))

@@ -330,7 +330,7 @@ def test_rl_does_not_start_past_the_doctor_and_its_findings_are_shown(tmp_path):
         env={key: value for key, value in os.environ.items() if key != "DOCTOR"},
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=200,
     )
     assert done.returncode == 1
     assert re.search(r"FAIL  config .*total_training_stepz", done.stderr), done.stderr

@@ -122,7 +122,7 @@ def test_shared_memory_of_a_process_that_is_gone_is_deleted(segment):
 import json
 command = "import mmap, sys, time; f = open(sys.argv[1], 'w+b'); f.truncate(9); m = mmap.mmap(f.fileno(), 9)"
 with supervise.Supervisor() as supervisor:
-    supervisor.run([sys.executable, "-c", command + "; time.sleep(.5)", sys.argv[1]], log=None)
+    supervisor.run([sys.executable, "-c", command + "; time.sleep(1.5)", sys.argv[1]], log=None)
 print(json.dumps(os.path.exists(sys.argv[1])))
 """
     assert run(code, segment) is False
@@ -242,7 +242,7 @@ import json
 calls = []
 with supervise.Supervisor() as supervisor:
     supervisor.run(
-        ["bash", "-c", 'sleep .2; echo $TMPDIR $MINE > "$OUT"'],
+        ["bash", "-c", 'sleep 1; echo $TMPDIR $MINE > "$OUT"'],
         log=None,
         env={"MINE": "x", "OUT": sys.argv[1]},
         watch=lambda: calls.append(1),
@@ -258,7 +258,7 @@ def test_peak_memory_is_that_of_the_commands_since_the_last_call():
     code = """
 import json
 with supervise.Supervisor() as supervisor:
-    supervisor.run([sys.executable, "-c", "import time; x = b'x' * 80_000_000; time.sleep(.5)"], log=None)
+    supervisor.run([sys.executable, "-c", "import time; x = b'x' * 80_000_000; time.sleep(1.5)"], log=None)
     print(json.dumps([supervisor.peak_gb(), supervisor.peak_gb()]))
 """
     first, second = run(code)

@@ -9,12 +9,13 @@ from verl_ext.reward import score_answer
 from verl_ext.reward.score import compare
 
 
-@settings(deadline=None)
+@settings(deadline=None, derandomize=True)
 @given(st.integers(), st.integers())
 def test_integer_equals_itself_only(pred, gold):
     assert score_answer(rf"\boxed{{{pred}}}", str(gold)).acc == float(pred == gold)
 
 
+@settings(deadline=None, derandomize=True)
 @given(
     st.fractions(), st.sampled_from(["{}", " {} ", "${}$", r"\displaystyle {}", r"\left({}\right)", "{}.", "x = {}"])
 )
@@ -24,7 +25,7 @@ def test_fraction_is_recognised_in_any_layout(value, layout):
     assert score_answer(rf"\boxed{{{layout.format(latex)}}}", str(value + Fraction(1, 7))).acc == 0.0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from([*r"\{}()[]<>/^_!,;.%$&0129ax =", r"\frac", r"\boxed{", r"\pm", "<code>", "½"])))
 def test_any_text_gets_a_verdict(pieces):
     text = "".join(pieces)
@@ -56,14 +57,14 @@ LAYOUTS = [
 ]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(st.one_of(RATIONAL, STRUCTURED), st.one_of(RATIONAL, STRUCTURED))
 def test_equality_of_exact_values_is_symmetric(one, other):
     assert compare(one, other).equal == compare(other, one).equal
     assert compare(one, one).equal is True
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, derandomize=True, max_examples=40)
 @given(RADICAL, RADICAL)
 def test_equality_of_radicals_is_symmetric_and_exact(one, other):
     def squared(text):
@@ -73,7 +74,7 @@ def test_equality_of_radicals_is_symmetric_and_exact(one, other):
     assert compare(one, other).equal == compare(other, one).equal == (squared(one) == squared(other))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(st.one_of(RATIONAL, RADICAL, STRUCTURED), st.one_of(RATIONAL, STRUCTURED), st.sampled_from(LAYOUTS))
 def test_layout_changes_no_verdict(pred, gold, layout):
     for other in (gold, pred):
@@ -82,7 +83,7 @@ def test_layout_changes_no_verdict(pred, gold, layout):
         assert score_answer(rf"\boxed{{{pred}}}", layout.format(other)).acc == plain
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, derandomize=True, max_examples=200)
 @given(
     st.integers(-2000, 2000),
     st.integers(-2000, 2000),

@@ -128,8 +128,12 @@ async def browser(folder: Path):
                 port = found and int(found[1])
         drain = asyncio.create_task(process.stderr.read())
         async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
-                page = next(each for each in await answer.json() if each["type"] == "page")
+            async with asyncio.timeout(40):
+                page = None
+                while page is None:  # it listens before it has one
+                    async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
+                        page = next((each for each in await answer.json() if each["type"] == "page"), None)
+                    await asyncio.sleep(0 if page else 0.1)
             async with session.ws_connect(page["webSocketDebuggerUrl"], max_msg_size=0) as socket:
                 tab = Tab(socket)
                 listener = asyncio.create_task(tab.listen())

@@ -64,7 +64,8 @@ def test_standard_input_and_output(url):
     ],
 )
 def test_program_that_avoids_the_tests_is_wrong(url, program):
-    assert verify(url, program, "assert add(1, 2) == 3", timeout_s=1.0).verdict == "wrong"
+    limit = {"timeout_s": 2.0} if "while" in program else {}
+    assert verify(url, program, "assert add(1, 2) == 3", **limit).verdict == "wrong"
 
 
 def test_failing_sandbox_leaves_the_verdict_open():
