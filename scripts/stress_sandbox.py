@@ -154,10 +154,15 @@ async def settled(server: psutil.Process, first: State | None) -> State:
     """The state; what is more than at first has two seconds to end."""
     deadline = time.monotonic() + 2
     while True:
-        state = State.of(server)
-        more = first and [name for name in COUNTS if getattr(state, name) > getattr(first, name)]
-        if not more or time.monotonic() > deadline:
-            return state
+        try:
+            state = State.of(server)
+        except psutil.NoSuchProcess:  # it ended while it was looked at
+            if time.monotonic() > deadline:
+                raise
+        else:
+            more = first and [name for name in COUNTS if getattr(state, name) > getattr(first, name)]
+            if not more or time.monotonic() > deadline:
+                return state
         await asyncio.sleep(0.1)
 
 

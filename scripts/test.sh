@@ -61,9 +61,11 @@ survivors() { # pids of processes that carry our mark, without this shell and it
     done
 }
 finish() {
-    local status=$? pids
+    local status=$? pids looks=10
     trap - EXIT
-    for _ in $(seq 30); do # what was told to end is given the time to do so
+    trap '' INT TERM # what outlived the tests is ended in any case
+    [ "$status" -lt 128 ] || looks=1
+    for _ in $(seq $looks); do # what was told to end is given the time to do so
         sleep 1
         pids=$(survivors)
         [ -n "$pids" ] || break

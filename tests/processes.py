@@ -1,5 +1,6 @@
 """Ending what a test or a stage started, by pid; before, stopping it at a moment."""
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -15,9 +16,10 @@ def stop_at(moment: str, folder: Path) -> tuple[dict[str, str], Path]:
     stopped, python = folder / f"stopped-{moment}", folder / "python"
     stopped.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
+    here = shlex.quote(str(Path(__file__).parent / "e2e"))
     python.write_text(
-        f"#!/bin/sh\nexport VERL_USE_EXTERNAL_MODULES=verl_ext,moments PYTHONPATH={Path(__file__).parent / 'e2e'}\n"
-        f'exec {sys.executable} "$@"\n'
+        f"#!/bin/sh\nexport VERL_USE_EXTERNAL_MODULES=verl_ext,moments PYTHONPATH={here}${{PYTHONPATH:+:$PYTHONPATH}}\n"
+        f'exec {shlex.quote(sys.executable)} "$@"\n'
     )
     python.chmod(0o755)
     return {"PYTHON": str(python), "RETOOL_STOP_AT": moment, "RETOOL_STOPPED": str(stopped)}, stopped

@@ -133,6 +133,11 @@ def wait_for(what: str, is_so: Any, limit_s: float) -> float:
     return time.monotonic() - began
 
 
+def wait_until_routed(fleet: SimpleNamespace, expected: set[str]) -> None:
+    """The watcher's next round tells the router."""
+    wait_for(f"{expected} get requests, and no others", lambda: routed(fleet) == expected, 10)
+
+
 def test_a_killed_and_a_stopped_engine_lose_no_token_and_are_replaced(models, capsys):
     folder, versions = models
     with servers(folder, 2) as fleet:
@@ -151,12 +156,12 @@ def check_deaths_in_generation(fleet: SimpleNamespace, versions: list[torch.nn.M
     outputs, attempts, seconds = asyncio.run(turns(fleet, kill))
     kept = check(outputs, attempts, 0, versions)
     assert len(kept) >= 2 and min(kept) > 40
-    wait_for("the dead server leaves, the other stays", lambda: routed(fleet) == {second}, 10)
+    wait_until_routed(fleet, {second})
     start_s = wait_for("a replacement", lambda: fleet.weights.newcomers, 600)
     (new,) = fleet.weights.newcomers
     assert new.server_address not in routed(fleet)
     fleet.weights.update_weights(global_steps=1)
-    wait_for("the replacement gets requests", lambda: routed(fleet) == {second, new.server_address}, 10)
+    wait_until_routed(fleet, {second, new.server_address})
     with capsys.disabled():
         print(f"\nkill -9: {len(kept)} of {REQUESTS} requests were broken off and kept {kept} tokens, all ended within")
         print(f"{max(seconds):.1f} s; the replacement took {start_s:.1f} s more to start")
@@ -178,7 +183,7 @@ def check_deaths_in_generation(fleet: SimpleNamespace, versions: list[torch.nn.M
     began = time.monotonic()
     fleet.weights.update_weights(global_steps=2)  # waits for none that is dead
     assert time.monotonic() - began < 20
-    wait_for("the replacement alone is left", lambda: routed(fleet) == {new.server_address}, 10)
+    wait_until_routed(fleet, {new.server_address})
     servers = read_servers(fleet.folder)
     assert servers.faults() == [] and (servers.started, servers.died, servers.replaced) == (3, 2, 1)
     fleet.fleet.actor_works()  # raises what the watching failed of
@@ -191,7 +196,8 @@ def test_engines_die_while_their_rollouts_wait_for_tools_and_in_updates(models, 
         for sign in (signal.SIGKILL, signal.SIGSTOP):
             before = routed(fleet)
             victim, moved, seconds = asyncio.run(tool_calls(fleet, versions, sign))
-            assert 0 < moved < REQUESTS and routed(fleet) == before - {victim}
+            assert 0 < moved < REQUESTS
+            wait_until_routed(fleet, before - {victim})
             with capsys.disabled():
                 print(f"\n{sign.name} in a tool call: {moved} of {REQUESTS} rollouts went on elsewhere; all next turns")
                 print(f"had ended {seconds:.1f} s later")
@@ -202,11 +208,12 @@ def test_engines_die_while_their_rollouts_wait_for_tools_and_in_updates(models, 
             victim = living(fleet)[0].server_address
             update_s, lost = asyncio.run(update_hit_by(fleet, versions, version, sign))
             limit_s = LIMITS["update_s"] if sign == signal.SIGSTOP else 0
-            assert limit_s <= update_s < limit_s + 20 and victim not in routed(fleet)
+            assert limit_s <= update_s < limit_s + 20
+            wait_for("the victim leaves", lambda victim=victim: victim not in routed(fleet), 10)
             with capsys.disabled():
                 print(f"{sign.name} in an update: it took {update_s:.1f} s; {lost} of {REQUESTS} requests lost their")
                 print("server, and went on elsewhere")
-        assert len(routed(fleet)) == 1  # of four; one of the dead was replaced
+        wait_for("one is left of four; one of the dead was replaced", lambda: len(routed(fleet)) == 1, 10)
         fleet.fleet.actor_works()  # raises what the watching failed of
 
 

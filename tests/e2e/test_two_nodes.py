@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from secrets import token_hex
 from socket import create_connection
@@ -64,11 +63,15 @@ def cluster(python: str, tmp_path: Path) -> Iterator[dict[str, str]]:
     finally:
         for node in reversed(nodes):
             node.terminate()
+        late = []
         for node in nodes:
-            with suppress(subprocess.TimeoutExpired):
+            try:
                 node.wait(60)
+            except subprocess.TimeoutExpired:
+                late.append(node.args)
             kill_tree(node.pid)
         shutil.rmtree(environment["RAY_TMPDIR"], ignore_errors=True)
+        assert not late, "SIGTERM did not end them in a minute"
 
 
 def ray_cluster(log: Path, *arguments: str, **environment: str) -> subprocess.Popen:

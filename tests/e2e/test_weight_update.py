@@ -16,7 +16,7 @@ import torch
 from tests.e2e.versions import SAME, Actor, cluster, difference, moved
 from tests.e2e.watched_fleet import gaps, sampling, stop_watching, watch
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 OTHER = 1e-2  # a boundary that is off by one changes some log-prob by more, but for a token as likely with both weights
 TOKENS = 2000  # seconds of generation, in which an update comes
 SEATS = 4  # requests that run at once
@@ -84,6 +84,7 @@ def running_requests(fleet: SimpleNamespace, tokens: int) -> list[Any]:
         requests = [fleet.ask(prompt, f"request {number}", TOKENS) for number, prompt in enumerate(PROMPTS)]
         if wait_until_written(fleet.server, requests, tokens):
             return requests
+        ray.get(requests)  # raises what they ended of
     raise AssertionError(f"five times, all requests ended before {SEATS} of them were seen with {tokens} tokens")
 
 

@@ -65,13 +65,13 @@ def sampling(tokens: int) -> dict[str, Any]:
 
 def watch(server: Any) -> None:
     """In the server's process: note (time, tokens of each running request) a thousand times a second, in a thread."""
-    server.seen, server.is_watched = [], True
+    server.is_watched, server.seen = True, (seen := [])
 
     def look() -> None:
-        while server.is_watched:
+        while server.is_watched and server.seen is seen:  # watched anew, it has another list
             states = list(server.engine.output_processor.request_states.values())
             written = {each.external_req_id: each.detokenizer.num_output_tokens() for each in states}
-            server.seen.append((time.monotonic(), written))
+            seen.append((time.monotonic(), written))
             time.sleep(0.001)
 
     threading.Thread(target=look, daemon=True).start()

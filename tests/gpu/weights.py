@@ -5,11 +5,13 @@ import hashlib
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from queue import Empty
 
 from tests.gpu.stage import Context, Row
 
-TIMEOUT_S = 100  # below the limits of both stages, so that a receiver that died is told by its own error
+TIMEOUT_S = 100  # below the stage's limit, so that a receiver that died is told by its own error
+BUCKETS_S = 200  # the same, with verl's imports in the receiver
 
 
 def _random_bits(context: Context):
@@ -62,12 +64,12 @@ def check_weights(context: Context) -> Iterator[Row]:
 
 def receive_buckets(handle: str, device: str, outbox) -> None:
     """In the other process: verl's receiver, and the digest of each weight."""
+    faulthandler.dump_traceback_later(BUCKETS_S - 20)
     import torch
     import verl  # noqa: F401  sets the platform
     from verl.utils.device import is_support_ipc
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
-    faulthandler.dump_traceback_later(TIMEOUT_S - 10)
     receiver = BucketedWeightReceiver(handle, device=torch.device(device), use_shm=not is_support_ipc())
     digests: dict[str, str] = {}
     receiver.receive_weights(lambda weights, is_last: digests.update({name: digest(each) for name, each in weights}))
@@ -95,16 +97,30 @@ def check_buckets(context: Context) -> Iterator[Row]:
         process = spawn.Process(target=receive_buckets, args=(handle, device, outbox))
         process.start()
         sender = BucketedWeightSender(handle, bucket_size_mb=512, use_shm=not is_support_ipc())
-        start = time.monotonic()
+        start, errors = time.monotonic(), []
+
+        def send() -> None:
+            try:
+                asyncio.run(sender.async_send_weights(iter(weights.items())))
+            except Exception as error:  # whatever it is: it is raised below
+                errors.append(error)
+
         # In a thread: the sender waits for the receiver as long as it takes, whether that lives or not.
-        sending = sender.async_send_weights(iter(weights.items()))
-        threading.Thread(target=asyncio.run, args=(sending,), daemon=True).start()
-        try:
-            seen = outbox.get(timeout=TIMEOUT_S)
-        except Empty:
-            status = f"exit status of the receiver: {process.exitcode}"
-            raise TimeoutError(f"no digests after {TIMEOUT_S} s; {status}") from None
-        process.join(TIMEOUT_S)
+        sending = threading.Thread(target=send, daemon=True)
+        sending.start()
+        seen, ended = None, False
+        while seen is None and not (errors or ended) and time.monotonic() < start + BUCKETS_S:
+            ended = process.exitcode is not None
+            with suppress(Empty):
+                seen = outbox.get(timeout=1)
+        if seen is not None:
+            sending.join(10)
+            process.join(10)
+        if errors:
+            raise errors[0]
+        if seen is None:
+            seconds = time.monotonic() - start
+            raise TimeoutError(f"no digests after {seconds:.0f} s; exit status of the receiver: {process.exitcode}")
     seconds = time.monotonic() - start
     wrong = [name for name in expected if seen.get(name) != expected[name]]
     total = sum(weight.nbytes for weight in weights.values()) / 1e9

@@ -132,7 +132,7 @@ def test_time_in_which_worker_and_program_stand_still_is_not_the_programs(code, 
         worker = program.parent()
         worker.suspend()
         program.suspend()
-        time.sleep(timeout_s + 0.2)
+        time.sleep(3.2)
         worker.resume()
         time.sleep(0.2)
         program.resume()

@@ -131,6 +131,7 @@ async def test_a_truncated_file_is_named_and_the_rest_is_shown(tab, serve, run_f
     assert not tab.errors
 
 
+@pytest.mark.timeout(300)
 async def test_a_new_step_appears_within_five_seconds(tab, serve, run_folder: Path) -> None:
     """Also when it comes before the page has looked for the first time."""
     address, took_s = serve(run_folder), []

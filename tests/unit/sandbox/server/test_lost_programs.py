@@ -72,7 +72,7 @@ async def test_where_the_control_program_fails_the_sandbox_is_to_blame(pool, mon
 
 
 def kill_all() -> None:
-    """Returns when all have ended, before the pool sees any end: a busy machine may take more than ZYGOTE_END_S."""
+    """Returns when the zygote has ended, before the pool sees any end: it may take more than ZYGOTE_END_S."""
     for process in my_processes():
         with contextlib.suppress(psutil.NoSuchProcess):  # a program ends with its worker
             process.kill()
