@@ -240,7 +240,7 @@ def test_a_sandbox_that_fails_at_random_is_tried_again(small: Path, tmp_path: Pa
     answered = [call for t in trajectories for call in t["calls"] if call["fault"] != "infrastructure"]
     assert any((call["attempts"] or 0) > 1 for call in answered)
     for turn in [turn for t in trajectories for turn in t["turns"] if turn["role"] == "tool"]:
-        assert "503" not in turn["text"] and "overloaded" not in turn["text"], "a fault never reaches the model"
+        assert "HTTP 503" not in turn["text"] and "overloaded" not in turn["text"], "a fault never reaches the model"
     failed = [t for t in run.trajectories() if t["end_reason"] == "sandbox_failure"]
     assert run.total("failure/sandbox_failure") == len(failed)
 
