@@ -6,9 +6,9 @@ from contextlib import suppress
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A free port below those that the kernel gives to clients: no client takes it before the server does.
+    """A free port below the range from which the kernel gives ports to clients, so that no client can take it.
 
-    A client that connects again and again to one of its own kind may get the very port, and keep the server from it.
+    Within that range, a client that connects to the port again and again may get this port as its own.
     """
     for port in random.sample(range(20000, 30000), 100):
         with socket.socket() as listener, suppress(OSError):

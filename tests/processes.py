@@ -1,4 +1,4 @@
-"""Ending what a test or a stage started, by pid; before, stopping it at a moment."""
+"""Stops a run at a moment, and ends what a test or a stage started, by pid."""
 
 import shlex
 import sys
