@@ -7,6 +7,7 @@ has the last word on what is a trace. Traces with other tools than the Python in
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -18,8 +19,8 @@ from verl_ext.datasets.problems import Report, shortened
 from verl_ext.datasets.rows import DataError, field, read_rows, write_parquet
 from verl_ext.datasets.text import PROMPTS, EvaluationProblems, bare_problem, has_no_words
 from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL
-from verl_ext.protocols.code import CODE_START, CodeProtocol, extract_code
-from verl_ext.protocols.trace import PROMPT_ROLES, TOOL_ROLES, split_trace
+from verl_ext.protocols.code import CodeProtocol, split_call
+from verl_ext.protocols.trace import PROMPT_ROLES, TOOL_ROLES, messages_of, split_outputs, split_trace, text_of
 
 _FUNCTION = {"name": datasets.Value("string"), "arguments": {"code": datasets.Value("string")}}
 FEATURES = datasets.Features(
@@ -35,7 +36,6 @@ FEATURES = datasets.Features(
         "id": datasets.Value("string"),
     }
 )
-_INLINE_OUTPUT = re.compile(r"\s*<interpreter>(.*?)</interpreter>\s*", re.DOTALL)
 _ANSWER_TAGS = re.compile(r"</?answer>")
 
 
@@ -55,9 +55,13 @@ def read_traces(source: str, *, split: str = "train", protocol: str) -> Iterator
     Args:
         protocol: key of PROMPTS, which replaces the instructions around the problem; as `retool.protocol` of the run.
     Raises:
-        DataError: a row has no list `messages` of objects with a role and a text; names the row and the column.
+        DataError: a row has no list `messages` of objects with a role and a text, be it as JSON text; names the row and
+            the column.
     """
     for where, row in read_rows(source, split=split):
+        if isinstance(row.get("messages"), str):
+            with suppress(ValueError):  # `field` says what it found
+                row["messages"] = messages_of(row["messages"])
         for number, message in enumerate(field(row, "messages", where, list)):
             field(row, f"messages.{number}.role", where)
             for call in range(len(message.get("tool_calls") or [])):
@@ -138,9 +142,9 @@ def _trace(messages: list[dict[str, Any]], tools: Any, name: str, protocol: str)
             response.append(make_message("tool", message["content"].strip()))
         elif message["role"] == "assistant" and message.get("tool_calls"):
             codes = [_code(call) for call in message["tool_calls"]]
-            response.append(make_message("assistant", (message.get("content") or "").strip(), codes))
+            response.append(make_message("assistant", text_of(message, optional=True).strip(), codes))
         else:
-            response += _inline(message["role"], message["content"])
+            response += _inline(message["role"], text_of(message))
     if response and response[-1]["role"] == "assistant":
         response[-1]["content"] = _ANSWER_TAGS.sub("", response[-1]["content"]).strip()
     split_trace([*prompt, *response], tools, CodeProtocol(None), "")  # the loop's own rules; needs no tokenizer here
@@ -149,8 +153,8 @@ def _trace(messages: list[dict[str, Any]], tools: Any, name: str, protocol: str)
 
 def _inline(role: str, text: str) -> Iterator[dict[str, Any]]:
     """The messages of one text of the assistant, in which the interpreter may have answered."""
-    *parts, rest = _INLINE_OUTPUT.split(text)
-    for content, output in zip(parts[::2], parts[1::2], strict=True):
+    parts, rest = split_outputs(text)
+    for content, output in parts:
         yield _with_call(content)
         yield make_message("tool", output.strip())
     yield make_message(role, rest)
@@ -159,8 +163,8 @@ def _inline(role: str, text: str) -> Iterator[dict[str, Any]]:
 def _with_call(text: str) -> dict[str, Any]:
     if not text.rstrip().endswith("</code>"):
         raise ValueError(f"the interpreter answers a message that does not end in </code>: {text[-100:]!r}")
-    code = extract_code(text).strip("\n")  # a protocol writes its own
-    return make_message("assistant", text[: text.rindex(CODE_START)].strip(), [code])
+    said, code = split_call(text.rstrip())
+    return make_message("assistant", said.strip(), [code.strip("\n")])  # a protocol writes its own line ends
 
 
 def _code(call: dict[str, Any]) -> str:

@@ -70,12 +70,23 @@ class ToolProtocol(Protocol):
     def schemas(self, tools: Mapping[str, dict]) -> list[dict] | None:
         """What the chat template gets as `tools`."""
 
-    def parse(self, text: str, tools: Mapping[str, dict], *, ended: bool) -> list[Call | MalformedCall]:
-        """The calls of one model turn, in order; none where it is an answer, or cut off.
+    def call_end(self, text: str, *, thinking: bool = False) -> int | None:
+        """Return where the `stop` that ends this turn ends; None if no stop in its text does.
 
         Args:
-            text: the turn, up to `stop` where it has that.
+            thinking: the turn begins within thinking (`thinking.opens_thinking`).
+        """
+
+    def parse(
+        self, text: str, tools: Mapping[str, dict], *, ended: bool, thinking: bool = False
+    ) -> list[Call | MalformedCall]:
+        """The calls of one model turn, in order; none if it is an answer, or cut off. Thinking has no calls, nor has a
+        mention of a tag.
+
+        Args:
+            text: the turn, up to `call_end` if it has that.
             ended: its last token is an end token.
+            thinking: as in `call_end`.
         """
 
     def reply(self, outputs: Sequence[str], *, ended: bool) -> list[str]:

@@ -1,13 +1,20 @@
 """The literal `<code>` / `<interpreter>` protocol of ReTool (arXiv:2504.11536): all in one turn of the assistant."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from verl_ext.protocols.base import CODE_TOOL, Call, ChatReply, MalformedCall, strip_fence
+from verl_ext.protocols.thinking import THINK_STOP, is_thinking, without_thinking
 
 CODE_START, CODE_STOP = "<code>", "</code>"
+_QUOTES = ("`", '"', "'")
+_OWN_LINE = re.compile(r"^[ \t]*(?P<tag><code>)[ \t]*$", re.MULTILINE)
+_UNQUOTED, _ANY = re.compile(r"(?<![`\"'])(?P<tag><code>)"), re.compile("(?P<tag><code>)")
+_ATTEMPT = re.compile(r"(?<![`\"'])<code>(?=\s*\n|[^\s`\"'.,;:!?)])")  # prose puts a blank or a comma behind the tag
+_OTHER_CALL = re.compile(r"<tool_call>\s*[\[{]")
 
 
 class CodeProtocol:
@@ -22,23 +29,40 @@ class CodeProtocol:
     def schemas(self, tools: Mapping[str, dict]) -> None:
         """None: the prompt itself says how to write code."""
 
-    def parse(self, text: str, tools: Mapping[str, dict], *, ended: bool) -> list[Call | MalformedCall]:
-        if CODE_STOP not in text:
-            start = text.rfind(CODE_START)
-            if not ended or "\\boxed{" in text[max(start, 0) :]:
-                return []
-            if start >= 0:
-                return [MalformedCall("unclosed_tag", "<code> without </code>; the code was not run")]
-            if "<tool_call>" in text:
-                return [MalformedCall("other_protocol", "write code as <code>...</code>, not as <tool_call>")]
-            return []
+    def call_end(self, text: str, *, thinking: bool = False) -> int | None:
+        """Return the end of the `</code>` that ends the turn: the first that neither ends a draft within thinking, nor
+        is only mentioned, in quotes or backticks. None if there is none: then the model goes on.
+
+        A `</code>` within a string of the program ends the program as well: the engine has stopped there, and the text
+        does not say whether the model has forgotten a quote.
+        """
+        block = _first_block(text, thinking)
+        return block and block[1]
+
+    def parse(
+        self, text: str, tools: Mapping[str, dict], *, ended: bool, thinking: bool = False
+    ) -> list[Call | MalformedCall]:
+        block = _first_block(text, thinking)
+        if block is None:
+            return self._without_call(without_thinking(text, thinking)) if ended else []
+        start, stop = block
         try:
-            code, start = _last_block(text)
+            code = _code_between(text, start, stop)
         except MalformedCall as error:
             return [error]
         if CODE_TOOL not in tools:
             return [MalformedCall("unknown_tool", "there is no interpreter here; answer without code")]
         return [Call(CODE_TOOL, {"code": code}, start)]
+
+    def _without_call(self, spoken: str) -> list[MalformedCall]:
+        opened = list(_ATTEMPT.finditer(spoken))
+        if "\\boxed{" in spoken[opened[-1].start() if opened else 0 :]:
+            return []
+        if opened:
+            return [MalformedCall("unclosed_tag", "<code> without </code>; the code was not run")]
+        if _OTHER_CALL.search(spoken):
+            return [MalformedCall("other_protocol", "write code as <code>...</code>, not as <tool_call>")]
+        return []
 
     def reply(self, outputs: Sequence[str], *, ended: bool) -> list[str]:
         """An `<interpreter>` block; after an end token, in a user's turn, as the assistant's is over."""
@@ -60,23 +84,58 @@ class CodeProtocol:
         return f"{content}\n{block}" if content else block
 
 
-def extract_code(text: str) -> str:
-    """The code of the call that `text` ends in, as the model wrote it, less one Markdown fence.
+def split_call(text: str) -> tuple[str, str]:
+    """Split a turn that ends in a call: what stands before the call, and its code, less one Markdown fence.
 
     Args:
         text: one model turn that contains `</code>`.
     Raises:
         MalformedCall: no `<code>` before `</code>`, or nothing between them.
     """
-    return _last_block(text)[0]
+    stop = text.rindex(CODE_STOP)
+    start = _opening(text, 0, stop)
+    return text[: max(start, 0)], _code_between(text, start, stop + len(CODE_STOP))
 
 
-def _last_block(text: str) -> tuple[str, int]:
-    before_stop = text[: text.rindex(CODE_STOP)]
-    start = before_stop.rfind(CODE_START)
+def extract_code(text: str) -> str:
+    """Return the code of the call that `text` ends in; see `split_call`."""
+    return split_call(text)[1]
+
+
+def _first_block(text: str, thinking: bool) -> tuple[int, int] | None:
+    """Return [start, end) of the first block that is a call; the start is -1 if nothing opens it."""
+    after = 0
+    stop = text.find(CODE_STOP)
+    while stop >= 0:
+        start = _opening(text, after, stop)
+        thinking = is_thinking(text, thinking, after, stop if start < 0 else start)
+        before = text[stop - 1 : stop]
+        is_mentioned = before in _QUOTES and (start < 0 or text[start - 1 : start] == before)
+        if not thinking and not is_mentioned:
+            return start, stop + len(CODE_STOP)
+        after = stop + len(CODE_STOP)
+        stop = text.find(CODE_STOP, after)
+    return None
+
+
+def _opening(text: str, low: int, high: int) -> int:
+    """Return where the block that ends at `high` begins, or -1: the last `<code>` on a line of its own, else the last
+    one that is not in quotes, else the last.
+
+    A program may have the tag in a string, and prose may mention it. A draft within thinking that is over opens none.
+    """
+    over = text.rfind(THINK_STOP, low, high)
+    for start in (low if over < 0 else over, low):
+        for pattern in (_OWN_LINE, _UNQUOTED, _ANY):
+            if found := list(pattern.finditer(text, start, high)):
+                return found[-1].start("tag")
+    return -1
+
+
+def _code_between(text: str, start: int, stop: int) -> str:
     if start < 0:
         raise MalformedCall("unopened_tag", "</code> without <code>")
-    code = strip_fence(before_stop[start + len(CODE_START) :])
+    code = strip_fence(text[start + len(CODE_START) : stop - len(CODE_STOP)])
     if not code.strip():
         raise MalformedCall("empty_code", "empty <code></code>")
-    return code, start
+    return code

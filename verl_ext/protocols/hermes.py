@@ -13,10 +13,18 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_ext.protocols.base import CODE_TOOL, Call, ChatReply, MalformedCall, strip_fence
 from verl_ext.protocols.call_json import loads, short, what_is_wrong
+from verl_ext.protocols.thinking import THINK_START, THINK_STOP, without_thinking
 
 CALL_START, CALL_STOP = "<tool_call>", "</tool_call>"
 MAX_SURPLUS = 64  # calls of a turn beyond those that are run, which are answered and counted; a model may repeat a tag
 
+_TAG = re.compile(
+    r"(?<![`\"'])</?think>"
+    r"|<tool_call>(?P<json>\s*(?:[\[{]|```))"  # also in quotes: nobody mentions so much of a call
+    r"|(?<![`\"'])<tool_call>(?P<line>[ \t]*\n)?"
+)
+_UNOPENED = re.compile(r"(?:\A|[\])}]\s*|\n[ \t]*|[^\s`\"'])</tool_call>")  # what prose mentions stands behind a blank
+_STRING_OR_TAG = re.compile(r'"(?:[^"\\]|\\.)*+(?:"|\Z)|</?tool_call>', re.DOTALL)
 _INVALID_ESCAPE = re.compile(r'(\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})|\\')
 
 
@@ -46,36 +54,64 @@ class HermesProtocol:
     def schemas(self, tools: Mapping[str, dict]) -> list[dict] | None:
         return list(tools.values()) or None
 
-    def parse(self, text: str, tools: Mapping[str, dict], *, ended: bool) -> list[Call | MalformedCall]:
+    def call_end(self, text: str, *, thinking: bool = False) -> None:
+        """None: only its end token ends a turn."""
+
+    def parse(
+        self, text: str, tools: Mapping[str, dict], *, ended: bool, thinking: bool = False
+    ) -> list[Call | MalformedCall]:
         if not ended:
             return []
         found: list[Call | MalformedCall] = []
-        start, last_stop = text.find(CALL_START), text.rfind(CALL_STOP)
-        if start < 0:
-            return self._without_call(text)
-        limit = self._max_parallel_calls
-        while start >= 0 and len(found) < limit + MAX_SURPLUS:
-            body_start = start + len(CALL_START)
-            stop = text.find(CALL_STOP, body_start) if body_start <= last_stop else -1
-            following = text.find(CALL_START, body_start)
-            if stop < 0:
-                if not (following < 0 and "\\boxed{" in text[start:]):  # a turn that boxes an answer is an answer
-                    found.append(_unclosed())
+        mentions: list[MalformedCall] = []  # tags that no JSON follows: prose about a call, if there is another call
+        limit, position, last_box = self._max_parallel_calls, 0, text.rfind("\\boxed{")
+        if thinking:
+            over = text.find(THINK_STOP)
+            position = len(text) if over < 0 else over + len(THINK_STOP)
+        while len(found) + len(mentions) < limit + MAX_SURPLUS and (tag := _TAG.search(text, position)):
+            position = tag.end()
+            if tag[0] == THINK_START:
+                over = text.find(THINK_STOP, position)
+                position = len(text) if over < 0 else over + len(THINK_STOP)
+            elif tag[0] == THINK_STOP:  # the prompt opened it: all before it was thinking
+                found, mentions = [], []
             else:
-                try:
-                    found.append(self._call(text[body_start:stop], start, tools))
-                except MalformedCall as error:
-                    open_again = 0 <= following < stop and error.kind == "bad_json"
-                    found.append(_unclosed() if open_again else error)
-                    if open_again:
-                        start = following
-                        continue
-                following = text.find(CALL_START, stop)
-            start = following
+                item, position = self._read(text, tag, tools, last_box)
+                if item is not None:
+                    (found if tag["json"] is not None else mentions).append(item)
+        if not found and not mentions:
+            return self._without_call(without_thinking(text, thinking))
+        found = found or mentions
         return found[:limit] + [
             MalformedCall("two_blocks", f"more calls in one turn than the {limit} that are run; this one was not run")
             for _ in found[limit:]
         ]
+
+    def _read(
+        self, text: str, tag: re.Match[str], tools: Mapping[str, dict], last_box: int
+    ) -> tuple[Call | MalformedCall | None, int]:
+        """Return the call that a `<tool_call>` opens, None if prose only mentions the tag, and where to read on."""
+        start, body_start = tag.start(), tag.start() + len(CALL_START)
+        is_json = tag["json"] is not None
+        following = text.find(CALL_START, body_start)
+        stop = text.find(CALL_STOP, body_start, following if following >= 0 and not is_json else len(text))
+        is_answer = last_box >= start  # a turn that boxes one behind what is no call
+        if stop < 0:
+            is_told = is_json or (tag["line"] is not None and following < 0)
+            is_told = is_told and not (following < 0 and is_answer)
+            return _unclosed() if is_told else None, len(text) if following < 0 else following
+        for end in dict.fromkeys((_end_of_json(text, body_start) if is_json else None, stop)):
+            if end is None:
+                continue
+            try:
+                return self._call(text[body_start:end], start, tools), end + len(CALL_STOP)
+            except MalformedCall as error:
+                refused = error
+                if error.kind != "bad_json":  # it is JSON, up to this end
+                    return refused, end + len(CALL_STOP)
+        if 0 <= following < stop:  # opened again before it is closed
+            return _unclosed(), following
+        return refused if is_json or not is_answer else None, stop + len(CALL_STOP)
 
     def reply(self, outputs: Sequence[str], *, ended: bool) -> list[str]:
         return self._tool_turns.render(outputs)
@@ -87,7 +123,7 @@ class HermesProtocol:
     def _without_call(self, text: str) -> list[Call | MalformedCall]:
         if "\\boxed{" in text:
             return []
-        if CALL_STOP in text:
+        if _UNOPENED.search(text):
             return [MalformedCall("unopened_tag", f"{CALL_STOP} without {CALL_START}")]
         code_start = text.find("<code>")  # a regular expression would take quadratic time where a model repeats a tag
         if 0 <= code_start < text.rfind("</code>"):
@@ -127,12 +163,20 @@ class HermesProtocol:
 
     def _repair(self, body: str) -> Any:
         """The JSON of `body` with raw control characters and invalid escapes in strings taken literally, or None."""
-        if not self._repair_json or CALL_START in body:  # then an earlier call was left open
+        if not self._repair_json:
             return None
         try:
             return loads(_INVALID_ESCAPE.sub(lambda match: match.group(1) or r"\\", body), strict=False)
         except ValueError:
             return None
+
+
+def _end_of_json(text: str, start: int) -> int | None:
+    """Return where the first `</tool_call>` outside of JSON's strings begins; None if a call opens before, or none."""
+    for token in _STRING_OR_TAG.finditer(text, start):
+        if token[0] in (CALL_START, CALL_STOP):
+            return token.start() if token[0] == CALL_STOP else None
+    return None
 
 
 def _unclosed() -> MalformedCall:

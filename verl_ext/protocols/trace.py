@@ -7,21 +7,33 @@ answers in the assistant's text. Each form can be turned into either protocol.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from verl.tools.schemas import OpenAIFunctionToolSchema
 
-from verl_ext.protocols.base import CODE_SCHEMA, CODE_TOOL, Call, MalformedCall, ToolProtocol, format_output
-from verl_ext.protocols.code import CODE_START, CODE_STOP, CodeProtocol, extract_code
+from verl_ext.protocols.base import (
+    CODE_SCHEMA,
+    CODE_TOOL,
+    Call,
+    MalformedCall,
+    ToolProtocol,
+    format_output,
+    strip_fence,
+)
+from verl_ext.protocols.code import CODE_STOP, CodeProtocol, split_call
+from verl_ext.protocols.thinking import THINK_START, THINK_STOP, opens_thinking
 
 PROMPT_ROLES = ("system", "user")
 TOOL_ROLES = ("interpreter", "tool")
 
 # ReTool-SFT was made by a format string that nobody formatted: its prompts ask for \boxed{{...}}.
 _DOUBLED = re.compile(r"\\boxed\{\{([^{}]*)\}\}")
-_INLINE_OUTPUT = re.compile(r"\s*<interpreter>(.*?)</interpreter>\s*", re.DOTALL)
+_OUTPUT_START, _OUTPUT_STOP = re.compile(r"</code>(\s*<interpreter>)"), "</interpreter>"
+_BLANKS = re.compile(r"\s*")
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # keys in which servers put the thinking of a message
 
 
 @dataclass
@@ -42,53 +54,138 @@ class Segment(NamedTuple):
 
 
 def split_trace(
-    messages: Any, tools: Any, protocol: ToolProtocol, eos: str
+    messages: Any,
+    tools: Any,
+    protocol: ToolProtocol,
+    eos: str,
+    *,
+    render: Callable[[list[dict], list | None], str] | None = None,
 ) -> tuple[list[dict], list | None, list[Segment]]:
     """Split a conversation into prompt and response.
 
     Args:
         messages: system and user messages, then the assistant's, each with calls followed by the tools' answers; the
-            last one without calls.
+            last one without calls. A list, or JSON text.
         tools: schemas in OpenAI's form, as a list or as JSON text; None for the interpreter alone.
         eos: text of the token that ends a turn; "" where there is no tokenizer.
+        render: the text of the prompt's messages with their tools, by the chat template. If it opens `<think>`, a turn
+            does not open it again, and must close it.
     Returns:
         The prompt's messages; the tools that go into its template; and the response.
     Raises:
         ValueError: it is no such conversation, or has a call that the agent loop would refuse; says why.
     """
-    messages, schemas = _plain(messages), _schemas(tools)
+    messages, keep_nulls = messages_of(messages), isinstance(messages, str)
+    schemas = _schemas(tools)
     length = next((i for i, m in enumerate(messages) if m.get("role") not in PROMPT_ROLES), len(messages))
     if length == 0:
         raise ValueError(f"expected a {' or '.join(PROMPT_ROLES)} message first")
     prompt = [{"role": m["role"], "content": _DOUBLED.sub(r"\\boxed{\1}", _text(m))} for m in messages[:length]]
-    turns = list(_turns(messages[length:]))
+    turns = list(_turns(messages[length:], schemas, keep_nulls))
     last = turns[-1]
     if last.calls or last.outputs:
         raise ValueError("the last message must be the assistant's answer, without a call")
     last.content = _DOUBLED.sub(r"\\boxed{\1}", last.content)
+    shown = protocol.schemas(schemas)
+    thinking = render is not None and opens_thinking(before := render(prompt, shown))
     segments: list[Segment] = []
-    for turn in turns[:-1]:
-        segments += _segments(turn, schemas, protocol, eos)
-    if protocol.stop is not None and protocol.stop in last.content:
+    for turn in turns:
+        keep = turn.text is not None and isinstance(protocol, CodeProtocol)
+        text = turn.text if keep else protocol.write(turn.content, turn.calls)
+        if thinking:
+            text = _within_thinking(text, before)
+        ended = turn is last or protocol.call_ends_turn
+        segments += [_own(text, eos), *[Segment([eos], True)] * ended]
+        if turn is last:
+            _check_answer(text, schemas, protocol, thinking)
+        else:
+            _check_calls(text, turn.calls, schemas, protocol, thinking)
+            reply = protocol.reply([format_output(output, "") for output in turn.outputs], ended=ended)
+            segments.append(Segment(reply, False))
+            before = reply[-1]
+            thinking = opens_thinking(before)
+    return prompt, shown, segments
+
+
+def messages_of(value: Any) -> list[dict]:
+    """Return the messages of a row as dicts, also if they are JSON text.
+
+    Raises:
+        ValueError: there is no list of messages.
+    """
+    messages = _plain(_json(value, "messages") if isinstance(value, str) else value)
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"expected a list of messages, each with a role and a content, but found {str(value)[:200]}")
+    return messages
+
+
+def text_of(message: Mapping[str, Any], *, optional: bool = False) -> str:
+    """Return what the assistant wrote: the thinking, if it stands in a key of its own, and then the content."""
+    content = _text(message, optional=optional)
+    reasoning = next((message[key] for key in _REASONING if message.get(key)), "")
+    if not isinstance(reasoning, str):
+        raise ValueError(f"expected the thinking as text, but found {reasoning!r:.200}")
+    if reasoning.strip() in content:
+        return content
+    return f"{THINK_START}\n{reasoning.strip()}\n{THINK_STOP}\n" + f"\n{content.lstrip()}" * bool(content.strip())
+
+
+def split_outputs(text: str) -> tuple[list[tuple[str, str]], str]:
+    """Split an assistant's text in which the interpreter has answered: (text up to `</code>`, output) of each call, and
+    what follows the last output.
+
+    An output may have its own closing tag in it: it ends at the last one before the next output begins.
+    """
+    parts, position = [], 0
+    for start, following in pairwise([*_OUTPUT_START.finditer(text), None]):
+        stop = text.rfind(_OUTPUT_STOP, start.end(), following.start() if following else len(text))
+        if stop < 0:
+            raise ValueError(f"an output is not closed by {_OUTPUT_STOP}: {text[start.start() :][:100]!r}")
+        parts.append((text[position : start.start(1)], text[start.end() : stop]))
+        position = _BLANKS.match(text, stop + len(_OUTPUT_STOP)).end()
+    return parts, text[position:]
+
+
+def _within_thinking(text: str, before: str) -> str:
+    """Return the turn as the model goes on behind a prompt that opens `<think>`: without an opening of its own."""
+    if text.lstrip().startswith(THINK_START):
+        text = text.lstrip().removeprefix(THINK_START)
+        text = text.removeprefix("\n") if before.endswith("\n") else text
+    if THINK_STOP not in text:
+        raise ValueError(
+            f"the chat template opens {THINK_START}, but the turn has no {THINK_STOP}: a rollout would take all of it "
+            f"for thinking: {text[-200:]!r}. Take traces with their thinking, or a template without it "
+            "(data.apply_chat_template_kwargs.enable_thinking=false, if the template knows that)"
+        )
+    return text
+
+
+def _check_answer(text: str, schemas: dict, protocol: ToolProtocol, thinking: bool) -> None:
+    if protocol.call_end(text, thinking=thinking) is not None:
         raise ValueError(f"the answer has {protocol.stop}, where a rollout would have run code")
-    if protocol.parse(last.content, schemas, ended=True):
-        raise ValueError(f"the answer has what the agent loop would take for a call: {last.content[-200:]!r}")
-    return prompt, protocol.schemas(schemas), [*segments, _own(last.content, eos), Segment([eos], True)]
+    if protocol.parse(text, schemas, ended=True, thinking=thinking):
+        raise ValueError(f"the answer has what the agent loop would take for a call: {text[-200:]!r}")
 
 
-def _segments(turn: _Turn, schemas: dict, protocol: ToolProtocol, eos: str) -> list[Segment]:
-    keep = turn.text is not None and isinstance(protocol, CodeProtocol)
-    text = turn.text if keep else protocol.write(turn.content, turn.calls)
-    ended = protocol.call_ends_turn
-    parsed = protocol.parse(text, schemas, ended=ended)
-    refused = [call for call in parsed if isinstance(call, MalformedCall)]
-    if refused or len(parsed) != len(turn.calls):
+def _check_calls(text: str, calls: list[Call], schemas: dict, protocol: ToolProtocol, thinking: bool) -> None:
+    end = protocol.call_end(text, thinking=thinking)
+    if end is not None and end < len(text):
+        raise ValueError(
+            f"text after the first {protocol.stop} of a turn, where a rollout would have stopped; a program can write "
+            "the tag as '</' + 'code>'"
+        )
+    parsed = protocol.parse(text, schemas, ended=protocol.call_ends_turn, thinking=thinking)
+    if refused := [call for call in parsed if isinstance(call, MalformedCall)]:
         raise ValueError(f"the agent loop would refuse the call {text[-200:]!r}: {'; '.join(map(str, refused))}")
-    if protocol.stop is not None and text.index(protocol.stop) + len(protocol.stop) < len(text):
-        raise ValueError(f"text after the first {protocol.stop} of a turn, where a rollout would have stopped")
-    outputs = [format_output(output, "") for output in turn.outputs]
-    end = [Segment([eos], True)] * ended
-    return [_own(text, eos), *end, Segment(protocol.reply(outputs, ended=ended), False)]
+    if [_essence(call) for call in parsed] != [_essence(call) for call in calls]:
+        raise ValueError(f"the agent loop would read other calls than the trace has: {text[-200:]!r}")
+
+
+def _essence(call: Call) -> tuple[str, dict[str, Any]]:
+    """What is run: code without the fence and the line ends that a protocol takes away or adds."""
+    if call.tool != CODE_TOOL:
+        return call.tool, call.arguments
+    return call.tool, call.arguments | {"code": strip_fence(str(call.arguments.get("code"))).strip("\n")}
 
 
 def _own(text: str, eos: str) -> Segment:
@@ -98,7 +195,7 @@ def _own(text: str, eos: str) -> Segment:
     return Segment([text], True)
 
 
-def _turns(messages: list[dict]) -> Iterator[_Turn]:
+def _turns(messages: list[dict], schemas: dict, keep_nulls: bool) -> Iterator[_Turn]:
     """The turns of the model; raises ValueError where roles do not alternate."""
     roles = [message.get("role") for message in messages]
     wrong = ValueError(f"expected roles assistant, {' or '.join(TOOL_ROLES)}, ..., assistant, but found {roles}")
@@ -106,8 +203,9 @@ def _turns(messages: list[dict]) -> Iterator[_Turn]:
     while i < max(len(messages), 1):
         if roles[i : i + 1] != ["assistant"]:
             raise wrong
-        calls = [_call(call) for call in messages[i].get("tool_calls") or []]
-        turns = [_Turn(_text(messages[i], optional=bool(calls)), calls)] if calls else list(_inline_turns(messages[i]))
+        calls = [_call(call, schemas, keep_nulls) for call in messages[i].get("tool_calls") or []]
+        text = text_of(messages[i], optional=bool(calls))
+        turns = [_Turn(text, calls)] if calls else list(_inline_turns(text))
         i += 1
         while i < len(messages) and roles[i] in TOOL_ROLES:
             turns[-1].outputs.append(_text(messages[i]))
@@ -121,11 +219,13 @@ def _turns(messages: list[dict]) -> Iterator[_Turn]:
             raise wrong
 
 
-def _inline_turns(message: dict) -> Iterator[_Turn]:
-    """The turns of one assistant message, in whose text the interpreter may have answered."""
-    *parts, rest = _INLINE_OUTPUT.split(_text(message))
-    for content, output in zip(parts[::2], parts[1::2], strict=True):
+def _inline_turns(text: str) -> Iterator[_Turn]:
+    """The turns of one text of the assistant, in which the interpreter may have answered."""
+    parts, rest = split_outputs(text)
+    for content, output in parts:
         yield _with_call(content, [output])
+    if 0 <= rest.find("<interpreter>") < rest.rfind(_OUTPUT_STOP):
+        raise ValueError(f"the interpreter answers a message that does not end in {CODE_STOP}: {rest[:100]!r}")
     yield _Turn(rest)
 
 
@@ -134,23 +234,32 @@ def _with_call(content: str, outputs: list[str]) -> _Turn:
     text = content.rstrip()
     if not text.endswith(CODE_STOP):
         raise ValueError(f"the interpreter answers a message that does not end in {CODE_STOP}: {content[-100:]!r}")
-    code = extract_code(text).strip("\n")  # a protocol writes its own
-    return _Turn(text[: text.rindex(CODE_START)].rstrip(), [Call(CODE_TOOL, {"code": code}, 0)], outputs, text)
+    said, code = split_call(text)
+    return _Turn(said.rstrip(), [Call(CODE_TOOL, {"code": code.strip("\n")}, 0)], outputs, text)
 
 
-def _call(call: Mapping[str, Any]) -> Call:
-    function = call.get("function") or call
+def _call(call: Any, schemas: dict, keep_nulls: bool) -> Call:
+    """A call of a trace.
+
+    Args:
+        keep_nulls: a null is one. Otherwise it is dropped, unless the tool requires the argument: in a Parquet column
+            every object has every key of the column, most of them null.
+    """
+    function = call.get("function") or call if isinstance(call, dict) else {}
     name, arguments = function.get("name"), function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _json(arguments, f"arguments of {name!r}")
+        arguments, keep_nulls = _json(arguments, f"arguments of {name!r}"), True
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        raise ValueError(f"expected a tool call with name and arguments, but found {function}")
-    # A parquet column has every key in every row.
-    return Call(name, {key: value for key, value in arguments.items() if value is not None}, 0)
+        raise ValueError(f"expected a tool call with name and arguments, but found {call}")
+    if not keep_nulls:
+        required = (schemas.get(name, {}).get("function", {}).get("parameters") or {}).get("required") or ()
+        kept = {key: item for key, item in arguments.items() if item is not None or key in required}
+        arguments = {key: _without_nulls(item) for key, item in kept.items()}
+    return Call(name, arguments, 0)
 
 
 def _schemas(tools: Any) -> dict[str, dict]:
-    tools = _plain(_json(tools, "tools") if isinstance(tools, str) else tools)
+    tools = _without_nulls(_plain(_json(tools, "tools") if isinstance(tools, str) else tools))
     if not tools:
         return {CODE_TOOL: CODE_SCHEMA}
     try:  # as verl's tools give their schemas to a rollout's prompt: what else they say is left out
@@ -178,11 +287,15 @@ def _text(message: Mapping[str, Any], *, optional: bool = False) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Lists for the arrays that parquet gives, at any depth, and no keys without value."""
-    if isinstance(value, str):
-        return value
+    """Lists for the arrays that pandas gives, at any depth."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items() if item is not None}
+        return {key: _plain(item) for key, item in value.items()}
     if hasattr(value, "tolist"):
         value = value.tolist()
     return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -27,8 +27,10 @@ from verl_ext.outcome import RolloutEnd
 from verl_ext.protocols.base import Call, MalformedCall, SegmentEncoder, cut_output
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.hermes import HermesProtocol
+from verl_ext.protocols.thinking import THINK_STOP
 from verl_ext.rollout.log_probs import check_log_probs_are_sent, checked_log_probs, wants_log_probs
 from verl_ext.rollout.seeds import seed_of
+from verl_ext.rollout.stops import Stops
 from verl_ext.rollout.tool_use import ToolUse
 from verl_ext.rollout.weight_versions import Span, joined, noted_attempts, spans_of
 from verl_ext.settings import Retool
@@ -69,13 +71,28 @@ class Rollout:
     version_spans: list[Span] = field(default_factory=list)  # see rollout/weight_versions.py
     lost_servers: list[str] = field(default_factory=list)  # that died under a request, which went on elsewhere
     from_server: dict[str, Any] = field(default_factory=dict)  # what else the server sent with the newest turn
+    requests: int = 0
+    stop: str | None = None  # at which the engine stops the next request
+    is_turn_open: bool = False  # the newest turn goes on with the next request
+    begins_thinking: bool = False  # the newest turn began within the thinking that prompt or reply opened
 
     @property
     def room(self) -> int:
         return self.limit - len(self.ids)
 
-    def add_turn(self, ids: list[int], log_probs: list[float]) -> None:
-        self.spans.append((len(self.ids), len(self.ids) + len(ids)))
+    @property
+    def turn_start(self) -> int:
+        """Where the turn begins that the next tokens of the model belong to."""
+        return self.spans[-1][0] if self.is_turn_open else len(self.ids)
+
+    def add_to_turn(self, ids: list[int], log_probs: list[float], note: dict[str, Any]) -> None:
+        """Append what a request brought; `note` is the turn's entry in the records, text and tokens of all of it."""
+        if self.is_turn_open:
+            seconds = self.turns[-1]["generate_s"] + note["generate_s"]
+            self.turns[-1] |= note | {"started_s": self.turns[-1]["started_s"], "generate_s": seconds}
+        else:
+            self.turns.append(note)
+        self.spans[len(self.spans) - self.is_turn_open :] = [(self.turn_start, len(self.ids) + len(ids))]
         self.ids += ids
         self.mask += [1] * len(ids)
         self.log_probs += log_probs
@@ -120,29 +137,20 @@ class RetoolAgentLoop(AgentLoopBase):
             max_parallel_calls=self.rollout_config.multi_turn.max_parallel_calls,
             repair_json=settings.repair_json,
         )
-        self._encoder = SegmentEncoder(self.tokenizer)
+        self._encoder, self._stops = SegmentEncoder(self.tokenizer), Stops(self.protocol, self.tokenizer)
         can_call_tools = isinstance(self.protocol, HermesProtocol)
         self.tools = Toolbox(settings, tools.tools if tools and can_call_tools else [])
         self.end_ids = set(self.tokenizer.all_special_ids)
         # vLLM stops at every end token of generation_config.json, and not all of them have a name in the tokenizer
         # (Llama 3 has three). A special token that a turn ends with, before its budget does, is one.
         added = self.tokenizer.added_tokens_decoder.items()
-        self.special_ids = {i for i, token in added if token.special and token.content != self.protocol.stop}
+        stops = (self.protocol.stop, THINK_STOP)
+        self.special_ids = {i for i, token in added if token.special and token.content not in stops}
         self._prompts: LRUCache = LRUCache(maxsize=1024)  # uid -> task; the samples of a group share their prompt
         self._prompt_text = functools.lru_cache(maxsize=1024)(lambda ids: self.tokenizer.decode(list(ids)))
-        self._request_params = self._make_request_params()
+        self._output_kind = pkgutil.resolve_name(_FINAL_ONLY) if "vllm" in sys.modules else _FinalOutputOnly()
         self._seeds = {"data": self.data_config.get("seed"), "rollout": self.rollout_config.get("seed")}
         self._is_repeatable = settings.get("repeatable", False)
-
-    def _make_request_params(self) -> dict[str, Any]:
-        params = {"output_kind": pkgutil.resolve_name(_FINAL_ONLY) if "vllm" in sys.modules else _FinalOutputOnly()}
-        if self.protocol.stop is None:
-            return params
-        # If the tag is one token, the engine itself stops there. At a string, vLLM's front end stops the engine, a few
-        # tokens later. The string is given as well: the model may also sample the tag in pieces.
-        ids = self.tokenizer.encode(self.protocol.stop, add_special_tokens=False)
-        params["stop_token_ids"] = ids if len(ids) == 1 else []
-        return params | {"stop": [self.protocol.stop], "include_stop_str_in_output": True}
 
     async def run(self, sampling_params: dict[str, Any], priority: int = 0, **kwargs: Any) -> AgentLoopOutput:
         """Roll out one sample; see `AgentLoopBase.run`.
@@ -162,16 +170,18 @@ class RetoolAgentLoop(AgentLoopBase):
         prompt_ids = await self._encode_prompt(
             kwargs["uid"], list(kwargs["raw_prompt"]), self.protocol.schemas(schemas)
         )
-        rollout = Rollout(limit=self.response_length)
-        params = dict(sampling_params, **self._request_params)
+        rollout = Rollout(limit=self.response_length, stop=self.protocol.stop)
         request_id = uuid4().hex
         reason = None
         while reason is None:
-            if self._is_repeatable:  # each turn of its own: neither order nor batch of the requests matters
-                turn = len(rollout.spans)
-                params["seed"] = seed_of(self._seeds["rollout"], kwargs["uid"], kwargs["session_id"], turn)
+            params = sampling_params | {"output_kind": self._output_kind} | self._stops.params(rollout.stop)
+            if self._is_repeatable:  # each request of its own: neither order nor batch of the requests matters
+                params["seed"] = seed_of(self._seeds["rollout"], kwargs["uid"], kwargs["session_id"], rollout.requests)
             text, ended, aborted = await self._model_turn(rollout, prompt_ids, params, request_id, priority)
-            calls = [] if aborted else self.protocol.parse(text, schemas, ended=ended)
+            if rollout.is_turn_open:
+                continue
+            thinking = rollout.begins_thinking
+            calls = [] if aborted else self.protocol.parse(text, schemas, ended=ended, thinking=thinking)
             if calls:
                 reason = await self._tool_turn(rollout, text, calls, ended, kwargs)
             elif aborted:
@@ -185,52 +195,48 @@ class RetoolAgentLoop(AgentLoopBase):
     async def _model_turn(
         self, rollout: Rollout, prompt_ids: list[int], params: dict[str, Any], request_id: str, priority: int
     ) -> tuple[str, bool, bool]:
-        """Let the model write; returns its text, whether it ended by an end token, and whether it was aborted."""
+        """Let the model write up to a stop, an end token or the budget's end; `rollout.is_turn_open` says whether the
+        turn goes on from there.
+
+        Returns:
+            The turn's text, whether it ended by an end token, and whether it was aborted.
+        """
         started, started_s = time.perf_counter(), time.time()
+        before = prompt_ids + rollout.ids
         with noted_attempts() as attempts:
             output = await self.server_manager.generate(
                 request_id=request_id,
-                prompt_ids=prompt_ids + rollout.ids,
+                prompt_ids=before,
                 sampling_params=dict(params, max_tokens=rollout.room),
                 priority=priority,
             )
         seconds = time.perf_counter() - started
         rollout.use.generate_s += seconds
+        rollout.requests += 1
+        start = rollout.turn_start
+        if not rollout.is_turn_open:
+            rollout.begins_thinking = self._stops.begins_thinking(before)
+        thinking, so_far = rollout.begins_thinking, rollout.ids[start:]
         ids = list(output.token_ids)
         log_probs = checked_log_probs(output.log_probs, ids) if wants_log_probs(params) else [0.0] * len(ids)
         aborted = output.stop_reason in FAILED_STOPS
-        text = self.tokenizer.decode(ids)
-        if not aborted and (kept := self._length_up_to_stop(ids, text)) < len(ids):
+        text = self.tokenizer.decode(so_far + ids)
+        if not aborted and (kept := self._stops.length(so_far + ids, text, thinking) - len(so_far)) < len(ids):
             ids, log_probs = ids[:kept], log_probs[:kept]
-            text = self.tokenizer.decode(ids)
+            text = self.tokenizer.decode(so_far + ids)
         told = attempts or [(len(ids), output.extra_fields.get("global_steps"))]  # not of verl's client
         spans = spans_of(told, len(rollout.ids), len(ids))
         rollout.version_spans = joined(rollout.version_spans, spans)
         rollout.from_server = output.extra_fields
         rollout.lost_servers += attempts.lost
-        turn = {"text": text, "tokens": len(ids), "start": len(rollout.ids), "calls": []}
-        rollout.turns.append(turn | {"server": attempts.server, "started_s": started_s, "generate_s": seconds})
-        rollout.add_turn(ids, log_probs)
+        note = {"text": text, "tokens": len(so_far) + len(ids), "start": start, "calls": [], "server": attempts.server}
+        rollout.add_to_turn(ids, log_probs, note | {"started_s": started_s, "generate_s": seconds})
         end_ids = self.end_ids | self.special_ids if rollout.room else self.end_ids
-        return text, bool(ids) and ids[-1] in end_ids, aborted
-
-    def _length_up_to_stop(self, ids: list[int], text: str) -> int:
-        """How many tokens hold the turn up to its stop: all, unless the engine missed the stop and went on.
-
-        The engine looks for stop strings within a request. The asynchronous client merges the requests of a turn that
-        was aborted and resumed, so only this function sees a stop that was split between them. Tokens after the stop
-        were sampled without the tool's answer, and are dropped. A last token may carry characters past the stop.
-        """
-        stop = self.protocol.stop
-        if stop is None or stop not in text or text.index(stop) + len(stop) == len(text):
-            return len(ids)
-        if stop not in self.tokenizer.decode(ids[:-1]):
-            return len(ids)
-        low, high = 1, len(ids) - 1  # smallest number of tokens with the stop in their text
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if stop in self.tokenizer.decode(ids[:middle]) else (middle + 1, high)
-        return low
+        ended = bool(ids) and ids[-1] in end_ids
+        is_over = ended or aborted or not rollout.room
+        following = None if is_over else self._stops.next(text, self.tokenizer.decode(ids), thinking)
+        rollout.is_turn_open, rollout.stop = following is not None, following or self.protocol.stop
+        return text, ended, aborted
 
     async def _tool_turn(
         self, rollout: Rollout, text: str, calls: list[Call | MalformedCall], ended: bool, sample: Mapping[str, Any]

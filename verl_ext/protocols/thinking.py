@@ -1,0 +1,34 @@
+"""What of a turn is thinking, in which nothing is a call: from `<think>` to the first `</think>` after it.
+
+Thinking that is never closed reaches to the end of the turn. A `</think>` that nothing opened closes what stands before
+it: many chat templates open the thinking in the prompt. A tag right behind a quote or a backtick is only mentioned.
+"""
+
+import re
+
+THINK_START, THINK_STOP = "<think>", "</think>"
+_TAG = re.compile(r"(?<![`\"'])</?think>")
+
+
+def opens_thinking(before: str) -> bool:
+    """Return whether the text before a turn, from prompt or reply, leaves the model within its thinking."""
+    return before.rstrip().endswith(THINK_START)
+
+
+def is_thinking(text: str, thinking: bool, start: int = 0, stop: int | None = None) -> bool:
+    """Return whether `text[start:stop]` ends within thinking; `thinking` says whether it begins so."""
+    tags = _TAG.findall(text, start, len(text) if stop is None else stop)
+    return tags[-1] == THINK_START if tags else thinking
+
+
+def without_thinking(text: str, thinking: bool = False) -> str:
+    """Return what the turn says outside of its thinking."""
+    kept, position = [], 0
+    for tag in _TAG.finditer(text):
+        if tag[0] == THINK_START and not thinking:
+            kept.append(text[position : tag.start()])
+        elif tag[0] == THINK_STOP:
+            kept = kept if thinking else []
+            position = tag.end()
+        thinking = tag[0] == THINK_START
+    return "".join(kept) + ("" if thinking else text[position:])
