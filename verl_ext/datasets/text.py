@@ -3,6 +3,7 @@
 import re
 import unicodedata
 from collections.abc import Iterable
+from functools import lru_cache
 
 # What the model is told beside the problem: by `retool.protocol` of the run, and behind "_" which of its texts. SFT and
 # RL data need the same.
@@ -44,7 +45,7 @@ _WRAPPERS = [
         r"(?:Solve the following problem step by step\..*?)?\*user question:\*\s*"
         r"(?:Answer the following Math Problem and put the answer in the format of \\boxed\{+answer\}+)?",
         r"(?:Remember to place the final answer in the last part using the format:\s*"
-        r"(?:<answer>)?\s*\\boxed\{+'The final answer goes here\.'\}+\s*(?:</answer>)?)?",
+        r"(?:<answer>\s*)?\\boxed\{+'The final answer goes here\.'\}+\s*(?:</answer>)?)?",
     ),
     (
         r"Solve the problem with Python: write code between <code> and </code>, read its output, then put the answer "
@@ -54,36 +55,72 @@ _WRAPPERS = [
     (r"Solve the problem: write the calculation and its result, then put the answer in \\boxed\{\}\.", r""),
     (r"", r"The answer format must be: \\boxed\{+'The final answer goes here\.'\}+"),
 ]
-_WRAPPED = [re.compile(rf"\s*{before}\s*(.*?)\s*{behind}\s*", re.DOTALL) for before, behind in _WRAPPERS]
+_WRAPPED = [(re.compile(before, re.DOTALL), re.compile(rf"(?:{behind})\Z")) for before, behind in _WRAPPERS]
+_MOST_WRAPPERS = 8  # around one another
 
-_SPACING = re.compile(r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![a-zA-Z])|[\s${}~]|\\[()\[\]]")
+_LAYOUT = r"\\(?:left|right|displaystyle|quad|qquad|[,;:! ])(?![a-zA-Z])|[\s$~]|\\[()\[\]]"  # shows nothing
+_SPACING = re.compile(_LAYOUT)
 _PUNCTUATION = re.compile(r"[\"'’“”?;。、]|(?<!\d)[.,:]|[.,:](?!\d)")  # not the point of 1.5
 _PRIMES = re.compile(r"(?<![a-zA-Z'’])(?:[a-zA-Z]['’]+)+(?![a-z])")  # f'(2), A'B'; not Ann's, the n's, 'A'
 _FRACTIONS = re.compile(r"\\[dt]frac(?![a-zA-Z])")
+_BARE_ARGUMENTS = re.compile(r"\\(frac|binom)\s*+(\d)\s*+(\d)|\\(sqrt)\s*+(\d)(?=\d)")  # \frac12, \sqrt23: of one digit
+_SINGLE = re.compile(
+    r"(?<!\\)\{[\s\x01]*+([+-]?(?:\d++(?:\.\d++)?|[^\W\d]|\\[a-zA-Z]++)|[.,])[\s\x01]*+\}"
+)  # braces that group nothing
+_EDGE = "\x01"  # where such a brace was
+_THOUSANDS = re.compile(r"(?<=\d)\\,(?=\d{3}(?!\d))")
+_BETWEEN_DIGITS = re.compile(rf"(?<=\d)(?:{_LAYOUT}|[{_EDGE}\"'’“”?;。、.,:!])++(?=\d)")
+_APART = "\x02"  # between digits that make two numbers
 _COMMANDS = re.compile(r"\\(?:[a-zA-Z]+|.)", re.DOTALL)
-_DRAWINGS = re.compile(r"\[asy\].*?\[/asy\]", re.DOTALL)
 _NO_WORD = re.compile(r"[\W_]+")
 
+# Signs of one meaning have one letter. A hyphen within words is none.
+_SIGNS = {"le": "≤", "leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "ne": "≠", "neq": "≠"}
+_SIGNS |= {"lt": "<", "gt": ">", "pm": "±", "times": "×", "cdot": "×", "div": "/", "equiv": "≡", "mid": "|"}
+_SIGN_COMMANDS = re.compile(rf"\\({'|'.join(_SIGNS)})(?![a-zA-Z])")
+_SAME_SIGNS = str.maketrans({"−": "-", "–": "-", "*": "×", "·": "×", "⋅": "×", "÷": "/"})
+_SIGN_LETTERS = "≤≥≠<>±×/≡|+=^-"
+_HYPHENS = re.compile(  # well-known, x-axis, and of a list; not x-y, nor x-yz
+    r"(?<=[^\W\d]{2})-(?=[^\W\d]{2})|(?<=[^\W\d]{3})-(?=[^\W\d])|(?<=[^\W\d])-(?=[^\W\d]{3})|^[ \t]*-(?=\s)",
+    re.MULTILINE,
+)
+_COMMA_OF_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+_NO_SIGN = re.compile(rf"(?:(?!(?<=\d)\.(?=\d))[^\w{_SIGN_LETTERS}]|_)+")
+_AROUND_SIGNS = re.compile(rf" ?([{_SIGN_LETTERS}]) ?")
+
 SHINGLE_CHARS = 30  # letters and digits; about seven words
+MIN_SHORT = 3  # characters of a shorter problem that is looked for within a text; it has a number or a sign as well
+_CALCULATES = re.compile(rf"[\d{_SIGN_LETTERS}]")
 MIN_SHARE = 0.5  # of an evaluation problem's shingles that a leaked spelling has, see find_overlap
 
 
 def bare_problem(prompt: str) -> str:
     """The problem without the instructions that a known data set put around it."""
-    for wrapped in _WRAPPED:
-        match = wrapped.fullmatch(prompt)
-        if match and match[1]:
-            return bare_problem(match[1])
-    return prompt.strip()
+    text = prompt.strip()
+    for _ in range(_MOST_WRAPPERS):
+        for before, behind in _WRAPPED:
+            opening = before.match(text)
+            closing = opening and behind.search(text, opening.end())
+            body = text[opening.end() : closing.start()].strip() if closing else ""
+            if body and body != text:
+                text = body
+                break
+        else:
+            break
+    return text
 
 
+@lru_cache(maxsize=2**15)  # DAPO-Math-17k has each of its problems 100 times
 def same_problem_key(problem: str) -> str:
-    """Equal for texts that differ in spaces, case, punctuation, dollar signs and braces only.
+    r"""Equal for texts that differ in spaces, case, punctuation, dollar signs and needless braces only.
 
-    Not for texts that differ in an operator, or in the prime of a name.
+    Not for texts that differ in an operator, in the prime of a name, in what is grouped (`2^{3}4` and `2^{34}`,
+    `\frac{x}{2}+1` and `\frac{x}{2+1}`), or in where a number ends (`1 23` and `12 3`).
     """
     text = _FRACTIONS.sub(r"\\frac", unicodedata.normalize("NFKC", problem))
     text = _PRIMES.sub(lambda found: re.sub("['’]", "′", found[0]), text)
+    text = _without_needless_braces(text)
+    text = _BETWEEN_DIGITS.sub(_gap, _THOUSANDS.sub("", text)).replace(_EDGE, "")
     return _PUNCTUATION.sub("", _SPACING.sub("", text)).casefold()
 
 
@@ -100,10 +137,11 @@ def has_no_words(problem: str) -> bool:
 
 
 class EvaluationProblems:
-    """Finds other spellings of evaluation problems, by shared runs of 30 letters and digits (shingles).
+    """Finds other spellings of evaluation problems, by shared runs of 30 letters, digits and signs (shingles).
 
-    LaTeX commands, drawings, spaces and punctuation do not count. Two public data sets spell the 60 problems of AIME
-    2024 and 2025: 50 are equal without these, and shared runs find 58 (tests/unit/datasets).
+    A shorter problem is looked for as a whole. Of LaTeX's commands those of signs count, as `+` and `-` do; drawings,
+    spaces and punctuation do not. Two public data sets spell the 60 problems of AIME
+    2024 and 2025: 48 are equal without these, and shared runs find 58 (tests/unit/datasets).
 
     Args:
         problems: (name, text) of each, without instructions around it.
@@ -112,8 +150,12 @@ class EvaluationProblems:
     def __init__(self, problems: Iterable[tuple[str, str]]):
         self._problems: list[tuple[str, set[str]]] = []
         self._holders: dict[str, list[int]] = {}  # shingle -> problems that have it
+        self._short: dict[str, str] = {}  # words of a problem -> its name
         for name, text in problems:
-            shingles = _shingles(_letters(text))
+            words = _words(text)
+            shingles = _shingles(_letters(words))
+            if len(words) >= MIN_SHORT and len(_letters(words)) < SHINGLE_CHARS and _CALCULATES.search(words):
+                self._short.setdefault(words, name)
             for shingle in shingles:
                 self._holders.setdefault(shingle, []).append(len(self._problems))
             self._problems.append((name, shingles))
@@ -123,21 +165,79 @@ class EvaluationProblems:
 
     def find_overlap(self, problem: str) -> tuple[str, float] | None:
         """Name of the evaluation problem that most of is in `problem`, and its share; None where none is half in it."""
-        letters = _letters(problem)
+        words = _words(problem)
+        letters = _letters(words)
         starts = range(0, max(1, len(letters) - SHINGLE_CHARS + 1), SHINGLE_CHARS // 2)  # a leak is longer than a step
-        if not any(letters[start : start + SHINGLE_CHARS] in self._holders for start in starts):
-            return None
-        own, counts = _shingles(letters), {}
-        for shingle in own:
-            for index in self._holders.get(shingle, ()):
-                counts[index] = counts.get(index, 0) + 1
-        share, index = max((count / len(self._problems[index][1]), index) for index, count in counts.items())
-        return (self._problems[index][0], share) if share >= MIN_SHARE else None
+        if any(letters[start : start + SHINGLE_CHARS] in self._holders for start in starts):
+            own, counts = _shingles(letters), {}
+            for shingle in own:
+                for index in self._holders.get(shingle, ()):
+                    counts[index] = counts.get(index, 0) + 1
+            share, index = max((count / len(self._problems[index][1]), index) for index, count in counts.items())
+            if share >= MIN_SHARE:
+                return self._problems[index][0], share
+        return next(((name, 1.0) for short, name in self._short.items() if _has_whole(words, short)), None)
 
 
-def _letters(problem: str) -> str:
-    text = _COMMANDS.sub("", _DRAWINGS.sub("", unicodedata.normalize("NFKC", problem)))
-    return _NO_WORD.sub("", text).casefold()
+def _without_needless_braces(text: str) -> str:
+    r"""Mark the braces around a single number, letter or command, which TeX does not show, as edges."""
+    text = _BARE_ARGUMENTS.sub(_with_braces, text)
+    for _ in range(3):  # braces within braces
+        text, count = _SINGLE.subn(rf"{_EDGE}\1{_EDGE}", text)
+        if not count:
+            break
+    return text
+
+
+def _with_braces(found: re.Match[str]) -> str:
+    return f"\\{found[1]}{{{found[2]}}}{{{found[3]}}}" if found[1] else f"\\{found[4]}{{{found[5]}}}"
+
+
+def _gap(found: re.Match[str]) -> str:
+    """What keeps two digits apart: the sign of a number or a list, or that there is something."""
+    signs = found[0].strip(f"{_EDGE}$")
+    return "." if signs == "." else next((sign for sign in ",:" if sign in _COMMANDS.sub("", signs)), _APART)
+
+
+def _words(problem: str) -> str:
+    r"""Words, numbers and signs of a problem, the words apart by a blank: `what is 2+3`, `1/2` for `\frac12`."""
+    text = _without_drawings(unicodedata.normalize("NFKC", problem)).translate(_SAME_SIGNS).replace("$", "")
+    text = _BARE_ARGUMENTS.sub(_with_braces, _FRACTIONS.sub(r"\\frac", text)).replace("}{", "/")
+    text = _COMMANDS.sub("", _SIGN_COMMANDS.sub(lambda found: _SIGNS[found[1]], text))
+    text = _NO_SIGN.sub(" ", _HYPHENS.sub(" ", _COMMA_OF_THOUSANDS.sub("", text)))
+    return _AROUND_SIGNS.sub(r"\1", text).strip().casefold()
+
+
+def _letters(words: str) -> str:
+    """`_words` without blanks, of which only that two numbers are apart is left."""
+    return re.sub(r"(?<=\d) (?=\d)", _APART, words).replace(" ", "")
+
+
+def _has_whole(words: str, short: str) -> bool:
+    """Whether `words` have `short`, and neither a word nor a number nor an expression goes on at its ends."""
+    at = words.find(short)
+    while at >= 0:
+        before, behind = words[:at][-2:], words[at + len(short) :][:2]
+        if not (_goes_on(before[::-1], short[0]) or _goes_on(behind, short[-1])):
+            return True
+        at = words.find(short, at + 1)
+    return False
+
+
+def _goes_on(beyond: str, end: str) -> bool:
+    """Whether what stands beyond an end, nearest first, belongs to the word, number or expression at that end."""
+    if beyond[:1] == " ":
+        return end.isdecimal() and beyond[1:].isdecimal()
+    return beyond != "" and (beyond[0] in _SIGN_LETTERS + "." or (beyond[0] + end).isascii())
+
+
+def _without_drawings(text: str) -> str:
+    """The text without what stands between [asy] and [/asy]."""
+    kept, position = [], 0
+    while (start := text.find("[asy]", position)) >= 0 and (stop := text.find("[/asy]", start)) >= 0:
+        kept.append(text[position:start])
+        position = stop + len("[/asy]")
+    return "".join([*kept, text[position:]])
 
 
 def _shingles(letters: str) -> set[str]:

@@ -70,6 +70,40 @@ def test_real_dapo_prompts_are_stripped_to_the_problem():
         ("Find $f'(2)$.", "Find $f(2)$.", False),
         ("Let $A'B'$ be", "Let $AB$ be", False),
         ("Ann's share, the n's sum", "Ann’s share, the ns sum", True),
+        # Braces and blanks end numbers, and braces group.
+        (r"$\frac{1}{12}$?", r"$\frac{11}{2}$?", False),
+        (r"$\frac{1}{12}$?", r"\dfrac1{12}", True),
+        (r"$\frac{1}{2}3$?", r"$\frac12 3$", True),
+        (r"$\binom{5}{2}$?", r"$\binom52$", True),
+        (r"$\binom{5}{21}$?", r"$\binom{52}{1}$", False),
+        ("$2^{3}4$?", "$2^{34}$?", False),
+        ("1 23?", "12 3?", False),
+        ("1 23?", "123?", False),
+        ("$1$ $23$?", r"1\quad 23?", True),
+        ("$x^{10}$?", "$x^1 0$?", False),
+        ("$x^{10}$?", "$x^10$?", True),
+        ("$x^{2}y$?", "$x^2 y$?", True),
+        ("$a_{12}$?", "$a_1 2$?", False),
+        ("$a_{n}$?", "$a_n$?", True),
+        ("$a_{{n}}$?", "$a_n$?", True),
+        (r"$\sqrt{23}$?", r"$\sqrt23$?", False),
+        (r"$\sqrt{2}3$?", r"$\sqrt23$?", True),
+        (r"$\sqrt{2}+1$?", r"$\sqrt{2+1}$?", False),
+        (r"$\frac{x}{2}+1$?", r"$\frac{x}{2+1}$?", False),
+        (r"$\frac{ab}{c}$?", r"$\frac{a}{bc}$?", False),
+        ("$x^{n+1}$?", "$x^{n}+1$?", False),
+        ("$x^{-1}$?", "$x^-1$?", True),
+        ("Find 3.5", "Find 35", False),
+        ("Find 3.5", "Find 3. 5", False),
+        ("1,000 or 1{,}000?", "$1{,}000$ or 1,000?", True),
+        (r"1\,000?", "1000?", True),
+        (r"1\,23?", "123?", False),
+        ("1, 2, 3?", "1,2,3?", True),
+        ("1; 23?", "12; 3?", False),
+        ("$x < 3$?", "$x > 3$?", False),
+        (r"$x \le 3$?", r"$x \ge 3$?", False),
+        (r"$\{1, 2\}$?", r"$\left\{ 1,2 \right\}$?", True),
+        (r"\[ \text{Area } A_{1} \]", r"$$\text{area }  a_1$$", True),
     ],
 )
 def test_spelling_does_not_make_another_problem_but_an_operator_does(one, other, same):
@@ -105,6 +139,60 @@ def test_an_evaluation_problem_is_found_within_a_longer_text_but_its_common_phra
     assert evaluation.find_overlap(f"The repeating decimal $2.0151515\\ldots$ {phrase}") is None
     for row in rows("dapo_rows.jsonl"):
         assert evaluation.find_overlap(row["problem"]) is None
+
+
+@pytest.mark.parametrize(
+    ("known", "text", "found"),
+    [
+        ("What is 2+3?", "What is 2-3?", False),
+        ("What is 2+3?", "What is $2 + 3$", True),
+        ("What is 2+3?", "Ann asks: what is 2+3? Say why.", True),
+        ("What is 2+3?", "What is 2+3+4?", False),
+        ("What is 2+3?", "What is 2+34?", False),
+        ("What is 2+3?", "What is 2+3.4?", False),
+        ("What is 2+3?", "What is $2+3$ apples worth, at 5 each?", True),
+        ("2+3", "12+3", False),
+        ("2+3", "Work out 2+3 and 4.", True),
+        ("2+3", "求2+3的值", True),
+        ("8 9 ?", "8 9 10 ?", False),
+        ("8 9 ?", "89 ?", False),
+        ("6/2?", "62?", False),
+        ("What is 6/2?", r"What is $\frac{6}{2}$?", True),
+        ("What is 6/2?", r"What is $\frac62$? Please.", True),
+        ("Find 3.5 x", "Find 35 x", False),
+        ("x = 1,000", "x = 1000", True),
+        ("1 23", "12 3", False),
+        ("Is x < 3?", "Is x > 3?", False),
+        (r"Is x \le 3?", r"Is x \ge 3?", False),
+        (r"Is x \leq 3?", "Is x ≤ 3?", True),
+        (r"3 \cdot 4", "3 * 4", True),
+        ("3 − 4", "3 - 4", True),
+        ("a well-known 7", "A well known 7", True),
+        ("Find it", "Find it where it is", False),  # too common to be a leak within a text
+        ("Find it", "find it!", True),
+        ("What is 2+3?", "What is 2+3" * 20, False),
+    ],
+)
+def test_signs_count_and_a_short_evaluation_problem_is_looked_for_as_a_whole(known, text, found):
+    evaluation = EvaluationProblems([("E", known)])
+    assert evaluation.find_overlap(text) == (("E", 1.0) if found else None)
+
+
+def test_signs_count_in_long_problems_too():
+    """Half of the runs must be there: a sign takes 30 runs away."""
+    problem = "Ann has a number of marbles, and she finds that $x + y + z + a + b + c$ of them are red. How many?"
+    evaluation = EvaluationProblems([("E", problem)])
+    assert evaluation.find_overlap(problem.replace("$", " ").upper()) == ("E", 1.0)
+    other = evaluation.find_overlap(problem.replace("+", "-"))
+    assert other is None or other[1] < 0.8
+
+
+def test_instructions_in_instructions_are_taken_off_up_to_a_depth():
+    prompt = PROBLEM
+    for _ in range(3):
+        prompt = PROMPTS["hermes"].format(problem=prompt)
+    assert bare_problem(prompt) == PROBLEM
+    assert bare_problem(PROMPTS["code_short"].format(problem="")) != ""
 
 
 def test_half_of_an_evaluation_problem_must_be_there():
