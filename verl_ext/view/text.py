@@ -39,7 +39,13 @@ def highlight(code: Any, most: int = MAX_SHOWN) -> Markup:
     """`cut`, as Python in colours (the classes of static/view.css); a call of another tool is JSON."""
     shown = cut(code, most)
     lexer = JsonLexer if is_json_object(shown) else PythonLexer
-    return Markup(pygments.highlight(shown, lexer(stripnl=False), HtmlFormatter(nowrap=True)))
+    # Of blank lines in a row the lexer sees the first: at each it would look through all that follow.
+    lines = shown.split("\n")
+    is_seen = [bool(line.strip()) or not i or bool(lines[i - 1].strip()) for i, line in enumerate(lines)]
+    seen = "\n".join(line for line, kept in zip(lines, is_seen, strict=True) if kept)
+    coloured = iter(pygments.highlight(seen, lexer(stripnl=False), HtmlFormatter(nowrap=True)).split("\n"))
+    whole = "\n".join(next(coloured) if kept else line for line, kept in zip(lines, is_seen, strict=True))
+    return Markup(whole if whole.endswith("\n") else f"{whole}\n")
 
 
 def number(value: Any) -> str:

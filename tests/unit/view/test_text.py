@@ -1,7 +1,9 @@
 """Hostile text stays inert: on every page that shows what a model or its program wrote."""
 
+import html
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -75,8 +77,8 @@ def test_all_of_a_response_as_json_escapes_what_turns_or_hides_text(viewer, host
 
 
 def test_an_answer_that_is_read_from_the_right_turns_no_arrow(viewer, hostile: Path) -> None:
-    html = viewer(hostile).get("/run/0/step_000002/sample?uid=s2-p1&session=1").text
-    assert re.search("<bdi>[^<]*</bdi> → <bdi>[^<]*</bdi></td>", html)
+    page = viewer(hostile).get("/run/0/step_000002/sample?uid=s2-p1&session=1").text
+    assert re.search("<bdi>[^<]*</bdi> → <bdi>[^<]*</bdi></td>", page)
 
 
 def test_numbers_have_four_digits_or_all_before_the_point() -> None:
@@ -107,6 +109,17 @@ def test_every_character_without_a_look_is_named(first: int, last: int) -> None:
 def test_a_long_text_is_cut_and_counted() -> None:
     shown = text.cut("x" * 1_000_000)
     assert shown.startswith("x" * text.MAX_SHOWN + "\n… 980,000 more") and len(shown) < text.MAX_SHOWN + 100
+
+
+@pytest.mark.parametrize("blank", ["\n", "  \n", "\n\t\n", "\n    "])
+def test_blank_lines_of_a_program_cost_no_more_than_others_and_stay(blank: str) -> None:
+    """The lexer looks through all blank lines that follow, at each of them: 20,000 characters took 5 s."""
+    started = time.process_time()
+    for before, behind in (("x = 1", "y = '<'"), ("", ""), ("s = '''a", "b'''")):
+        code = before + blank * (text.MAX_SHOWN // len(blank) - 20) + behind
+        shown = html.unescape(re.sub("<[^<>]*>", "", text.highlight(code)))
+        assert shown == code.rstrip("\n") + "\n" * (len(code) - len(code.rstrip("\n")) or 1)
+    assert time.process_time() - started < 1
 
 
 def test_code_has_colours_and_loses_nothing() -> None:
