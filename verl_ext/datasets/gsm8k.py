@@ -12,9 +12,12 @@ from verl_ext.datasets.rows import field, read_rows
 from verl_ext.datasets.worked import Worked, keep_worked
 
 _ANNOTATION = re.compile(r"<<([^<>]*)=([^<>=]*)>>")
-_ARITHMETIC = re.compile(r"[-$\d.,%+*/x×() ]*=?\s*\$?\s*<<[^<>]*>>\s*\$?-?[\d,]*\.?\d*%?")
-_NUMBER = re.compile(r"-?\d*\.?\d+")
-_NUMBER_IN_TEXT = re.compile(r"(?<![\w.])\d*\.?\d+(?![\w.])")
+_ANY_ANNOTATION = re.compile(r"<<[^<>]*>>")
+_ARITHMETIC = "-$0123456789.,%+*/x×() "  # what stands before an annotation
+_RESULT = re.compile(r"\s*\$?-?[\d,]*\.?\d*%?")  # and behind it
+_NUMBER = re.compile(r"-?(?:\d++(?:\.\d++)?|\.\d++)")
+_NUMBER_IN_TEXT = re.compile(r"(?<![\w.])(?:\d++(?:\.\d++)?+|\.\d++)(?![\w.])")
+_PERCENT = re.compile(r"(?<!\d)(\d++(?:\.\d++)?|\.\d++)%")
 _SIGNS = str.maketrans({",": None, "$": None, " ": None, "x": "*", "X": "*", "×": "*", "÷": "/"})
 _NAMES = "abcdefghijklmnop"  # of results, in order
 
@@ -60,7 +63,7 @@ def program(answer: str) -> str:
 
 def _expression(text: str, results: dict[str, str]) -> str:
     """`48/2` -> `48 / 2`, `5%` -> `(5 / 100)`; a number that is an earlier result by its name."""
-    plain = re.sub(r"(\d+(?:\.\d+)?|\.\d+)%", r"(\1/100)", text.translate(_SIGNS))
+    plain = _PERCENT.sub(r"(\1/100)", text.translate(_SIGNS))
     plain = re.sub(r"(?<![\d.])0+(?=\d)", "", plain)  # 05 is no Python
     plain = _NUMBER_IN_TEXT.sub(lambda found: results.get(found[0], found[0]), plain)
     return re.sub(r"(?<=[\w)])([+\-*/])(?=[\w(.])", r" \1 ", plain)
@@ -68,7 +71,13 @@ def _expression(text: str, results: dict[str, str]) -> str:
 
 def _words(line: str) -> str:
     """`Natalia sold 48/2 = <<48/2=24>>24 clips in May.` -> `Natalia sold clips in May`."""
-    text = " ".join(_ARITHMETIC.sub(" ", line).split())
+    *parts, last = _ANY_ANNOTATION.split(line)
+    kept, position = [], 0  # in the part, behind the result of the annotation before it
+    for part in parts:
+        kept.append(part[position:].rstrip(" \t$").removesuffix("=").rstrip(_ARITHMETIC))
+        following = last if len(kept) == len(parts) else parts[len(kept)]
+        position = _RESULT.match(following).end()
+    text = " ".join(" ".join([*kept, last[position:]]).split())
     return re.sub(r"\s+([.,])", r"\1", text).strip(" =.,")
 
 
