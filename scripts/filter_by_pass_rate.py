@@ -27,7 +27,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-import pandas as pd
 import pyarrow as pa
 
 from verl_ext.evaluation.pass_rates import Tally, histogram, is_kept, record, tally
@@ -43,7 +42,7 @@ REPO = Path(__file__).resolve().parents[1]
 MAX_RATES = {"not-easy": 0.625, "rarely-solved": 0.25}
 
 
-def generate(data: Path, frame: pd.DataFrame, work: Path, args: argparse.Namespace) -> list[Path]:
+def generate(data: Path, rows: pa.Table, work: Path, args: argparse.Namespace) -> list[Path]:
     """Sample every problem with the launcher's rollouts, in chunks; returns their dumps.
 
     A chunk that has its dump is not run again.
@@ -68,7 +67,7 @@ def generate(data: Path, frame: pd.DataFrame, work: Path, args: argparse.Namespa
         )
     noted.write_text(json.dumps(settings))
     url = os.environ.get("SANDBOX_URL")
-    starts = range(0, len(frame), args.chunk)
+    starts = range(0, len(rows), args.chunk)
     dumps = [work / f"chunk_{number:04}.jsonl" for number in range(len(starts))]
     sandbox = nullcontext(url) if url else running_server()
     with lock_folder(work) as lock, sandbox as url, Supervisor(lock) as supervisor:
@@ -77,7 +76,7 @@ def generate(data: Path, frame: pd.DataFrame, work: Path, args: argparse.Namespa
             if dump.exists():
                 continue
             chunk = dump.with_suffix(".parquet")
-            parquet.write(chunk, pa.Table.from_pandas(frame.iloc[start : start + args.chunk]))
+            parquet.write(chunk, rows.slice(start, args.chunk))
             folder = dump.with_suffix("")
             for stale in folder.glob("dump/*.jsonl"):
                 stale.unlink()
@@ -106,7 +105,7 @@ def generate(data: Path, frame: pd.DataFrame, work: Path, args: argparse.Namespa
     return dumps
 
 
-def tally_past_samples(paths: Sequence[Path], frame: pd.DataFrame, data: Path) -> tuple[list[Tally], int, int]:
+def tally_past_samples(paths: Sequence[Path], rows: pa.Table, data: Path) -> tuple[list[Tally], int, int]:
     """(the tally of each row, number of samples of other problems, number of infrastructure failures).
 
     Raises:
@@ -117,22 +116,22 @@ def tally_past_samples(paths: Sequence[Path], frame: pd.DataFrame, data: Path) -
         source = read_past_samples(path)
         print(source.what)
         samples += source.samples
-    tallies, unknown = tally(samples, frame["prompt"])
+    tallies, unknown = tally(samples, rows["prompt"].to_pylist())
     check_match(unknown, samples, paths, data)
     return tallies, unknown, sum(sample.failure is not None for sample in samples)
 
 
 def filter_problems(
-    frame: pd.DataFrame, dumps: Sequence[Path], teachers: Sequence[Path], args: argparse.Namespace
-) -> pd.DataFrame:
+    rows: pa.Table, dumps: Sequence[Path], teachers: Sequence[Path], args: argparse.Namespace
+) -> pa.Table:
     """The rows that are kept, with their pass rates; prints how many and why, and writes a JSON line on each row beside
     `args.out`.
 
     Raises:
         SystemExit: problems without a judged sample, and --unjudged does not say what to do with them.
     """
-    own, unknown, failed = tally_past_samples(dumps, frame, args.data)
-    teacher = tally_past_samples(teachers, frame, args.data)[0] if teachers else None
+    own, unknown, failed = tally_past_samples(dumps, rows, args.data)
+    teacher = tally_past_samples(teachers, rows, args.data)[0] if teachers else None
     if unknown:
         print(f"{unknown:,} samples are of problems that {args.data} does not have: not counted")
     if failed:
@@ -140,7 +139,7 @@ def filter_problems(
     unjudged = [row for row, each in enumerate(own) if not each.judged]
     if unjudged and args.unjudged == "error":
         raise SystemExit(
-            f"{len(unjudged):,} of {len(frame):,} problems have no judged sample (the first is row {unjudged[0]}): not "
+            f"{len(unjudged):,} of {len(rows):,} problems have no judged sample (the first is row {unjudged[0]}): not "
             "in the dumps, over data.max_prompt_length, or failed by sandbox or verifier. Give more --dumps, or say "
             "--unjudged keep or --unjudged drop."
         )
@@ -153,11 +152,15 @@ def filter_problems(
         for row, each in enumerate(own)
     ]
     print(histogram(own, kept))
-    print(f"{len(frame):,} problems, {len(unjudged):,} without a judged sample, {sum(kept):,} kept")
-    lines = zip(range(len(frame)), frame["extra_info"], own, kept, strict=True)
+    print(f"{len(rows):,} problems, {len(unjudged):,} without a judged sample, {sum(kept):,} kept")
+    extra_info = [info or {} for info in rows["extra_info"].to_pylist()]
+    lines = zip(range(len(rows)), extra_info, own, kept, strict=True)
     args.out.with_suffix(".pass_rates.jsonl").write_text("".join(f"{record(*line)}\n" for line in lines))
-    rates = [each.pass_rate for each in own]
-    return frame.assign(**{PASS_RATE_COLUMN: pd.array(rates, dtype="Float64")})[kept]
+    if PASS_RATE_COLUMN in rows.column_names:  # of an earlier model
+        rows = rows.drop_columns(PASS_RATE_COLUMN)
+    rates = pa.array([each.pass_rate for each in own], pa.float64())
+    kept_rows = rows.append_column(PASS_RATE_COLUMN, rates).filter(pa.array(kept))
+    return kept_rows.replace_schema_metadata()  # what pandas and datasets note there is of the old rows and columns
 
 
 def main() -> None:
@@ -183,19 +186,19 @@ def main() -> None:
     if args.overrides and not args.generate:
         parser.error(f"{args.overrides[0]}: overrides are for --generate")
     args.data, args.out = args.data.resolve(), args.out.resolve()
-    frame = parquet.read(args.data).to_pandas()
+    rows = parquet.read(args.data)  # in pandas, integers beside a null would become floats
     args.out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        dumps = args.dumps or generate(args.data, frame, args.out.with_suffix(".samples"), args)
+        dumps = args.dumps or generate(args.data, rows, args.out.with_suffix(".samples"), args)
     except (CommandFailed, SandboxNotReady) as error:
         raise SystemExit(f"filter_by_pass_rate: {error}") from None
     try:
-        kept = filter_problems(frame, dumps, args.solved_by, args)
+        kept = filter_problems(rows, dumps, args.solved_by, args)
     except (NoRun, ValueError) as error:
         raise SystemExit(f"filter_by_pass_rate: {error}") from None
-    if kept.empty:
+    if not len(kept):
         raise SystemExit("No problem is left; nothing was written. Widen the band: --band, --max-rate.")
-    parquet.write(args.out, pa.Table.from_pandas(kept))
+    parquet.write(args.out, kept)
     print(f"wrote {args.out}")
 
 

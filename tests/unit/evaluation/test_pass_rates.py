@@ -143,6 +143,25 @@ def test_the_file_keeps_its_rows_and_columns_less_the_easy_ones_and_gets_the_pas
     assert command("--dumps", dump, "--band", "rarely-solved", "--solved-by", teacher)[1] == ["c", "d"]
 
 
+def test_integers_beside_a_null_stay_integers(command, data, tmp_path):
+    """pandas makes floats of them, also within a struct."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(data).to_pylist()
+    rows = [row | {"level": None if i else 3, "extra_info": row["extra_info"]} for i, row in enumerate(rows)]
+    rows[3]["extra_info"] = {"index": None, "id": "d"}
+    pq.write_table(pa.Table.from_pylist(rows), data)
+    dump = write_dump(tmp_path / "0.jsonl", [row for text in "abcd" for row in solved(text, 0)])
+    command("--dumps", dump)
+    kept = pq.read_table(tmp_path / "out.parquet")
+    assert kept.drop_columns("pass_rate").to_pylist() == rows
+    assert [kept.schema.field(name).type for name in ("level", "pass_rate")] == [pa.int64(), pa.float64()]
+    (tmp_path / "out.parquet").replace(data)  # filtered again, the column is there once
+    command("--dumps", dump)
+    assert pq.read_table(tmp_path / "out.parquet").column_names.count("pass_rate") == 1
+
+
 def test_several_dumps_add_up(command, tmp_path):
     dumps = [write_dump(tmp_path / f"{i}.jsonl", [sample_row(t, i % 2, i) for t in "abcd"]) for i in range(2)]
     assert "    0.500         4        4" in command("--dumps", *dumps)[0]
