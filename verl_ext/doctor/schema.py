@@ -42,6 +42,7 @@ KEYS_WITHOUT_EFFECT = {
     "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "retool.max_tool_calls",
     "actor_rollout_ref.rollout.multi_turn.max_user_turns": "retool.max_tool_calls",
     "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "retool.max_tool_response_tokens",
+    "actor_rollout_ref.rollout.do_sample": "actor_rollout_ref.rollout.temperature",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "actor_rollout_ref.rollout.val_kwargs.temperature",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "trainer.max_actor_ckpt_to_keep": "retool.checkpoints.keep_last; refused at the start",
