@@ -7,17 +7,17 @@ that stands inside the assistant's text.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import torch
 from omegaconf import DictConfig, ListConfig
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.protocols.base import SegmentEncoder
+from verl_ext.protocols.base import SegmentEncoder, ToolProtocol, checked_kwargs, render
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.trace import Segment, split_trace
 from verl_ext.runs import parquet
@@ -26,7 +26,7 @@ from verl_ext.settings.checks import check
 
 logger = logging.getLogger(__name__)
 
-_ANY_NUMBER = 2**31  # of calls in a turn: their limit is the rollout's
+_ANY_NUMBER = 1000  # of calls in a turn: their limit is the rollout's
 
 
 class RetoolSFTDataset(Dataset):
@@ -37,8 +37,8 @@ class RetoolSFTDataset(Dataset):
             `data.tools_key`.
         tokenizer: of the model.
         config: verl's `data` section; read are `messages_key`, `tools_key`, `max_length` (tokens), `truncation` (what
-            becomes of a longer trace: error | right | drop), and ours: `retool.protocol` (code | hermes) and
-            `retool.bad_rows` (error | drop).
+            becomes of a longer trace: error | right, which cuts it | drop), and ours: `retool.protocol` (code | hermes)
+            and `retool.bad_rows` (error | drop).
         processor: unused; part of verl's interface.
         max_samples: use the first so many rows; -1 for all.
     Attributes:
@@ -67,22 +67,20 @@ class RetoolSFTDataset(Dataset):
             )
         check(config.retool, SftData, "data.retool")
         self.bad_rows = config.retool.bad_rows
-        self._template_kwargs = dict(config.get("apply_chat_template_kwargs") or {})
+        self._template_kwargs = checked_kwargs(tokenizer, config.get("apply_chat_template_kwargs"))
         self._encoder = SegmentEncoder(tokenizer)
         self._protocol = make_protocol(
             config.retool.protocol, tokenizer, self._template_kwargs, max_parallel_calls=_ANY_NUMBER
         )
-        rows = pd.concat([_read(file, config.messages_key, config.get("tools_key", "tools")) for file in files])
-        if max_samples > 0:
-            rows = rows.iloc[:max_samples]
+        columns = config.messages_key, config.get("tools_key", "tools")
+        rows = list(islice(_rows(files, *columns), max_samples if max_samples > 0 else None))
         self.dropped: list[tuple[int, str]] = []
         traces = {
             number: segments
-            for number, (messages, tools) in enumerate(zip(rows["messages"], rows["tools"], strict=True))
+            for number, (messages, tools) in enumerate(rows)
             if (segments := self._segments(number, messages, tools)) is not None
         }
-        if self.truncation != "right":
-            self._drop_long(traces)
+        self._drop_long(traces)
         self.segments = list(traces.values())
         if self.dropped:
             logger.warning(
@@ -96,7 +94,7 @@ class RetoolSFTDataset(Dataset):
     def _segments(self, number: int, messages: Any, tools: Any) -> list[Segment] | None:
         """Prompt and response of one row; None where it is a bad one that is left out."""
         try:
-            prompt, schemas, response = split_trace(messages, tools, self._protocol, self.tokenizer.eos_token)
+            return segments_of(messages, tools, self._protocol, self.tokenizer, self._template_kwargs)
         except ValueError as error:
             if self.bad_rows == "error":
                 raise ValueError(
@@ -104,23 +102,26 @@ class RetoolSFTDataset(Dataset):
                 ) from None
             self.dropped.append((number, str(error)))
             return None
-        text = self.tokenizer.apply_chat_template(
-            prompt, tools=schemas, add_generation_prompt=True, tokenize=False, **self._template_kwargs
-        )
-        return [Segment([text], False), *response]
 
     def _drop_long(self, traces: dict[int, list[Segment]]) -> None:
-        """Leave out the traces that are too long, by their row numbers; or raise, as `data.truncation` says."""
-        lengths = {
-            number: len(tokens_of(trace, self._encoder)[0])
-            for number, trace in traces.items()
+        """Leave out, by their row numbers, the traces that are too long, or raise, as `data.truncation` says.
+
+        One that is cut is left out only if its prompt takes all of the length: a batch without a token to train on has
+        no loss.
+        """
+        is_cut = self.truncation == "right"
+        for number, trace in list(traces.items()):
+            counted = trace[:1] if is_cut else trace
+            most = self.max_length - 1 if is_cut else self.max_length
             # No text has more tokens than bytes: most traces need not be tokenised to know that they fit.
-            if sum(len(part.encode()) for segment in trace for part in segment.parts) > self.max_length
-        }
-        for number, length in lengths.items():
-            if length <= self.max_length:
+            if sum(len(part.encode()) for segment in counted for part in segment.parts) <= most:
+                continue
+            length = len(tokens_of(counted, self._encoder)[0])
+            if length <= most:
                 continue
             reason = f"has {length} tokens, more than data.max_length={self.max_length}"
+            if is_cut:
+                reason = f"has a prompt of {length} tokens: data.max_length={self.max_length} leaves none to train on"
             if self.truncation == "error":
                 raise ValueError(
                     f"SFT row {number} {reason}. Raise max_length, or set data.truncation to right or drop."
@@ -136,12 +137,42 @@ class RetoolSFTDataset(Dataset):
         return {"input_ids": ids, "position_ids": torch.arange(len(ids)), "loss_mask": mask}
 
 
+def segments_of(
+    messages: Any,
+    tools: Any,
+    protocol: ToolProtocol,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
+) -> list[Segment]:
+    """Return a conversation as the rollout would have it: the prompt by the chat template, and the response.
+
+    Raises:
+        ValueError: as `split_trace`; or the chat template refuses the prompt's messages.
+    """
+    texts: list[str] = []
+
+    def shown(prompt: list[dict], schemas: list | None) -> str:
+        texts.append(render(tokenizer, prompt, template_kwargs, tools=schemas))
+        return texts[0]
+
+    _, _, response = split_trace(messages, tools, protocol, tokenizer.eos_token, render=shown)
+    return [Segment(texts, False), *response]
+
+
 def tokens_of(segments: Sequence[Segment], encoder: SegmentEncoder) -> tuple[list[int], list[int]]:
     """Token ids and loss mask (1: written by the model) of a trace."""
     encoded = [(encoder.encode(segment.parts), int(segment.own)) for segment in segments]
     return [token for ids, _ in encoded for token in ids], [own for ids, own in encoded for _ in ids]
 
 
-def _read(file: str, messages_key: str, tools_key: str) -> pd.DataFrame:
-    rows = parquet.read(Path(file)).to_pandas()
-    return pd.DataFrame({"messages": rows[messages_key], "tools": rows.get(tools_key)})
+def _rows(files: Sequence[str], messages_key: str, tools_key: str) -> Iterator[tuple[Any, Any]]:
+    """Messages and tools of each row. As Arrow has them: pandas would make floats of integers beside a null.
+
+    Raises:
+        KeyError: a file has no column `messages_key`.
+    """
+    for file in files:
+        table = parquet.read(Path(file), [messages_key, tools_key])
+        if messages_key not in table.column_names:
+            raise KeyError(messages_key)
+        yield from ((row[messages_key], row.get(tools_key)) for row in table.to_pylist())

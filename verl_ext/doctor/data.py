@@ -95,7 +95,7 @@ def _check_traces(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, fi
         what = error if isinstance(error, ValueError) else f"no column {error}"
         yield fail(f"{split}: {what} -> data/prepare_retool_sft.py writes the right form.")
         return
-    long = [reason for _, reason in dataset.dropped if "data.max_length" in reason]
+    long = [reason for _, reason in dataset.dropped if "more than data.max_length" in reason]
     bad = [f"row {row}: {reason}" for row, reason in dataset.dropped if reason not in long]
     whole = len(dataset) + len(dataset.dropped)
     if bad:
@@ -121,7 +121,7 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
     prompt_key, limit = run.get("data.prompt_key", "prompt"), run.get("data.max_prompt_length")
     length_of, length_for_verl = (_prompt_length(run, tokenizer, limit, as_verl=each) for each in (False, True))
     answers: dict[str, set[str]] = {}
-    rows, cut, long, overlaps = 0, 0, [], []
+    rows, cut, long, overlaps, refused = 0, 0, [], [], []
     evaluation, is_train = evaluation_problems([]), split == "train"
     held_out: set[str] = set()  # problems of the validation files
     for path in filter(Path.is_file, run.files("val") if is_train else []):
@@ -136,7 +136,12 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
             answers.setdefault(key, set()).add(str(answer))
             if is_train and (key in held_out or evaluation.find_overlap(problem)):
                 overlaps.append(where)
-            if (length := length_of(messages)) > limit:
+            try:
+                length = length_of(messages)
+            except ValueError as error:
+                refused.append(f"{where}: {error}")
+                continue
+            if length > limit:
                 long.append(length)
                 cut += length_for_verl(messages) <= limit
     except DataError as error:
@@ -154,6 +159,9 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
     if overlaps:
         yield warn(f"""{split}: {len(overlaps)} problem(s) are also in AIME 2024, AIME 2025 or data.val_files
             ({overlaps[0]}) -> data/prepare_*.py drop them (--evaluation adds files).""")
+    if refused:
+        yield fail(f"""{split}: {len(refused)} of {rows} prompts cannot be rendered ({refused[0]})
+            -> Leave these rows out, or join their messages; their rollouts would raise.""")
     if long:
         dropped = run.get("data.filter_overlong_prompts")
         say = warn if dropped and len(long) < rows and not cut else fail
@@ -166,7 +174,7 @@ def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, 
                 configs/tools/code_interpreter.yaml."""
         yield say(f"""{split}: {len(long)} of {rows} prompts are longer than data.max_prompt_length={limit} (the longest
             has {max(long)} tokens, tools included) -> {advice}""")
-    fit = f"{rows - len(long):,} within" if long else "all within"
+    fit = f"{rows - len(long) - len(refused):,} within" if long or refused else "all within"
     yield ok(f"{split}: {rows:,} rows, {len(answers):,} problems; prompts: {fit} {limit} tokens, tools included")
 
 
@@ -179,22 +187,19 @@ def _prompt_length(
         as_verl: as verl's filter counts them (rl_dataset.py:199, 0.9.1), with the tools of the run's files alone.
     """
     from verl_ext.doctor.template import load_tools, protocol_of, template_kwargs, tool_schemas
+    from verl_ext.protocols.base import render
 
     schemas, kwargs = tool_schemas(run), template_kwargs(run)
     if as_verl:
         schemas = {tool.name: schemas[tool.name] for tool in load_tools(run)}
     schemas = protocol_of(run, tokenizer).schemas(schemas)
 
-    def render(messages: list[dict[str, Any]]) -> str:
-        return tokenizer.apply_chat_template(
-            messages, tools=schemas, add_generation_prompt=True, tokenize=False, **kwargs
-        )
-
-    room = limit - len(render([{"role": "user", "content": ""}]).encode())  # bytes: no text has more tokens than bytes
+    empty = [{"role": "user", "content": ""}]
+    room = limit - len(render(tokenizer, empty, kwargs, tools=schemas).encode())  # no text has more tokens than bytes
 
     def length(messages: list[dict[str, Any]]) -> int:
         if len(messages) == 1 and len(messages[0]["content"].encode()) <= room:
             return 0
-        return len(tokenizer(render(messages), add_special_tokens=False)["input_ids"])
+        return len(tokenizer.encode(render(tokenizer, messages, kwargs, tools=schemas), add_special_tokens=False))
 
     return length

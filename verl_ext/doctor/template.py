@@ -14,13 +14,21 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from verl.tools.base_tool import BaseTool
 from verl.utils import hf_tokenizer
 
-from verl_ext.datasets.sft import tokens_of
+from verl_ext.datasets.sft import segments_of, tokens_of
 from verl_ext.doctor.finding import Finding, all_well, fail, ok, warn
 from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.environments import toolbox
-from verl_ext.protocols.base import CODE_TOOL, Call, SegmentEncoder, ToolProtocol
+from verl_ext.protocols.base import (
+    CODE_SCHEMA,
+    CODE_TOOL,
+    Call,
+    SegmentEncoder,
+    ToolProtocol,
+    checked_kwargs,
+    render,
+)
 from verl_ext.protocols.by_name import make_protocol
-from verl_ext.protocols.trace import Segment, split_trace
+from verl_ext.protocols.thinking import opens_thinking
 from verl_ext.rollout.scripted import Tokens, roll_out
 from verl_ext.settings import CONFIGS, compose_run
 
@@ -32,6 +40,9 @@ TRACE = [
     {"role": "tool", "content": OUTPUT},
     {"role": "assistant", "content": ANSWER},
 ]
+
+THOUGHT = {"reasoning_content": QUESTION}  # of the model, behind a chat template that opens <think>
+CHAT_MODEL = "Take the tokenizer of a chat (Instruct) model."
 
 
 def load_tokenizer(run: Run) -> PreTrainedTokenizerBase:
@@ -64,16 +75,16 @@ def tool_schemas(run: Run) -> dict[str, dict]:
 
 def check_tokenizer(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
     """The template's turns, without which no protocol can be made; then tags, end tokens, stop string, tools."""
-    chat_model = "Take the tokenizer of a chat (Instruct) model."
     if tokenizer.eos_token is None or not tokenizer.chat_template:
         lacks = "end token" if tokenizer.eos_token is None else "chat template"
-        yield fail(f"the tokenizer of {run.model_path} has no {lacks} -> {chat_model}")
+        yield fail(f"the tokenizer of {run.model_path} has no {lacks} -> {CHAT_MODEL}")
         return
     protocol = protocol_of(run, tokenizer)
     try:
+        checked_kwargs(tokenizer, template_kwargs(run))
         replies = ["".join(protocol.reply([OUTPUT], ended=ended)) for ended in {True, not protocol.call_ends_turn}]
     except ValueError as error:
-        yield fail(f"{error} -> {chat_model}")
+        yield fail(f"{error} -> {CHAT_MODEL}")
         return
     tokens = tokenizer.encode(protocol.stop, add_special_tokens=False) if protocol.stop else []
     stop = f"; it stops at {protocol.stop}, {len(tokens)} token(s)" * bool(protocol.stop)
@@ -113,7 +124,11 @@ def _problems(
             -> Correct the files of multi_turn.tool_config_path and function_tool_path.""")
         return
     shown = protocol.schemas(schemas)
-    prompt = tokenizer.apply_chat_template(TRACE[:1], tools=shown, tokenize=False, **template_kwargs(run))
+    try:
+        prompt = render(tokenizer, TRACE[:1], template_kwargs(run), tools=shown)
+    except ValueError as error:
+        yield fail(f"{error} (with the tools {', '.join(schemas)}) -> Set model.custom_chat_template.")
+        return
     if missing := [name for name in schemas if shown is not None and name not in prompt]:
         yield warn(f"""the chat template leaves out the tools ({", ".join(missing)}): nothing in the prompt says how to
             call them
@@ -136,18 +151,23 @@ def check_agreement(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Fi
         if sft is not None and of(rl) != of(sft):
             yield warn(f"""{setting} is {of(rl)!r} in {rl.name} and {of(sft)!r} in {sft.name} -> Train the SFT model
                 with the same, e.g. data.retool.protocol={rl.protocol}; unless it is no SFT model of ours.""")
-    tokens, schemas = sft_tokens(run, tokenizer)
-    ids, mask = tokens
     of_model = {"tokenizer": tokenizer, "protocol": run.protocol, "model_path": str(run.model_path)}
-    rollout = roll_out(rl.config, QUESTION, OUTPUT, tokens, tools=load_tools(rl), **of_model)
-    if difference := first_difference(tokenizer, tokens, asyncio.run(rollout)):
+    try:
+        tokens, schemas = sft_tokens(run, tokenizer)
+        rollout = asyncio.run(roll_out(rl.config, QUESTION, OUTPUT, tokens, tools=load_tools(rl), **of_model))
+        is_shown = run.protocol == "hermes"  # the other protocol has no turns of tools
+        whole = render(tokenizer, TRACE, template_kwargs(run), tools=schemas) if is_shown else None
+    except ValueError as error:
+        yield fail(f"SFT or rollout refuses a trace with a call: {error} -> {CHAT_MODEL}")
+        return
+    ids, mask = tokens
+    if difference := first_difference(tokenizer, tokens, rollout):
         yield fail(f"""SFT and rollout make different tokens of the same trace: {difference}
             -> Compare data.apply_chat_template_kwargs and the tool YAML (schemas) of both.""")
         return
     yield ok(f"SFT and rollout make the same {len(ids)} tokens of a trace with a call, {sum(mask)} of them trained on")
-    whole = tokenizer.apply_chat_template(TRACE, tools=schemas, tokenize=False, **template_kwargs(run))
     text = tokenizer.decode(ids)
-    if run.protocol == "hermes" and not whole.startswith(text):
+    if whole is not None and not whole.startswith(text):
         at = len(os.path.commonprefix([whole, text]))
         yield warn(f"""the chat template renders the finished conversation otherwise, from {whole[at : at + 40]!r} where
             the rollout has {text[at : at + 40]!r}
@@ -155,13 +175,14 @@ def check_agreement(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Fi
 
 
 def sft_tokens(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, list | None]:
-    """TRACE as RetoolSFTDataset makes it, and the tools in its prompt."""
-    tools = list(tool_schemas(run).values()) if run.is_rl else None
-    prompt, schemas, response = split_trace(TRACE, tools, protocol_of(run, tokenizer), tokenizer.eos_token)
-    text = tokenizer.apply_chat_template(
-        prompt, tools=schemas, add_generation_prompt=True, tokenize=False, **template_kwargs(run)
-    )
-    return tokens_of([Segment([text], False), *response], SegmentEncoder(tokenizer)), schemas
+    """TRACE as RetoolSFTDataset makes it, and the tools in its prompt. Raises ValueError where that refuses it."""
+    tools, protocol = list(tool_schemas(run).values()) if run.is_rl else None, protocol_of(run, tokenizer)
+    schemas = protocol.schemas(tool_schemas(run)) if run.is_rl else protocol.schemas({CODE_TOOL: CODE_SCHEMA})
+    trace = TRACE
+    if opens_thinking(render(tokenizer, TRACE[:1], template_kwargs(run), tools=schemas)):
+        trace = [each | THOUGHT if each["role"] == "assistant" else each for each in TRACE]
+    segments = segments_of(trace, tools, protocol, tokenizer, template_kwargs(run))
+    return tokens_of(segments, SegmentEncoder(tokenizer)), schemas
 
 
 def first_difference(tokenizer: PreTrainedTokenizerBase, sft: Tokens, rollout: Tokens) -> str | None:

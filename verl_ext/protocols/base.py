@@ -9,11 +9,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from datetime import date
 from functools import lru_cache
 from itertools import chain
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
 from transformers import AddedToken, PreTrainedTokenizerBase
+
+from verl_ext.protocols.thinking import without_thinking
 
 CODE_TOOL = "code_interpreter"
 CODE_SCHEMA = {  # as in the published run, verl-recipe@48ea0a7 retool/sandbox_fusion_tool_config.yaml
@@ -39,6 +43,9 @@ MALFORMED_KINDS = (
     "other_protocol",  # the tags of the protocol that is not in use
 )
 
+TEMPLATE_DAY = date(2024, 7, 26)  # the day that a chat template's strftime_now gives; Llama 3's own without a clock
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # of a template, on some messages
+_USER, _MODEL, _REPLY = "(text of the user)", "(text of the model)", "(text of reply {})"
 _CHARS_PER_TOKEN = 16  # tokenised of a long text per token that is kept; a text with longer tokens keeps fewer of them
 _FENCE = re.compile(r"\A\s*```[a-zA-Z0-9_+-]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
@@ -102,6 +109,62 @@ class ToolProtocol(Protocol):
         """The text that a model would write to say `content` and to make `calls`, without the end token."""
 
 
+def with_fixed_day(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return `data.apply_chat_template_kwargs`, with one day for a template that asks for today's.
+
+    SFT, RL and evaluation run on different days, and a run passes midnight: their prompts would differ.
+    """
+    asks = "strftime_now" in str(tokenizer.chat_template)
+    return dict(template_kwargs or {}) | ({"strftime_now": TEMPLATE_DAY.strftime} if asks else {})
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    template_kwargs: Mapping[str, Any] | None = None,
+    *,
+    tools: Sequence[dict] | None = None,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Return the text of a conversation by the chat template.
+
+    Raises:
+        ValueError: the template refuses the conversation, as some do without a user's turn, or with two in a row.
+    """
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            **with_fixed_day(tokenizer, template_kwargs),
+        )
+    except TEMPLATE_ERRORS as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise ValueError(f"the chat template refuses messages of the roles {roles}: {error or repr(error)}") from error
+
+
+def checked_kwargs(
+    tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return `with_fixed_day`, if the template's generation prompt begins the assistant's turn as its conversations do.
+
+    Raises:
+        ValueError: it has none, or the template refuses a question with its answer.
+    """
+    question, answer = {"role": "user", "content": _USER}, {"role": "assistant", "content": _MODEL}
+    bare = render(tokenizer, [question], template_kwargs, add_generation_prompt=False)
+    whole = render(tokenizer, [question, answer], template_kwargs, add_generation_prompt=False)
+    header = without_thinking(whole.partition(_USER)[2].partition(_MODEL)[0]).strip()
+    begins = bare.partition(_USER)[2].strip()
+    if render(tokenizer, [question], template_kwargs) == bare and header != begins and header.startswith(begins):
+        raise ValueError(
+            f"The chat template has no generation prompt: after a question it has {begins!r}, before an answer "
+            f"{header!r}. A rollout would begin in nobody's turn. Take the template of a chat model."
+        )
+    return with_fixed_day(tokenizer, template_kwargs)
+
+
 class ChatReply:
     """What the chat template puts between the end of the model's turn and the start of its next: turns of `role`.
 
@@ -110,8 +173,6 @@ class ChatReply:
     Raises:
         ValueError: the template does not close the assistant's turn with the tokenizer's end token.
     """
-
-    _MODEL, _REPLY = "(text of the model)", "(text of reply {})"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, role: str, template_kwargs: Mapping[str, Any] | None = None):
         self._tokenizer, self._role, self._kwargs = tokenizer, role, dict(template_kwargs or {})
@@ -128,19 +189,12 @@ class ChatReply:
         calls = [
             {"id": f"call{i}", "type": "function", "function": {"name": "tool", "arguments": {}}} for i in range(count)
         ]
-        assistant = {"role": "assistant", "content": self._MODEL}
+        assistant = {"role": "assistant", "content": _MODEL}
         if self._role == "tool":
             assistant["tool_calls"] = calls
-        replies = [
-            {"role": self._role, "content": self._REPLY.format(i), "tool_call_id": f"call{i}"} for i in range(count)
-        ]
-        text = self._tokenizer.apply_chat_template(
-            [{"role": "user", "content": "?"}, assistant, *replies],
-            add_generation_prompt=True,
-            tokenize=False,
-            **self._kwargs,
-        )
-        _, _, after = text.partition(self._MODEL)
+        replies = [{"role": self._role, "content": _REPLY.format(i), "tool_call_id": f"call{i}"} for i in range(count)]
+        text = render(self._tokenizer, [{"role": "user", "content": "?"}, assistant, *replies], self._kwargs)
+        _, _, after = text.partition(_MODEL)
         _, end, after = after.partition(self._tokenizer.eos_token)
         if not end:
             raise ValueError(
@@ -149,7 +203,7 @@ class ChatReply:
             )
         frames = []
         for i in range(count):
-            frame, found, after = after.partition(self._REPLY.format(i))
+            frame, found, after = after.partition(_REPLY.format(i))
             if not found:
                 raise ValueError(f"The chat template drops messages of the role {self._role!r}: {text!r}.")
             frames.append(frame)

@@ -24,7 +24,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 
 from verl_ext.environments.toolbox import CallResult, Toolbox
 from verl_ext.outcome import RolloutEnd
-from verl_ext.protocols.base import Call, MalformedCall, SegmentEncoder, cut_output
+from verl_ext.protocols.base import TEMPLATE_ERRORS, Call, MalformedCall, SegmentEncoder, checked_kwargs, cut_output
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.hermes import HermesProtocol
 from verl_ext.protocols.thinking import THINK_STOP
@@ -121,6 +121,8 @@ class RetoolAgentLoop(AgentLoopBase):
 
     def __init__(self, *args: Any, tools: ToolListWrap | None = None, protocol: str | None = None, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.apply_chat_template_kwargs = checked_kwargs(self.tokenizer, self.apply_chat_template_kwargs)
+        self.continuous_token_builder.chat_template_kwargs = self.apply_chat_template_kwargs
         check_log_probs_are_sent(self.config)
         settings = self.config.retool
         check(settings, Retool)
@@ -332,7 +334,10 @@ class RetoolAgentLoop(AgentLoopBase):
     async def _encode_prompt(self, uid: str, messages: list[dict], schemas: list[dict] | None) -> list[int]:
         if uid not in self._prompts:
             self._prompts[uid] = asyncio.ensure_future(self.ct_build_initial_tokens(messages, tools=schemas))
-        return list(await asyncio.shield(self._prompts[uid]))
+        try:
+            return list(await asyncio.shield(self._prompts[uid]))
+        except TEMPLATE_ERRORS as error:
+            raise ValueError(f"the chat template refuses the prompt {uid}, {messages!r:.200}: {error}") from error
 
     def _output(
         self, prompt_ids: list[int], rollout: Rollout, reason: RolloutEnd, sampling_params: Mapping[str, Any]

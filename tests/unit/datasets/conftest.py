@@ -10,7 +10,7 @@ def make_dataset(tokenizer, tmp_path):
 
     from verl_ext.datasets.sft import RetoolSFTDataset
 
-    def make(*files_of_rows, max_samples=-1, **settings):
+    def make(*files_of_rows, max_samples=-1, using=tokenizer, **settings):
         paths = []
         for rows in files_of_rows:
             paths.append(str(tmp_path / f"{len(paths)}.parquet"))
@@ -19,6 +19,6 @@ def make_dataset(tokenizer, tmp_path):
         config = {"messages_key": "messages", "max_length": 200, "truncation": "error"} | settings
         config["retool"] = {"protocol": "code", "bad_rows": "error"} | retool
         files = OmegaConf.create(paths) if len(paths) > 1 else paths[0]
-        return RetoolSFTDataset(files, tokenizer, OmegaConf.create(config), max_samples=max_samples)
+        return RetoolSFTDataset(files, using, OmegaConf.create(config), max_samples=max_samples)
 
     return make

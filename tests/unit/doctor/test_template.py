@@ -143,6 +143,61 @@ def test_a_template_that_renders_past_turns_otherwise(tiny_run, other, told):
     assert any("renders the finished conversation otherwise, from 'early" in text for text in texts), texts
 
 
+REFUSALS = {
+    "no_system": "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}",
+    "alternate": "{% for m in messages %}{% if loop.index0 > 0 and m.role == messages[loop.index0 - 1].role %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}",
+    "no_tools": "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{% endfor %}",
+    "always": "{{ raise_exception('of another model') }}",
+    "author": "{{ messages[7].content + 1 }}",
+}
+
+
+@pytest.mark.parametrize(("name", "value"), RUNS)
+def test_a_template_that_refuses_all_is_a_failure_and_no_bug_of_the_doctor(name, value, tiny_run, other, told):
+    for refusal in ("always", "author"):
+        broken = copy.deepcopy(other)
+        broken.chat_template = REFUSALS[refusal] + other.chat_template
+        texts = told(check_tokenizer(tiny_run(name, protocol(name, value)), broken), Level.FAIL)
+        assert "the chat template refuses messages of the roles user" in texts[0]
+
+
+@pytest.mark.parametrize("value", ["code", "hermes"])
+def test_a_template_without_turns_of_tools_is_a_failure_only_where_the_protocol_has_them(
+    value, tiny_run, other, told, only_ok
+):
+    other.chat_template = REFUSALS["no_tools"] + other.chat_template
+    run = tiny_run("tiny_dapo", protocol("tiny_dapo", value))
+    if value == "hermes":
+        assert "no tools" in told(check_tokenizer(run, other), Level.FAIL)[0]
+    else:
+        only_ok(check_tokenizer(run, other))
+        only_ok(check_agreement(run, other))
+
+
+def test_a_template_without_a_generation_prompt(tiny_run, other, told):
+    other.chat_template = other.chat_template.replace("add_generation_prompt", "false")
+    assert "The chat template has no generation prompt" in told(check_tokenizer(tiny_run(), other), Level.FAIL)[0]
+
+
+@pytest.mark.parametrize(("name", "value"), RUNS)
+def test_a_template_that_opens_the_thinking_fits(name, value, tiny_run, other, told):
+    other.chat_template = other.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    run = tiny_run(name, protocol(name, value))
+    assert not [each for each in check_tokenizer(run, other) if each.level == Level.FAIL]
+    assert "SFT and rollout make the same" in told(check_agreement(run, other), Level.OK)[0]
+
+
+@pytest.mark.parametrize(("name", "value"), RUNS)
+def test_a_template_that_asks_for_the_day_is_the_same_for_both(name, value, tiny_run, other, told):
+    other.chat_template = "{{ strftime_now('%f %s') }}" + other.chat_template
+    assert (
+        "SFT and rollout make the same"
+        in told(check_agreement(tiny_run(name, protocol(name, value)), other), Level.OK)[0]
+    )
+
+
 def test_a_difference_names_its_place(tokenizer):
     one = tokenizer.encode("1 + 2 = 3", add_special_tokens=False)
     two = tokenizer.encode("1 + 2 = 4", add_special_tokens=False)
@@ -248,6 +303,18 @@ def test_prompts_that_only_the_interpreters_schema_makes_too_long_are_a_failure(
     assert "1 of 2 prompts are longer" in text and "verl does not drop 1 of them" in text
     named = f"actor_rollout_ref.rollout.multi_turn.tool_config_path={ROOT}/configs/tools/code_interpreter.yaml"
     assert "verl drops them" in told(look(rows, (), *options, named, using=qwen), Level.WARN)[0]
+
+
+@pytest.mark.parametrize(("refusal", "first"), [("no_system", "system"), ("alternate", "user")])
+def test_rows_that_the_template_refuses_are_named(look, tiny_run, other, told, refusal, first):
+    other.chat_template = REFUSALS[refusal] + other.chat_template
+    bad = [{"role": first, "content": "Use code."}, {"role": "user", "content": "What is 1+1?"}]
+    rows = [problem("What is 2+2?"), problem("", prompt=bad), problem("What is 3+3?")]
+    text = told(look(rows, using=other), Level.FAIL)[0]
+    assert "1 of 3 prompts cannot be rendered (" in text and "row 1: the chat template refuses messages of" in text
+    bad = trace() | {"messages": [trace()["messages"][0] | {"role": first}, *trace()["messages"]]}
+    text = told(look([trace(), bad], name="tiny_sft", using=other), Level.FAIL)[0]
+    assert "1 of 2 rows are no traces (row 1: the chat template refuses messages of" in text
 
 
 def test_the_functions_of_a_file_are_counted_with_the_prompt(look, tiny_run, qwen, tmp_path, told, only_ok):
