@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl_ext.protocols.base import CODE_SCHEMA, MALFORMED_KINDS, Call, MalformedCall
-from verl_ext.protocols.hermes import HermesProtocol
+from verl_ext.protocols.hermes import MAX_SURPLUS, HermesProtocol
 
 ADD_SCHEMA = {
     "type": "function",
@@ -240,6 +240,13 @@ def test_an_answer_is_no_call(parse):
     assert parse("I would not use <tool_call> here. \\boxed{2}<|im_end|>") == []
     assert parse("I do not know.<|im_end|>") == []
     assert parse(call_text(code="1"), ended=False) == []  # cut off by the budget
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+def test_calls_beyond_the_limit_are_answered_up_to_a_number(parse, limit):
+    kinds = [getattr(each, "kind", None) for each in parse(call_text(code="1") * 100, max_parallel_calls=limit)]
+    assert kinds == [None] * limit + ["two_blocks"] * MAX_SURPLUS
+    assert len(parse("<tool_call>x</tool_call>" * 100, max_parallel_calls=limit)) == limit + MAX_SURPLUS
 
 
 def test_calls_in_parallel_keep_their_order_and_have_a_limit(parse):

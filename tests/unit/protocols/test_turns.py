@@ -85,6 +85,24 @@ def test_frames_of_several_replies_are_kept_apart(tokenizer):
         assert one[0] == two[0] and one[-1] == two[-1] and len(two) == 5
 
 
+def test_a_template_is_shown_calls_in_openais_form_that_the_replies_name(tokenizer):
+    """Some templates raise, or number the replies, where a call has no id, type or function."""
+    import copy
+    import json
+
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}[{{ messages[1].tool_calls | tojson }}|{{ m.tool_call_id }}|"
+        "{{ m.content }}]{% else %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    )
+    before, _, between, *_ = ChatReply(other, "tool").render(["a", "b"])
+    calls, first = before.removeprefix("[").removesuffix("|").rsplit("|", 1)
+    assert json.loads(calls) == [
+        {"id": name, "type": "function", "function": {"name": "tool", "arguments": {}}} for name in ("call0", "call1")
+    ]
+    assert first == "call0" and between.endswith("|call1|")
+
+
 def test_a_template_without_the_end_token_or_the_role_is_refused(tokenizer):
     import copy
 
