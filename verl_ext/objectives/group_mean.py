@@ -27,7 +27,6 @@ def group_mean(rewards: Tensor, groups: Sequence[str], *, by_std: bool) -> Tenso
     result = torch.zeros_like(rewards)
     for rows in rows_of_groups(groups):
         if len(rows) > 1:
-            own = rewards[rows]
-            if (own != own[0]).any():  # of equal ones, the rounded mean over a rounded deviation of 0 may be .1
-                result[rows] = (own - own.mean()) / (own.std() + 1e-6 if by_std else 1.0)
+            own = rewards[rows] - rewards[rows[0]]  # exact of close rewards, whose rounded mean over a tiny std is not
+            result[rows] = (own - own.mean()) / (own.std() + 1e-6 if by_std else 1.0)
     return result

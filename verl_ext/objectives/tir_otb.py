@@ -6,7 +6,8 @@
 G_t is the reward from token t on, W_t the squared norm of the gradient by logits so far. t counts the policy's own
 tokens: those of a tool are left out before responses are laid side by side. Where one response alone goes on, its
 baseline is 0. With weights against the rollout engine, each term of W_t is multiplied by their square.
-Departures: 1e-8 in the denominator, as verl; a group of one gets 0, where verl gives it its reward. verl notes a score
+Departures: 1e-8 in the denominator, as verl; a group of one gets 0, where verl gives it its reward. Equal G_t are their
+own baseline, which rounding, and 1e-8 against a W_t as small, would miss. verl notes a score
 at a response's last token. Where a tool wrote that one (`retool.run_last_code`), verl's function drops the score;
 trainer/advantages.py moves it to the policy's last token. A log-prob that is no number adds nothing to W_t.
 """
@@ -53,7 +54,8 @@ def tir_otb(
     energy = torch.where(mask & energy.isfinite(), energy, 0).cumsum(-1)
     result = torch.zeros_like(to_go)
     for rows in rows_of_groups(groups):
-        lengths = sorted(int(mask[row].sum()) for row in rows)
+        tokens = mask[rows].sum(-1)
+        lengths = sorted(tokens.tolist())
         if sum(length > 0 for length in lengths) < 2:
             continue
         longest, shared = lengths[-1], lengths[-2]
@@ -62,6 +64,9 @@ def tir_otb(
             own = mask[row]
             returns[place, : own.sum()], norms[place, : own.sum()] = to_go[row][own], energy[row][own]
         baseline = (returns * norms).sum(0) / (norms.sum(0) + 1e-8)
+        absent = torch.arange(longest, device=tokens.device) >= tokens[:, None]
+        least, most = returns.masked_fill(absent, torch.inf).amin(0), returns.masked_fill(absent, -torch.inf).amax(0)
+        baseline = torch.where(least == most, least, baseline)
         baseline[shared:] = 0
         for place, row in enumerate(rows):
             own = mask[row]

@@ -25,6 +25,10 @@ from verl_ext.versions import VERL, require_versions
 
 ESTIMATORS = ["maxrl", "tir_otb"]  # names of algorithm.adv_estimator, beside verl's; the doctor reads them here
 OF_GROUPS = ("grpo", *ESTIMATORS)  # those whose groups may differ in size
+# Those whose advantages stay the same if a number is added to all rewards of a group.
+OF_DIFFERENCES = (
+    "grpo", "grpo_vectorized", "grpo_passk", "opo", "rloo", "rloo_vectorized", "reinforce_plus_plus_baseline",
+)  # fmt: skip
 WITHOUT_GROUPS = ("reinforce_plus_plus", "remax")  # whose baseline, if any, is not of a group
 
 Noted = list[tuple[Sequence[str], Tensor, Tensor]]  # of batches: keys, advantages (float[B, T]), response mask
@@ -86,8 +90,11 @@ def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_esti
 
     verl does so for `grpo` alone (trainer/ppo/v1/utils.py:167): a copy that fills a group (`DapoReplayBuffer`) is a
     further output of its session. Its advantages are those of that session. A group of one gets 0, where verl's
-    estimators give it its score. So does one of equal rewards with `grpo`: verl divides what rounding leaves of their
-    differences by what it leaves of their deviation, and eight times -.9 get .056 each.
+    estimators give it its score.
+
+    Estimators of `OF_DIFFERENCES` get the rewards of a group less its first one. The difference of two close numbers is
+    exact, but their mean is rounded: verl divides what rounding leaves of eight times -.9 by what it leaves of their
+    deviation, and gives .056 to each. So equal rewards give exactly 0, and close ones give what their formula says.
 
     A score that verl notes at the last token of a tool (`retool.run_last_code`) counts at the policy's last one: verl's
     estimators of tokens (`gae`, `reinforce_plus_plus`, `remax`) would lose it.
@@ -103,19 +110,31 @@ def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_esti
     data.batch["token_level_rewards"] = torch.where(mask.any(-1, keepdim=True), moved, rewards)  # not of `rollout_rs`
     if adv_estimator == "gae":
         return verls(data, batch_keys=batch_keys, adv_estimator=adv_estimator, **settings)
+    rewards, groups = data.batch["token_level_rewards"], [session.rpartition("_")[0] for session in sessions]
+    members: dict[str, dict[str, float]] = {}  # group -> session -> its reward
+    for group, session, reward in zip(groups, sessions, rewards.sum(-1).tolist(), strict=True):
+        members.setdefault(group, {})[session] = reward
+    if adv_estimator in OF_DIFFERENCES:
+        data.batch["token_level_rewards"] = _differences(rewards, groups)
     if adv_estimator == "grpo":
         data = verls(data, batch_keys=batch_keys, adv_estimator=adv_estimator, **settings)
     else:
         data = _of_last_outputs(data, batch_keys, sessions, adv_estimator, settings)
-    members: dict[str, dict[str, float]] = {}  # group -> session -> its reward
-    for session, reward in zip(sessions, data.batch["token_level_rewards"].sum(-1).tolist(), strict=True):
-        members.setdefault(session.rpartition("_")[0], {})[session] = reward
-    groups = {group: [*rewards.values()] for group, rewards in members.items()}
-    by_group_mean = adv_estimator == "grpo"
-    without = {group for group, own in groups.items() if len(own) == 1 or (by_group_mean and len(set(own)) == 1)}
+    data.batch["token_level_rewards"] = rewards
+    is_gpg = adv_estimator == "gpg"  # which counts rewards of 0, and so cannot take differences
+    without = {group for group, own in members.items() if len(own) == 1 or (is_gpg and len({*own.values()}) == 1)}
     if without and adv_estimator not in WITHOUT_GROUPS:
-        data.batch["advantages"][torch.tensor([session.rpartition("_")[0] in without for session in sessions])] = 0
+        data.batch["advantages"][torch.tensor([group in without for group in groups])] = 0
     return data
+
+
+def _differences(rewards: Tensor, groups: Sequence[str]) -> Tensor:
+    """float[B, T]: reward of each response less that of its group's first, at the first token: only sums are read."""
+    first: dict[str, int] = {}  # group -> its first row
+    sums = rewards.sum(-1).to(torch.promote_types(rewards.dtype, torch.float32))  # bf16 would round their differences
+    result = sums.new_zeros(rewards.shape)
+    result[:, 0] = sums - sums[[first.setdefault(group, row) for row, group in enumerate(groups)]]
+    return result
 
 
 def _of_last_outputs(
@@ -146,7 +165,7 @@ def _index(key: str) -> int:
 
 
 def _estimate(verls: Any, data: Any, estimator: str, settings: dict) -> Any:
-    if estimator != "tir_otb":
+    if estimator not in ("tir_otb", "tir_optimal_token_baseline"):  # one formula, of which ours bears equal rewards
         return verls(data, adv_estimator=estimator, **settings)
     batch = data.batch  # verl passes `sum_pi_squared` to estimators of its own names alone (ray_trainer.py:265)
     needed = ("token_level_rewards", "response_mask", "old_log_probs", "sum_pi_squared")

@@ -31,8 +31,20 @@ def test_groups_may_be_mixed_and_the_rewards_stay_as_they_are():
 
 
 @pytest.mark.parametrize("by_std", [False, True])
-@pytest.mark.parametrize("number,reward", [(8, -0.9), (16, -0.6), (12, -0.8)])
-def test_equal_rewards_that_no_binary_number_is_have_exactly_0(number, reward, by_std):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("reward", [0.95, -0.9, 0.1, 1 / 3, -1.0000001, 123.4])
+def test_equal_rewards_that_no_binary_number_is_have_exactly_0(reward, dtype, by_std):
     """In float32 eight times -.9 have the mean -.9 + 6e-8, and would get .056 each."""
-    found = group_mean(torch.full((number,), reward), ["a"] * number, by_std=by_std)
-    assert found.tolist() == [0.0] * number
+    for number in range(2, 65):
+        found = group_mean(torch.full((number,), reward, dtype=dtype), ["a"] * number, by_std=by_std)
+        assert found.tolist() == [0.0] * number
+
+
+@pytest.mark.parametrize("reward", [0.95, -0.3, 100.3])
+def test_rewards_that_differ_by_a_millionth_keep_their_difference(reward):
+    """One of four is d above: mean d / 4, sample std d / 2, 1e-6 in the denominator. Float32 rounds the mean by d / 30
+    or, of 100.3, by half of d, which is then 1.5e-5."""
+    rewards = torch.tensor([reward, reward, reward, reward + max(1e-6, 1.5e-7 * abs(reward))])
+    d = rewards[3].item() - rewards[0].item()
+    by_hand = [-d / 4 / (d / 2 + 1e-6)] * 3 + [3 * d / 4 / (d / 2 + 1e-6)]
+    assert d > 0 and group_mean(rewards, ["a"] * 4, by_std=True).tolist() == pytest.approx(by_hand, rel=1e-5)

@@ -40,6 +40,20 @@ def test_a_group_of_one_has_0():
     assert tir_otb(ones, ones.bool(), ["a"], -ones, ones).tolist() == [[0.0, 0.0]]
 
 
+@pytest.mark.parametrize(("reward", "dtype"), [(0.95, torch.float32), (1 / 3, torch.float32), (0.1, torch.bfloat16)])
+def test_equal_rewards_have_exactly_0_where_two_responses_have_the_token(reward, dtype):
+    """pi = 1 - 1e-4: W is 1e-8 at the first token, as the 1e-8 of the denominator, by which the baseline would be half.
+
+    The longer of the two responses has its last token to itself, with baseline 0.
+    """
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    scores = at_last_own(torch.full((2,), reward, dtype=dtype), mask)
+    pi = 1 - 1e-4
+    log_prob = torch.full((2, 3), pi, dtype=torch.float64).log()
+    found = tir_otb(scores, mask, ["a", "a"], log_prob, torch.full((2, 3), pi**2 + (1 - pi) ** 2, dtype=torch.float64))
+    assert found.tolist() == [[0.0, 0.0, scores[0, 2].item()], [0.0, 0.0, 0.0]]
+
+
 def test_a_score_stands_at_the_policys_last_token():
     """After it a tool's token, padding, or nothing; a response without a token of the policy has none."""
     mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 1], [0, 0, 0]]).bool()

@@ -43,10 +43,55 @@ def test_a_group_of_one_trains_where_the_estimator_has_no_groups(advantages):
     assert found["one_0_0"][0] > 0 > found["two_0_0"][0]
 
 
-def test_a_group_of_equal_rewards_has_exactly_0(advantages):
+GROUP_MEANS = ["grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "maxrl"]
+EQUAL = {
+    f"u{size}x{number}_{i}_0": reward
+    for size in (2, 3, 7, 8, 16, 64)
+    for number, reward in enumerate((0.95, -0.9, 0.1, 1 / 3, -1.0000001))
+    for i in range(size)
+}
+
+
+@pytest.mark.parametrize("estimator", GROUP_MEANS)
+def test_a_group_of_equal_rewards_has_exactly_0(advantages, estimator):
     """verl's own gives eight times -.9 .056 each, as float32 rounds their mean and their deviation."""
-    found = advantages({f"u_{i}_0": -0.9 for i in range(8)} | FILLED, (), "grpo")
-    assert first(found)[:8] == [0.0] * 8 and found["a_0_0"][0] > 0.1
+    found = advantages(EQUAL | FILLED, (), estimator)
+    assert {number for key in EQUAL for number in found[key]} == {0.0} and found["a_0_0"][0] > 0.1
+
+
+def test_equal_groups_have_exactly_0_before_a_batch_is_whitened(advantages):
+    """reinforce_plus_plus_baseline divides by the deviation of the batch: without these, that of rounding."""
+    found = advantages(EQUAL, (), "reinforce_plus_plus_baseline")
+    assert {number for numbers in found.values() for number in numbers} == {0.0}
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "grpo_vectorized"])
+def test_rewards_that_differ_by_a_millionth_keep_their_difference(advantages, estimator):
+    """One of four is d above: mean d / 4, sample std d / 2, 1e-6 in the denominator."""
+    one, other = torch.tensor([0.95, 0.95 + 1e-6]).tolist()
+    found = first(advantages({"u_0_0": one, "u_1_0": one, "u_2_0": one, "u_3_0": other}, (), estimator))
+    d = other - one
+    assert found == pytest.approx([-d / 4 / (d / 2 + 1e-6)] * 3 + [3 * d / 4 / (d / 2 + 1e-6)], rel=1e-4)
+
+
+@pytest.mark.parametrize("estimator", GROUP_MEANS)
+def test_advantages_of_unequal_groups_are_verls(advantages, estimator):
+    """Of one batch without copies, whose groups have different sizes: verl's function, called with its rewards."""
+    import numpy as np
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(3)).tolist()
+    keys = [f"{group}_{i}_0" for group, size in (("a", 2), ("b", 3), ("c", 7)) for i in range(size)]
+    found = torch.tensor(list(advantages(dict(zip(keys, rewards, strict=True)), (), estimator).values()))
+    scores = torch.zeros(12, 3)
+    scores[:, 2] = torch.tensor(rewards)
+    verls, _ = get_adv_estimator_fn(estimator)(
+        token_level_rewards=scores,
+        response_mask=torch.tensor([[1, 0, 1]] * 12),
+        index=np.array([key[0] for key in keys], dtype=object),
+        config={"norm_adv_by_std_in_grpo": True},
+    )
+    assert torch.allclose(found, verls, atol=1e-6)
 
 
 def test_grpo_of_whole_groups_is_verls(advantages):
