@@ -65,7 +65,7 @@ COMPARED = {
             "share of responses",
             "response_length/clip_ratio",
             "train/truncation_rate",
-            "verl's own key counts the responses as long as the batch's longest, which here was the limit",
+            "published: as long as the batch's longest, which was the limit. Yours: of all that was generated",
         ),
         Compared("turns", "per response", "num_turns/mean", "num_turns/mean", "2 + 2 x calls; 2 is no call"),
         Compared("entropy", "nats per token", "actor/entropy", "actor/entropy"),
@@ -101,7 +101,7 @@ MOVED: dict[str, tuple[str | None, str]] = {
     r"timing_s/(start|stop)_profile": (None, "not measured"),
     r"response_length/clip_ratio": (
         "train/truncation_rate",
-        "the old key exists: share as long as the batch's longest",
+        "the old key exists: of the batch, without the groups that were replaced",
     ),
     r"train/lr\(1e-3\)": ("train/lr", "was in thousandths"),
     r"train/time\(s\)": (None, "verl 0.9.1's SFT trainer logs no time"),

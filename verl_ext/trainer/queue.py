@@ -1,4 +1,4 @@
-"""What trainer and sampler ask of TransferQueue: the prompts in it, that rows are copied or removed, and the wait."""
+"""What trainer and sampler ask of TransferQueue: prompts in it, ends of responses, copies and removals, the wait."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +22,18 @@ def real_keys(batch: KVBatchMeta) -> list[str]:
     """Keys without verl's padding, the outputs of a session in their order."""
     keys = [key for key, tag in zip(batch.keys, batch.tags, strict=True) if not tag.get("is_padding", False)]
     return sorted(keys, key=lambda key: int(key.rpartition("_")[2]))
+
+
+def share_cut(batch: KVBatchMeta) -> float | None:
+    """Share of a batch's responses that were cut at the limit of tokens, by the end that the loop noted for each; None
+    if it noted none, as a loop of another project."""
+    keys = real_keys(batch)
+    if not keys:
+        return None
+    data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
+    extras = [getattr(value, "data", value) for value in data["extra_fields"]]
+    cut = [float(extra["truncated"]) for extra in extras if "truncated" in extra]
+    return sum(cut) / len(cut) if cut else None
 
 
 def clear_leftovers() -> None:

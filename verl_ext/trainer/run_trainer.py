@@ -46,7 +46,7 @@ from verl_ext.trainer.batch_recorder import BatchRecorder
 from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import ExclusionWatch
 from verl_ext.trainer.objective import check_objective, make_shares
-from verl_ext.trainer.queue import check_while_waiting, clear_leftovers, prompts_in_queue
+from verl_ext.trainer.queue import check_while_waiting, clear_leftovers, prompts_in_queue, share_cut
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
 from verl_ext.trainer.run_records import RunRecords, check_recorder
 from verl_ext.trainer.run_updates import RunUpdates
@@ -247,9 +247,14 @@ class RunTrainer(RunUpdates, RunValidation):
             self._waiting.__exit__(None, None, None)
         super().on_sample_end()
 
-    def _compute_metrics(self, *args: Any, **kwargs: Any) -> None:
-        """The last thing of a step, after its checkpoint and its validation."""
-        super()._compute_metrics(*args, **kwargs)
+    def _compute_metrics(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> None:
+        """The last thing of a step, after its checkpoint and its validation.
+
+        verl's `clip_ratio` counts the responses that are as long as the batch's longest (metric_utils.py:576).
+        """
+        super()._compute_metrics(batch, metrics, *args, **kwargs)
+        if (share := share_cut(batch)) is not None:
+            metrics |= dict.fromkeys(("response_length/clip_ratio", "response_length_non_aborted/clip_ratio"), share)
         if self._records:
             self._records.end_round(self.global_steps)
 

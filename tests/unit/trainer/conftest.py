@@ -82,7 +82,7 @@ def make(cpu_platform, monkeypatch, tmp_path):
         monkeypatch.setattr(trainer_base, "Tracking", lambda **_: log)
         return trainer, calls
 
-    batch = SimpleNamespace(keys=[], partition_id="train")
+    batch = SimpleNamespace(keys=[], tags=[], partition_id="train")
     return make
 
 

@@ -230,7 +230,7 @@ def test_every_prompt_that_is_submitted_is_in_the_ledger(make, submitted, monkey
         self.replay_buffer._ended = Ended(4, 2, lost=Counter({"a:80": 1}))
         queue.clear()
         queue.update(d={"is_prompt": True})
-        return SimpleNamespace(keys=[], partition_id="train")
+        return SimpleNamespace(keys=[], tags=[], partition_id="train")
 
     monkeypatch.setattr(PPOTrainer, "step", step)
     trainer.fit(submitted.manager)
@@ -327,3 +327,27 @@ def test_the_pass_of_the_reference_and_scores_of_a_model_beside_the_actor_are_in
     trainer._records.end_round(1)
     ((_, _, intervals),) = [each for each in said if each[0] == "times"]
     assert [each["what"] for each in intervals] == ["log_probs", "score"]
+
+
+@pytest.mark.parametrize(("cut", "expected"), [((1.0, 0.0, 0.0, 1.0), 0.5), ((0.0,) * 4, 0.0), ((None,) * 4, 0.25)])
+def test_the_clip_ratio_is_the_share_that_the_limit_cut_and_not_of_the_batchs_longest(make, monkeypatch, cut, expected):
+    """verl's own is .25 here: one of four is as long as the longest. It stays where a loop notes no end."""
+    import transfer_queue as tq
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    names = ("response_length/clip_ratio", "response_length_non_aborted/clip_ratio")
+    keys = ["a_0_0", "a_0_1", "a_1_0", "b_0_0", "padding_0_0"]
+    ends = dict(zip(keys, [{} if each is None else {"truncated": each} for each in cut], strict=False))
+    trainer, _ = make()
+    monkeypatch.setattr(
+        PPOTrainer,
+        "_compute_metrics",
+        lambda self, batch, metrics, *_, **__: metrics.update(dict.fromkeys(names, 0.25)),
+    )
+    monkeypatch.setattr(
+        tq, "kv_batch_get", lambda keys, partition_id, select_fields: {select_fields[0]: [ends[key] for key in keys]}
+    )
+    batch = tq.KVBatchMeta(partition_id="train", keys=keys, tags=[{}] * 4 + [{"is_padding": True}])
+    metrics = {}
+    trainer._compute_metrics(batch, metrics, {}, global_steps=1, epoch=0)
+    assert [metrics[name] for name in names] == [expected] * 2
