@@ -101,9 +101,11 @@ TESTS = {  # source -> its unit tests, the fastest first
         "checkpoints/test_manifest.py",
         "checkpoints/test_power_loss.py",
     ],
+    "verl_ext/checkpoints/course.py": ["checkpoints/test_course.py"],
     "verl_ext/checkpoints/hooks.py": [
         "checkpoints/test_hooks.py",
         "checkpoints/test_hooks_rl.py",
+        "checkpoints/test_course.py",
         "checkpoints/test_power_loss.py",
     ],
     "verl_ext/datasets/sft.py": ["datasets/test_sft.py"],

@@ -12,6 +12,7 @@ import wrapt
 
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.checkpoints import manifest
+from verl_ext.checkpoints.course import Course, has_other_rows, require_same_rows, warn_of_another_rate
 from verl_ext.runs.lock import own_training_folder
 from verl_ext.versions import VERL, require_versions
 
@@ -70,7 +71,8 @@ def _guard_sft(module: ModuleType) -> None:
     - :184 `_determine_resume_path`: takes what the tracker names, whole or not, and from a folder that another run has.
     - :157 `_load_dataloader_state`: a missing file starts the data anew with a warning; and a state saved after the
       last batch of an epoch yields nothing in the next one, which trainer/sft_trainer.py:341 counts all the same: that
-      epoch is skipped, and if it is the last one, nothing is trained (verl issues 5725, 7401).
+      epoch is skipped, and if it is the last one, nothing is trained (verl issues 5725, 7401). A step of the checkpoint
+      is taken for a step of this run, whatever rows either has (`course.py`).
     - :127 `load_checkpoint`: a run that is complete would train one step more (trainer/sft_trainer.py:365).
     """
     handler = module.CheckpointHandler
@@ -80,15 +82,24 @@ def _guard_sft(module: ModuleType) -> None:
         if self.mode == module.OrchestrationMode.SPMD:
             module.torch.distributed.barrier()
 
+    def ranks_of(self: Any) -> int:
+        return 1 if self.mode == module.OrchestrationMode.RAY else self.engine.get_data_parallel_size()
+
+    def course_of(self: Any) -> Course:
+        return Course.of(self.train_dataloader, ranks_of(self), getattr(self.engine, "optimizer_config", None))
+
     def save_checkpoint(self: Any, step: int) -> None:
         folder = Path(self.default_local_dir)
         if self.rank == 0:
             checkpoints.begin(folder)
         barrier(self)
         self.default_local_dir = str(folder / checkpoints.SAVING)
+        checkpoint = checkpoints.path_of(folder / checkpoints.SAVING, step)
         try:
             save(self, step)
-            manifest.sync_own(checkpoints.path_of(folder / checkpoints.SAVING, step), self.rank)  # `data_<rank>.pt`
+            if self.rank == 0:
+                course_of(self).write(checkpoint)
+            manifest.sync_own(checkpoint, self.rank)  # `data_<rank>.pt`
         finally:
             self.default_local_dir = str(folder)
         barrier(self)  # all ranks' parts are on the disk
@@ -104,6 +115,7 @@ def _guard_sft(module: ModuleType) -> None:
                 own_training_folder(Path(self.default_local_dir))
                 decided = [_chosen(mode, self.resume_from_path, folder := Path(self.default_local_dir))]
                 if decided[0] is not None:
+                    require_same_rows(decided[0], course_of(self))
                     checkpoints.set_back(folder, decided[0])
             except (ValueError, OSError, checkpoints.NotWhole) as error:
                 decided = [error]
@@ -119,9 +131,10 @@ def _guard_sft(module: ModuleType) -> None:
         return str(chosen)
 
     def _load_dataloader_state(self: Any, checkpoint_path: str) -> None:
-        ranks = 1 if self.mode == module.OrchestrationMode.RAY else self.engine.get_data_parallel_size()
-        manifest.require_data_states(Path(checkpoint_path), ranks)
+        manifest.require_data_states(Path(checkpoint_path), ranks_of(self))
         step, steps_per_epoch = module.extract_step(checkpoint_path), len(self.train_dataloader)
+        if self.rank == 0:
+            warn_of_another_rate(Path(checkpoint_path), step, course_of(self))
         if step % steps_per_epoch == 0:
             if self.rank == 0:
                 logger.info("Resume: step %s ended an epoch; the next one starts at its first batch.", step)
@@ -151,12 +164,16 @@ def _guard_rl(module: ModuleType) -> None:
       stay when it is saved again. Here it writes into `.saving/`, and the callback is called once the step is whole.
     - :850 `_load_checkpoint` takes what the tracker or `resume_from_path` names, whole or not; without `data.pt` it
       starts the data anew with a warning. The tracker goes on naming a later step, and `auto` takes that the next time.
-      Two runs may write into one folder.
+      Two runs may write into one folder. A place in the data is taken in whatever data there are: with fewer rows it
+      may be behind the last, where torchdata's sampler ends with StopIteration (`course.py`).
     """
     from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
     trainer = module.PPOTrainer
     save, load = trainer._save_checkpoint, trainer._load_checkpoint
+
+    def course_of(self: Any) -> Course:
+        return Course.of(self.train_dataloader, 1, self.config.actor_rollout_ref.actor.get("optim"))
 
     def _save_checkpoint(self: Any) -> None:
         if self.config.actor_rollout_ref.actor.get("checkpoint", {}).get("async_save", False):
@@ -171,6 +188,7 @@ def _guard_rl(module: ModuleType) -> None:
         self.checkpoint_callback = CheckpointCallback()  # a path below .saving/ would be of no use to it
         try:
             save(self)
+            course_of(self).write(checkpoints.path_of(folder / checkpoints.SAVING, step))
         finally:
             settings.default_local_dir, self.checkpoint_callback = str(folder), callback
         checkpoint = _publish(folder, step)
@@ -191,6 +209,10 @@ def _guard_rl(module: ModuleType) -> None:
         finally:
             settings.resume_mode, settings.resume_from_path = given
         if chosen is not None and not settings.get("val_only", False):
+            now = course_of(self)
+            if has_other_rows(chosen, now):
+                self.train_dataloader.load_state_dict(None)
+            warn_of_another_rate(chosen, self.global_steps, now)
             checkpoints.set_back(Path(settings.default_local_dir), chosen)
 
     trainer._save_checkpoint = _save_checkpoint

@@ -6,6 +6,7 @@ through the chat template. It would put the interpreter's answer into a turn of 
 that stands inside the assistant's text.
 """
 
+import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -43,6 +44,7 @@ class RetoolSFTDataset(Dataset):
         max_samples: use the first so many rows; -1 for all.
     Attributes:
         dropped: (row number, reason) of each row that is left out.
+        digest: of the responses of all other rows in their order; `checkpoints/course.py` compares it.
     Raises:
         ValueError: a setting is unknown, missing or none of its names; or a row is not a trace, or too long, and is not
             to be dropped: names its number and the reason.
@@ -82,6 +84,10 @@ class RetoolSFTDataset(Dataset):
         }
         self._drop_long(traces)
         self.segments = list(traces.values())
+        digest = hashlib.blake2b(digest_size=16)
+        for trace in self.segments:
+            digest.update(repr(trace[1:]).encode("utf-8", "backslashreplace"))  # a prompt may hold the date
+        self.digest = digest.hexdigest()
         if self.dropped:
             logger.warning(
                 "left out %d of %d SFT rows: %s%s",

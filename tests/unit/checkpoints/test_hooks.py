@@ -43,7 +43,7 @@ def test_a_save_that_fails_leaves_what_there_was(rolling: Any, tmp_path: Path):
 
 
 @pytest.mark.parametrize("step", [EPOCH - 1, EPOCH, EPOCH + 1, 2 * EPOCH - 1, 2 * EPOCH, 2 * EPOCH + 1, 3 * EPOCH])
-def test_sft_resumed_around_an_epochs_end_trains_what_was_left(rolling: Any, tmp_path: Path, step: int):
+def test_sft_resumed_around_an_epochs_end_trains_what_was_left(rolling: Any, tmp_path: Path, caplog: Any, step: int):
     whole = [batch for epoch in epochs(loader(), 0, 4) for batch in epoch]
     data, done = loader(), []
     for epoch in range(4):
@@ -58,6 +58,8 @@ def test_sft_resumed_around_an_epochs_end_trains_what_was_left(rolling: Any, tmp
 
     data = loader()
     assert handler(tmp_path, data).load_checkpoint() == step
+    said = "the next one starts at its first batch" in caplog.text
+    assert said == (step % EPOCH == 0)
     left = [batch for epoch in epochs(data, step // EPOCH, 4) for batch in epoch]
     assert done + left == whole
 

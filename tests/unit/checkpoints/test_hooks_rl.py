@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.checkpoints.trainers import EPOCH, Engine, handler, loader, rl_trainer
+from tests.unit.checkpoints.trainers import EPOCH, Engine, drawn, handler, loader, prompts, rl_trainer
 from verl_ext.checkpoints import folder as checkpoints
 from verl_ext.checkpoints import manifest
 
@@ -66,30 +66,6 @@ def test_a_run_keeps_its_folder_and_a_validation_does_not(
     assert kept == [tmp_path]
 
 
-def prompts(shuffle: bool = True) -> Any:
-    """As verl's RL trainer makes its loader, with the refill of single prompts: 4 rows."""
-    from omegaconf import OmegaConf
-    from torchdata.stateful_dataloader import StatefulDataLoader
-    from verl.trainer.ppo.utils import create_rl_sampler
-
-    rows = [{"raw_prompt": str(row)} for row in range(EPOCH)]
-    sampler = create_rl_sampler(OmegaConf.create({"shuffle": shuffle, "seed": 1}), rows)
-    return StatefulDataLoader(rows, batch_size=1, sampler=sampler, drop_last=True, collate_fn=collate)
-
-
-def collate(rows: list[dict[str, str]]) -> dict[str, Any]:
-    import numpy as np
-
-    return {"raw_prompt": np.array([row["raw_prompt"] for row in rows], dtype=object)}
-
-
-def drawn(trainer: Any, number: int) -> list[str]:
-    """The next prompts, by verl's own `_fetch_one_gen_batch`."""
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-
-    return [PPOTrainer._fetch_one_gen_batch(trainer)["raw_prompt"][0] for _ in range(number)]
-
-
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("step", [EPOCH - 1, EPOCH, EPOCH + 1, 2 * EPOCH, 2 * EPOCH + 1, 3 * EPOCH])
 def test_rl_resumed_around_an_epochs_end_draws_what_was_left(rolling: Any, tmp_path: Path, step: int, shuffle: bool):
@@ -97,7 +73,7 @@ def test_rl_resumed_around_an_epochs_end_draws_what_was_left(rolling: Any, tmp_p
 
     def trainer() -> Any:
         made = rl_trainer(tmp_path, Engine(tmp_path))
-        made.train_dataloader, made.train_dataloader_it = prompts(shuffle), None
+        made.train_dataloader, made.train_dataloader_it = prompts(shuffle=shuffle), None
         PPOTrainer._load_checkpoint(made)
         return made
 

@@ -1,5 +1,6 @@
 """What verl's own save and load code meets in these tests: fakes of what is slow, the engine and the worker group."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ class Engine:
 
     def __init__(self, run: Path, fails: bool = False):
         self.run, self.fails, self.seen = run, fails, []
-        self.optimizer_config = SimpleNamespace(total_training_steps=12)
+        self.optimizer_config = SimpleNamespace(total_training_steps=12, lr_scheduler_type="cosine", lr=1e-5)
         self.world_size = 1
 
     def save_checkpoint(self, local_path: str, *_: Any, **__: Any) -> None:
@@ -37,14 +38,22 @@ class Engine:
         return 1
 
 
-def loader() -> Any:
-    """As verl's SFT trainer makes it, over 8 rows; its sampler is `.sampler`."""
+class Rows(list):
+    """A data set with the digest of its rows, as RetoolSFTDataset has one."""
+
+    @property
+    def digest(self) -> str:
+        return str(hash(tuple(self)))
+
+
+def loader(rows: Sequence[int] = range(EPOCH * 2), batch_size: int = 2, rank: int = 0, ranks: int = 1) -> Any:
+    """As verl's SFT trainer makes it for a rank; its sampler is `.sampler`."""
     from torch.utils.data import DistributedSampler
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    rows = list(range(EPOCH * 2))
-    sampler = DistributedSampler(rows, shuffle=True, num_replicas=1, rank=0, drop_last=True)
-    return StatefulDataLoader(rows, batch_size=2, sampler=sampler, drop_last=True)
+    rows = Rows(rows)
+    sampler = DistributedSampler(rows, shuffle=True, num_replicas=ranks, rank=rank, drop_last=True)
+    return StatefulDataLoader(rows, batch_size=batch_size, sampler=sampler, drop_last=True)
 
 
 def handler(run: Path, data: Any, engine: Engine | None = None, **settings: Any) -> Any:
@@ -80,3 +89,27 @@ def rl_trainer(run: Path, engine: Engine, **settings: Any) -> Any:
         use_critic=False,
         global_steps=0,
     )
+
+
+def prompts(number: int = EPOCH, batch_size: int = 1, shuffle: bool = True) -> Any:
+    """As verl's RL trainer makes its loader; with the refill of single prompts in batches of one."""
+    from omegaconf import OmegaConf
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from verl.trainer.ppo.utils import create_rl_sampler
+
+    rows = [{"raw_prompt": str(row)} for row in range(number)]
+    sampler = create_rl_sampler(OmegaConf.create({"shuffle": shuffle, "seed": 1}), rows)
+    return StatefulDataLoader(rows, batch_size=batch_size, sampler=sampler, drop_last=True, collate_fn=collate)
+
+
+def collate(rows: list[dict[str, str]]) -> dict[str, Any]:
+    import numpy as np
+
+    return {"raw_prompt": np.array([row["raw_prompt"] for row in rows], dtype=object)}
+
+
+def drawn(trainer: Any, number: int) -> list[str]:
+    """The next prompts, by verl's own `_fetch_one_gen_batch`."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    return [PPOTrainer._fetch_one_gen_batch(trainer)["raw_prompt"][0] for _ in range(number)]

@@ -142,6 +142,17 @@ def test_a_row_that_is_too_long_is_an_error_or_cut_on_the_right(make_dataset):
         assert value.tolist() == whole[name].tolist()[:-3]
 
 
+def test_the_digest_is_of_the_responses_in_their_order_and_not_of_what_is_cut(make_dataset):
+    """By it a run that is resumed knows its rows again (checkpoints/course.py)."""
+    other = [user(), assistant("4")]
+    digests = [make_dataset(rows).digest for rows in ([TRACE, other], [other, TRACE], [TRACE, TRACE], [TRACE])]
+    assert len(set(digests)) == 4
+    assert make_dataset([TRACE], [other]).digest == digests[0], "in one file or two"
+    assert make_dataset([TRACE, other], max_length=9, truncation="right").digest == digests[0]
+    assert make_dataset([TRACE, [user()], other], bad_rows="drop").digest == digests[0]
+    assert make_dataset([[user("the 3rd of May: 1+1?"), *TRACE[1:]], other]).digest == digests[0], "a template's date"
+
+
 def test_a_truncation_that_would_cut_the_prompt_is_refused(make_dataset):
     with pytest.raises(ValueError, match="data.truncation is 'left'"):
         make_dataset([TRACE], truncation="left")

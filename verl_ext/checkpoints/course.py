@@ -1,0 +1,122 @@
+"""What a resumed run must have in common with the run that saved its checkpoint: `course.json`, in the checkpoint.
+
+A checkpoint of SFT names its place in the data by a number of steps. With other rows in a step, or other rows in all,
+that number is another place: rows would be left out or trained twice. RL keeps its place by rows. The learning rate is
+a function of the step and of the number of all steps.
+"""
+
+import json
+import logging
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+logger.setLevel(logging.INFO)
+
+FILE = "course.json"
+_ANEW = (
+    "To train with other ones, merge the checkpoint (python -m verl.model_merger) and start a run from the merged "
+    "model in another trainer.default_local_dir."
+)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What the order of a run's data and its learning rate depend on; None where that is not known.
+
+    Attributes:
+        rows: of the data set, without those that are left out.
+        digest: of the rows, as far as the data set has one.
+        rows_per_step: of all ranks.
+        total_training_steps, lr_scheduler_type, lr: of the optimizer's config.
+    """
+
+    rows: int
+    digest: str | None
+    rows_per_step: int
+    total_training_steps: int | None
+    lr_scheduler_type: str | None
+    lr: float | None
+
+    @classmethod
+    def of(cls, loader: Any, ranks: int, optim: Any) -> "Course":
+        """Args:
+        loader: verl's StatefulDataLoader of one of `ranks` data-parallel ranks.
+        optim: config of the optimizer, or None.
+        """
+        names = ("total_training_steps", "lr_scheduler_type", "lr")
+        digest = getattr(loader.dataset, "digest", None)
+        rate = {name: getattr(optim, name, None) for name in names}
+        return cls(len(loader.dataset), digest, loader.batch_size * ranks, **rate)
+
+    def write(self, checkpoint: Path) -> None:
+        (checkpoint / FILE).write_text(json.dumps(asdict(self), indent=1))
+
+
+def saved_course(checkpoint: Path) -> Course | None:
+    """Of a whole checkpoint; None of one that an older release saved."""
+    try:
+        found = json.loads((checkpoint / FILE).read_text())
+    except FileNotFoundError:
+        return None
+    return Course(**{field.name: found.get(field.name) for field in fields(Course)})
+
+
+def require_same_rows(checkpoint: Path, now: Course) -> None:
+    """Raise ValueError where the step of an SFT checkpoint is another place in the data of this run."""
+    saved = saved_course(checkpoint)
+    if saved is None:
+        logger.warning(
+            "Resume: %s has no %s, as an older release saved it. With another data.train_batch_size or other rows than "
+            "its run had, rows would be left out or trained twice.",
+            *(checkpoint, FILE),
+        )
+        return
+    named = {
+        "rows_per_step": "data.train_batch_size is {}",
+        "rows": "the training data have {} usable rows",
+        "digest": "the digest of the training data is {}",
+    }
+    for name, words in named.items():
+        before, after = getattr(saved, name), getattr(now, name)
+        if None not in (before, after) and before != after:
+            raise ValueError(
+                f"{checkpoint}: {words.format(before)}; in this run, {words.format(after)}. The step of the checkpoint "
+                "would be another place in the data, so that rows would be left out or trained twice. Resume with the "
+                f"batch size, the files and the limits of lengths that the checkpoint's run had. {_ANEW}"
+            )
+
+
+def has_other_rows(checkpoint: Path, now: Course) -> bool:
+    """Whether the place in the data that an RL checkpoint names is one in other data; says so."""
+    saved = saved_course(checkpoint)
+    if saved is None or saved.rows == now.rows:
+        return False
+    logger.warning(
+        "Resume: the training data had %s rows when %s was saved and have %s now, so that no place in them is that of "
+        "the checkpoint: they start at the first batch of an epoch, and problems of this epoch may come again.",
+        *(saved.rows, checkpoint, now.rows),
+    )
+    return True
+
+
+def warn_of_another_rate(checkpoint: Path, step: int, now: Course) -> None:
+    """Say where the learning rate does not go on as it was, or does not become what the config says."""
+    saved = saved_course(checkpoint)
+    if saved is None:
+        return
+    schedules = {saved.lr_scheduler_type, now.lr_scheduler_type}
+    totals = saved.total_training_steps, now.total_training_steps
+    if len(schedules) > 1 or (schedules != {"constant"} and totals[0] != totals[1] and None not in totals):
+        finished = " It had reached its end, and rises again." if step >= (totals[0] or step + 1) else ""
+        logger.warning(
+            "Resume: the schedule of the learning rate was %s over %s steps and is %s over %s steps, so that the rate "
+            "jumps at step %d.%s Set optim.lr_scheduler_type and the number of steps back to keep the course. %s",
+            *(saved.lr_scheduler_type, totals[0], now.lr_scheduler_type, totals[1], step, finished, _ANEW),
+        )
+    if saved.lr != now.lr and None not in (saved.lr, now.lr):
+        logger.warning(
+            "Resume: optim.lr=%s has no effect: an optimizer that is resumed keeps its own, %s. %s",
+            *(now.lr, saved.lr, _ANEW),
+        )
