@@ -76,6 +76,7 @@ EVALUATION_FAILURES = tuple(_EVALUATION_NAMES.values())  # of `evaluation_failur
 
 INFRASTRUCTURE_FAILURES = tuple(end for end in RolloutEnd if end.fault is Fault.INFRASTRUCTURE)
 VOID_TURN = "void_turn"  # the model's own fault; the option `void_turn_filter` excludes such rollouts
+STOPS_RUN = "stops_run"  # tag of a rollout in verl's queue: the sentence with which the trainer ends the run
 EXCLUSIONS = (*INFRASTRUCTURE_FAILURES, VOID_TURN, RolloutEnd.RAISED)  # why a rollout is kept out of training
 
 REMEDIES = {

@@ -1,7 +1,8 @@
 """How an answer is scored.
 
 `score.py` decides (`score_answer`), with `maths/` and `guards.py`; `verifiers/` judge other domains, by a language
-model through `openai_endpoint.py`; `manager.py` makes verl's reward of it; `grade.py` grades files and runs.
+model through `openai_endpoint.py`; `manager.py` makes verl's reward of it, `numbers.py` refuses what is no number;
+`grade.py` grades files and runs.
 In: a response and its ground truth. Out: a `Score`.
 """
 

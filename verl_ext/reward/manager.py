@@ -26,8 +26,9 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from verl_ext.objectives.shaping import PIECEWISE, overlong_penalty, piecewise_length_penalty, tool_bonus
 from verl_ext.outcome import UNVERIFIED, RolloutEnd, infrastructure_failure
+from verl_ext.reward.numbers import BrokenReward
 from verl_ext.reward.score import Score
-from verl_ext.reward.verifiers import Verifiers, verify_response
+from verl_ext.reward.verifiers import RAISED_BY_TEXT, Verifiers, verify_response
 from verl_ext.runs import jsonl
 
 logger = logging.getLogger(__name__)
@@ -118,8 +119,8 @@ class RetoolRewardManager(RewardManagerBase):
     that could not be verified, for which its own text is never the reason) is not scored as wrong: it gets the reward
     0.0, halfway between right and wrong, and the flag `sandbox_failure` or `unverified` or the finish reason, by which
     the sampler keeps it out of training (verl_ext/trainer/sampler.py), and the figures of a validation
-    (verl_ext/trainer/failed_samples.py) and of a dump (verl_ext/evaluation/figures.py) leave it out. A row that is
-    broken, such as one without a ground truth, raises: it has no score.
+    (verl_ext/trainer/failed_samples.py) and of a dump (verl_ext/evaluation/figures.py) leave it out. A row or a
+    verifier that is broken stops the run: a row without a ground truth, an `acc` of NaN.
     """
 
     def __init__(
@@ -171,8 +172,8 @@ class RetoolRewardManager(RewardManagerBase):
             `response_tokens` and the loop's counts as floats; `pred`, `verdict`, `method`, `data_source`, `id` (of
             `extra_info`), `finish_reason`, `normalised` as strings, "" for nothing.
         Raises:
-            ValueError: the row is broken; the message names it.
-            RuntimeError: the verifier has an error of its own.
+            BrokenReward: the row or its verifier is broken; the message names both. The run stops.
+            RuntimeError: the verifier could not reach a worker or a server, and did not say "unknown".
         """
         options, num_tokens = self.options, len(token_ids)
         extra_fields = sample.get("tool_extra_fields") or {}
@@ -189,7 +190,7 @@ class RetoolRewardManager(RewardManagerBase):
         self._count(score, response, sample)
         num_model_tokens = sum(end - start for start, end in spans)
 
-        acc = train_acc = float(score.acc or 0.0)  # a verifier of one's own may give numpy's bool
+        acc = train_acc = score.acc or 0.0
         if options.random_reward_p is not None:
             train_acc = float(self._draw(sample, token_ids) < options.random_reward_p)
         if infrastructure_failed:
@@ -226,7 +227,7 @@ class RetoolRewardManager(RewardManagerBase):
         """What the model itself sampled: what a tool printed cannot answer for it."""
         outside = [span for span in spans if not 0 <= span[0] <= span[1] <= len(token_ids)]
         if outside:
-            raise ValueError(
+            raise BrokenReward(
                 f"model_spans has {outside[0]} in a response of {len(token_ids)} tokens: expected pairs "
                 "0 <= start <= end <= length. The agent loop must give indices into response_ids."
             )
@@ -237,19 +238,18 @@ class RetoolRewardManager(RewardManagerBase):
         row = f"row {sample.get('index')} of data_source {data_source!r}"
         ground_truth = (sample.get("reward_model") or {}).get("ground_truth")
         if ground_truth is None:
-            raise ValueError(
+            raise BrokenReward(
                 f"{row} has no reward_model.ground_truth: expected what its answer is compared with. "
                 "Correct the data file: an answer cannot be scored as wrong for want of a right one."
             )
         verifier = self.verifiers.find(data_source, str(sample.get("ability", "")))
         try:
-            score = await verify_response(verifier, response, ground_truth, sample)
-            if score.acc is None and not score.is_unverified:
-                raise TypeError(f"it gave no `acc` with the verdict {score.verdict!r}, expected one, or 'unknown'")
-            return score
+            return await verify_response(verifier, response, ground_truth, sample)
         except ValueError as error:
-            raise ValueError(f"{row} cannot be scored: {error}") from error
-        except Exception as error:  # an error of ours: named, so that it is found in a log of many workers
+            raise BrokenReward(f"{row} cannot be scored: {error}") from error
+        except RAISED_BY_TEXT as error:  # on a plain response, too
+            raise BrokenReward(f"{type(verifier).__name__} failed on {row}: {error!r}") from error
+        except Exception as error:  # named, so that it is found in a log of many workers
             raise RuntimeError(f"{type(verifier).__name__} failed on {row}: {error!r}") from error
 
     def _count(self, score: Score, response: str, sample: Mapping[str, Any]) -> None:

@@ -36,9 +36,10 @@ from verl.utils.profiler import simple_timer
 from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from verl_ext.outcome import RolloutEnd, infrastructure_failure
+from verl_ext.outcome import STOPS_RUN, RolloutEnd, infrastructure_failure
 from verl_ext.records.recorder import Group, costs_nothing, find, pack
 from verl_ext.records.trajectories import problem_columns, raised_columns, rollout_columns
+from verl_ext.reward.numbers import BrokenReward, checked_reward
 from verl_ext.rollout.loop import RETRY_PAUSE_S
 from verl_ext.rollout.weight_versions import note_server
 from verl_ext.settings import FailedSamples
@@ -153,6 +154,10 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             if self._recorder is not None:
                 times = {"started_s": started, "ended_s": time.time()}
                 group.records.append(partial(raised_columns, sample["session_id"], error, **times))
+            if isinstance(error, BrokenReward):  # before the status of the prompt, by which the trainer looks for it
+                key, cause = f"{sample['uid']}_{sample['session_id']}_0", getattr(error, "cause", error)  # Ray's or it
+                tag = {"status": "failure", STOPS_RUN: str(cause)}
+                await tq.async_kv_put(key=key, partition_id="val" if validate else "train", tag=tag)
             raise
         finally:
             group.running -= 1
@@ -185,7 +190,7 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
                     outputs = output if isinstance(output, list) else [output]
                 await self._compute_score(outputs, sample)
             except Exception as error:  # whatever it is: the last try raises it
-                if number > retries:
+                if number > retries or isinstance(error, BrokenReward):
                     raise
                 cause = f"raised {error!r}"
             else:
@@ -294,12 +299,13 @@ class LeanAgentLoopWorker(AgentLoopWorkerTQ.__ray_metadata__.modified_class):
             info = final.extra_fields.get("reward_extra_info")
             if info is not None and "finish_reason" in final.extra_fields:
                 info.setdefault("finish_reason", final.extra_fields["finish_reason"])
+            final.reward_score = checked_reward(final.reward_score, info, kwargs)
             return
         timing: dict[str, float] = {}
         with simple_timer("compute_score", timing):
             sample = {**kwargs, "tool_extra_fields": final.extra_fields}
             result = await self._score_rollout(final.response_ids, sample)
-        final.reward_score = result["reward_score"]
+        final.reward_score = checked_reward(result["reward_score"], result["reward_extra_info"], kwargs)
         final.extra_fields["reward_extra_info"] = result["reward_extra_info"]
         final.metrics.compute_score = timing["compute_score"]
 

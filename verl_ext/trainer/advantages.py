@@ -103,7 +103,16 @@ def _group_advantages(verls: Any, data: Any, batch_keys: Sequence[str], adv_esti
         verls: verl's function, which has `grpo` and, as it has no groups, `gae`.
         data: verl's DataProto, one row a response.
         batch_keys: `{uid}_{session}_{index}` of each row.
+    Raises:
+        ValueError: the reward manager's score of a response is no finite number; verl's own workers do not check it.
     """
+    if "token_level_scores" in data.batch:
+        scores = data.batch["token_level_scores"].sum(-1)
+        for row in (~scores.isfinite()).nonzero().flatten().tolist():
+            raise ValueError(
+                f"The reward of {batch_keys[row]} (prompt, response, output) is {scores[row]}; expected a finite one. "
+                "Its group would have no advantages. Correct the reward function, then resume the run."
+            )
     sessions = [key.rpartition("_")[0] for key in batch_keys]
     mask, rewards = data.batch["response_mask"].bool(), data.batch["token_level_rewards"]
     moved = torch.where(mask, rewards, 0) + at_last_own(torch.where(mask, 0, rewards).sum(-1), mask)

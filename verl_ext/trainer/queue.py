@@ -6,6 +6,8 @@ from typing import Any
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
 
+from verl_ext.outcome import STOPS_RUN
+
 PARTITION = "train"
 
 
@@ -40,11 +42,12 @@ def clear_leftovers() -> None:
     """Remove the rows whose prompt is gone.
 
     verl 0.9.1 (trainer/ppo/v1/trainer_base.py:521) saves a checkpoint before it clears the batch that the step has
-    trained. So a restored queue holds that batch for ever.
+    trained. So a restored queue holds that batch for ever. What stopped the run may be mended since.
     """
     tags = _tags()
     prompts = {key for key, tag in tags.items() if tag.get("is_prompt")}
     leftovers = [key for key in tags if key not in prompts and key.split("_")[0] not in prompts]
+    leftovers += [key for key, tag in tags.items() if STOPS_RUN in tag and key not in leftovers]
     if leftovers:
         tq.kv_clear(keys=leftovers, partition_id=PARTITION)
 
@@ -58,6 +61,23 @@ def check_while_waiting(buffer: Any, check: Callable[[], None]) -> None:
         return poll(*args)
 
     buffer._wait_for_next_poll = checked_poll
+
+
+def stop_where_a_rollout_says_so(buffer: Any) -> None:
+    """Have each look into the queue raise what a rollout found broken: verl's replay_buffer.py:159 (0.9.1).
+
+    verl takes a prompt that raised for one like others, and goes on with what is left.
+    """
+    look = buffer._sync_metadata_from_transfer_queue
+
+    def checked_look() -> None:
+        look()
+        if any(buffer.failure_keys.values()):
+            for tag in (tag for partition in buffer.partitions.values() for tag in partition.values()):
+                if STOPS_RUN in tag:
+                    raise RuntimeError(f"{tag[STOPS_RUN]} The same command then goes on from the newest checkpoint.")
+
+    buffer._sync_metadata_from_transfer_queue = checked_look
 
 
 def copy_rollouts(partition_id: str, sources: Sequence[str], snapshot: dict[str, dict]) -> list[str]:

@@ -46,7 +46,13 @@ from verl_ext.trainer.batch_recorder import BatchRecorder
 from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import ExclusionWatch
 from verl_ext.trainer.objective import check_objective, make_shares
-from verl_ext.trainer.queue import check_while_waiting, clear_leftovers, prompts_in_queue, share_cut
+from verl_ext.trainer.queue import (
+    check_while_waiting,
+    clear_leftovers,
+    prompts_in_queue,
+    share_cut,
+    stop_where_a_rollout_says_so,
+)
 from verl_ext.trainer.repeatable import make_repeatable, move_measured
 from verl_ext.trainer.run_records import RunRecords, check_recorder
 from verl_ext.trainer.run_updates import RunUpdates
@@ -185,6 +191,7 @@ class RunTrainer(RunUpdates, RunValidation):
         self._last_saved = self.global_steps
         loops = AgentLoops(getattr(agent_loop_manager, "agent_loop_workers", ()))  # verl's managers have them
         check_while_waiting(self.replay_buffer, loops.check)
+        stop_where_a_rollout_says_so(self.replay_buffer)
         for option in filter(None, (self._exclusions, self._sampling, self._watch)):
             option.resume(self.global_steps)
         waited: dict[str, PromptEnd] = {}

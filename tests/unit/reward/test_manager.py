@@ -3,12 +3,17 @@
 import asyncio
 import json
 import logging
+import math
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.unit.reward.responses import score
 from verl_ext.reward import Score
+from verl_ext.reward.numbers import BrokenReward
 
 
 def test_right_answer_is_plus_one_and_anything_else_minus_one(make_manager):
@@ -49,7 +54,7 @@ def test_without_spans_the_whole_response_counts(make_manager):
 
 
 def test_spans_outside_the_response_are_our_error(make_manager):
-    with pytest.raises(ValueError, match=r"model_spans has \(0, 99\) in a response of 10 tokens"):
+    with pytest.raises(BrokenReward, match=r"model_spans has \(0, 99\) in a response of 10 tokens"):
         score(make_manager(), r"\boxed{42}", extra_fields={"model_spans": [(0, 99)]})
 
 
@@ -144,9 +149,9 @@ def test_of_several_outputs_of_a_rollout_the_last_is_scored(make_manager):
 
 def test_row_without_ground_truth_raises_and_is_named(make_manager):
     for broken in ({"style": "rule"}, {"ground_truth": None}):
-        with pytest.raises(ValueError, match=r"row 7 of data_source 'tiny' has no reward_model.ground_truth"):
+        with pytest.raises(BrokenReward, match=r"row 7 of data_source 'tiny' has no reward_model.ground_truth"):
             score(make_manager(), r"\boxed{42}", reward_model=broken)
-    with pytest.raises(ValueError, match=r"row 7 of data_source 'tiny' cannot be scored: The ground truth is empty"):
+    with pytest.raises(BrokenReward, match=r"row 7 of data_source 'tiny' cannot be scored: The ground truth is empty"):
         score(make_manager(), r"\boxed{42}", ground_truth=" ")
 
 
@@ -160,7 +165,7 @@ class BrokenVerifier:
 
 def test_error_of_a_verifier_raises_and_is_named(make_manager):
     manager = make_manager(verifiers={"tin*": f"{__name__}.BrokenVerifier"})
-    with pytest.raises(RuntimeError, match=r"BrokenVerifier failed on row 7 of data_source 'tiny': KeyError"):
+    with pytest.raises(BrokenReward, match=r"BrokenVerifier failed on row 7 of data_source 'tiny': KeyError"):
         score(manager, r"\boxed{42}")
 
 
@@ -192,22 +197,74 @@ def test_worker_that_cannot_be_had_still_raises(make_manager):
 
 
 class FreeVerifier:
-    """Gives what the response says, as a verifier of one's own may."""
+    """Gives what a test says, as a verifier of one's own may."""
+
+    gives: Any = None
 
     def __init__(self, config):
         pass
 
     async def verify(self, response_text, ground_truth, sample):
-        return Score({"bool": np.isclose(1, 1), "nothing": None}[response_text], "", "correct", "free")
+        return self.gives
 
 
-def test_a_bool_of_numpy_is_a_number_and_no_accuracy_at_all_raises(make_manager):
-    """Not a quiet -1: the verifier is wrong, and not the response."""
+def _score(acc, verdict="correct"):
+    return Score(acc, "", verdict, "free")
+
+
+@pytest.mark.parametrize(
+    ("acc", "number"),
+    [(np.isclose(1, 1), 1.0), (True, 1.0), (False, 0.0), (1, 1.0), (0.25, 0.25), (Fraction(1, 4), 0.25)]
+    + [(np.float32(0.5), 0.5), (np.int64(1), 1.0), (np.array([0.5]), 0.5), (Decimal("0.5"), 0.5)],
+)
+def test_an_accuracy_is_any_number_in_0_to_1(make_manager, monkeypatch, acc, number):
+    monkeypatch.setattr(FreeVerifier, "gives", _score(acc))
+    reward, info = score(make_manager(verifiers={"tin*": f"{__name__}.FreeVerifier"}), "text")
+    assert reward == 2 * number - 1 and [info[name] for name in ("acc", "train_acc")] == [number, number]
+    assert [type(info[name]) for name in ("acc", "train_acc")] == [float, float]
+
+
+@pytest.mark.parametrize("number", [0.5, 1.0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_accuracy_may_be_a_tensor_of_one_element(make_manager, monkeypatch, dtype, number):
+    import torch
+
+    monkeypatch.setattr(FreeVerifier, "gives", _score(torch.tensor(number, dtype=getattr(torch, dtype))))
+    assert score(make_manager(verifiers={"tin*": f"{__name__}.FreeVerifier"}), "text")[1]["acc"] == number
+
+
+@pytest.mark.parametrize(
+    ("gives", "said"),
+    [
+        *[(_score(acc), f"gave acc={acc!r} with the verdict 'correct', expected a finite number in [0, 1]")
+          for acc in (math.nan, math.inf, -math.inf, 5, -1, 1.01, None, "1", "right", 1j, [1.0], {})],
+        *[(_score(acc), f"gave acc={acc!r} ")
+          for acc in (np.float64("nan"), np.float32(2), np.array([0.5, 0.5]), np.str_("1"), Decimal("sNaN"))],
+        (_score(10**400), "gave acc=10000000000"),
+        (_score(math.nan, "unknown"), "gave acc=nan with the verdict 'unknown'"),
+        (1.0, "gave 1.0, expected a Score"),
+        (None, "gave None, expected a Score"),
+    ],
+)  # fmt: skip
+def test_what_is_no_accuracy_stops_the_run_and_names_verifier_value_and_row(make_manager, monkeypatch, gives, said):
+    """Neither a reward nor a quiet -1: the verifier is wrong, and not the response."""
+    monkeypatch.setattr(FreeVerifier, "gives", gives)
     manager = make_manager(verifiers={"tin*": f"{__name__}.FreeVerifier"})
-    reward, info = score(manager, "bool")
-    assert reward == 1.0 and [type(info[name]) for name in ("acc", "train_acc")] == [float, float]
-    with pytest.raises(RuntimeError, match="FreeVerifier failed on row 7 .*gave no `acc` with the verdict 'correct'"):
-        score(manager, "nothing")
+    with pytest.raises(
+        BrokenReward, match=r"row 7 of data_source 'tiny' cannot be scored: FreeVerifier gave"
+    ) as raised:
+        score(manager, "text")
+    assert said in str(raised.value) and "Correct the verifier." in str(raised.value)
+
+
+def test_tensors_that_are_no_accuracy_stop_the_run(make_manager, monkeypatch):
+    import torch
+
+    manager = make_manager(verifiers={"tin*": f"{__name__}.FreeVerifier"})
+    for acc in (torch.tensor(math.nan), torch.tensor([0.5, 0.5]), torch.tensor(-1)):
+        monkeypatch.setattr(FreeVerifier, "gives", _score(acc))
+        with pytest.raises(BrokenReward, match="FreeVerifier gave acc=tensor"):
+            score(manager, "text")
 
 
 def test_verifier_is_chosen_by_data_source_before_ability(make_manager):

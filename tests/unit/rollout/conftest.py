@@ -28,7 +28,7 @@ def roll_out_prompt(monkeypatch: pytest.MonkeyPatch):
     asked: list[int | None] = []  # of the loop, as `call_retries`
 
     async def put(key: str, partition_id: str, tag: dict) -> None:
-        stored.append((f"{partition_id}:{key}", tag["status"]))
+        stored.append((f"{partition_id}:{key}", tag["status"] if len(tag) == 1 else tag))
 
     async def batch_put(keys: list[str], fields: Any, tags: list[dict], partition_id: str) -> None:
         await asyncio.sleep(0.01)  # others end meanwhile

@@ -94,6 +94,14 @@ def test_advantages_of_unequal_groups_are_verls(advantages, estimator):
     assert torch.allclose(found, verls, atol=1e-6)
 
 
+@pytest.mark.parametrize("estimator", ["grpo", "maxrl", "reinforce_plus_plus"])
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_no_number_is_refused(advantages, estimator, reward):
+    """verl would make all advantages of the group NaN, and skip the update."""
+    with pytest.raises(ValueError, match=rf"The reward of b_1_0 .* is {reward}; expected a finite one"):
+        advantages(FILLED | {"b_0_0": 1.0, "b_1_0": reward}, (), estimator)
+
+
 def test_grpo_of_whole_groups_is_verls(advantages):
     """1 and -1, twice each: sample std 2 / sqrt 3, .866."""
     found = advantages({"u_0_0": 1.0, "u_1_0": -1.0, "u_2_0": 1.0, "u_3_0": -1.0}, (), "grpo")

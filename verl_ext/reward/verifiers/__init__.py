@@ -16,10 +16,12 @@ In: a response, a ground truth, the row. Out: a `Score`.
 import importlib
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any, Protocol
 
+from verl_ext.reward.numbers import BrokenReward, finite
 from verl_ext.reward.score import Score
 
 logger = logging.getLogger(__name__)
@@ -60,13 +62,16 @@ RAISED_BY_TEXT = (ValueError, TypeError, ArithmeticError, LookupError, Attribute
 async def verify_response(
     verifier: Verifier, response_text: str, ground_truth: Any, sample: Mapping[str, Any]
 ) -> Score:
-    """As `verifier.verify`; an exception that only this response causes makes the response wrong.
+    """As `verifier.verify`, with `acc` as a float; an exception that only this response causes makes it wrong.
 
     Raises:
+        BrokenReward: the verifier gives no `Score`, or one whose `acc` is no finite number in [0, 1].
         Exception: as the verifier, if it raises on a plain response to the same row as well.
     """
     try:
-        return await verifier.verify(response_text, ground_truth, sample)
+        return _checked(verifier, await verifier.verify(response_text, ground_truth, sample))
+    except BrokenReward:
+        raise
     except RAISED_BY_TEXT as error:
         try:
             await verifier.verify(CONTROL_RESPONSE, ground_truth, sample)
@@ -74,6 +79,23 @@ async def verify_response(
             raise error from None
         logger.warning("%s raised on a response, which is wrong for it", type(verifier).__name__, exc_info=error)
         return Score(0.0, "", "wrong", f"error: {type(error).__name__}")
+
+
+def _checked(verifier: Verifier, score: Any) -> Score:
+    name = type(verifier).__name__
+    if not isinstance(score, Score):
+        raise BrokenReward(
+            f"{name} gave {score!r:.200}, expected a Score (verl_ext/reward/score.py). Correct the verifier."
+        )
+    if score.is_unverified and score.acc is None:
+        return score
+    acc = finite(score.acc)
+    if acc is None or not 0.0 <= acc <= 1.0:
+        raise BrokenReward(
+            f"{name} gave acc={score.acc!r:.200} with the verdict {score.verdict!r}, expected a finite number in "
+            "[0, 1]. A response that it cannot judge has None, with 'unknown'. Correct the verifier."
+        )
+    return replace(score, acc=acc)
 
 
 class Verifiers:

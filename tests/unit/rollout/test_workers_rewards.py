@@ -1,0 +1,63 @@
+"""Rewards of a worker's rollouts that are no numbers: they stop the run, with a sentence that the trainer raises."""
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+async def rolled_out() -> tuple[list[int], None]:
+    """A response of one token, which is to be scored."""
+    return [0], None
+
+
+@pytest.mark.parametrize("validate", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("reward", math.nan), ("reward", math.inf), ("reward", "1"), ("reward", np.float32("nan")), ("acc", math.nan)]
+    + [("acc", None), ("acc", "right"), ("reward", np.array([1.0, 2.0]))],
+)
+def test_a_reward_that_is_no_number_stops_the_run_with_a_sentence(
+    roll_out_prompt, name, value, validate, caplog
+) -> None:
+    """The tag is there before the status by which the trainer looks for it. No other response would have another end,
+    so that a validation does not try again."""
+
+    async def score(token_ids: list[int], sample: dict) -> dict[str, Any]:
+        given = {"reward": 1.0, "acc": 1.0} | {name: value}
+        return {"reward_score": given["reward"], "reward_extra_info": {"acc": given["acc"]}}
+
+    row = {"index": 7, "data_source": "shop"}
+    stored = roll_out_prompt([rolled_out], validate=validate, score=score, **row)
+    part = "val" if validate else "train"
+    assert [key for key, _ in stored] == [f"{part}:p", f"{part}:p_0_0", f"{part}:p"]
+    said = stored[1][1]["stops_run"]
+    assert said.startswith(f"The reward of row 7 of data_source 'shop' has {name}={value!r}, expected a finite number.")
+    assert stored[2][1] == "failure" and "is tried again" not in caplog.text
+
+
+@pytest.mark.parametrize("value", [True, np.float32(1), np.bool_(True), np.array([1.0])])
+async def test_what_is_a_number_becomes_a_float(value: Any) -> None:
+    from verl_ext.rollout.workers import LeanAgentLoopWorker
+
+    worker, info = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker), {"acc": value}
+    worker._score_rollout = worker.reward_loop_worker_handles = None
+    output = SimpleNamespace(reward_score=value, extra_fields={"reward_extra_info": info})  # of verl's reward workers
+    await worker._compute_score([output], {})
+    assert [type(each) for each in (output.reward_score, info["acc"])] == [float, float]
+    assert output.reward_score == info["acc"] == 1.0
+
+
+def test_a_verifier_that_is_broken_in_a_process_of_verls_stops_the_run_with_its_own_sentence(roll_out_prompt) -> None:
+    """Ray raises its own error, with the traceback as its text, and keeps the cause."""
+    from ray.exceptions import RayTaskError
+
+    from verl_ext.reward.numbers import BrokenReward
+
+    async def score(token_ids: list[int], sample: dict) -> dict[str, Any]:
+        raise RayTaskError("score", "a traceback", BrokenReward("the sentence")).as_instanceof_cause()
+
+    stored = roll_out_prompt([rolled_out], score=score)
+    assert stored[1] == ("train:p_0_0", {"status": "failure", "stops_run": "the sentence"})

@@ -1,0 +1,53 @@
+"""What a verifier or a reward gives must be a number that can be trained on. Anything else is our error: the run stops.
+
+A NaN would make every advantage of its group NaN, and verl would skip the update; an `acc` of 5 would be trained on.
+"""
+
+import math
+from collections.abc import Mapping, MutableMapping
+from decimal import Decimal
+from numbers import Real
+from typing import Any
+
+
+class BrokenReward(ValueError):
+    """A row, a verifier or a reward is broken: no response is at fault. The run stops with this sentence."""
+
+
+def finite(value: Any) -> float | None:
+    """`value` as a float; None where it is no finite number. A bool is 0 or 1, an array or tensor has one element."""
+    if hasattr(value, "item"):  # of numpy or torch
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError):  # of several elements
+            return None
+    if not isinstance(value, Real | Decimal):
+        return None
+    try:
+        number = float(value)
+    except (OverflowError, ValueError):  # 10**400; a signalling NaN
+        return None
+    return number if math.isfinite(number) else None
+
+
+def checked_reward(reward: Any, info: MutableMapping[str, Any] | None, sample: Mapping[str, Any]) -> float | None:
+    """What any reward manager gave for a rollout, as a float; `acc` in its `info` becomes one, too.
+
+    Args:
+        reward: None where verl's trainer scores later.
+        sample: the row, which messages name.
+    Raises:
+        BrokenReward: the reward, or an `acc`, is no finite number.
+    """
+    given = {"reward": reward} if reward is not None else {}
+    given |= {"acc": info["acc"]} if info and "acc" in info else {}
+    found = {name: finite(value) for name, value in given.items()}
+    for name, number in found.items():
+        if number is None:
+            raise BrokenReward(
+                f"The reward of row {sample.get('index')} of data_source {str(sample.get('data_source', ''))!r} has "
+                f"{name}={given[name]!r:.200}, expected a finite number. Correct the reward function."
+            )
+    if "acc" in found:
+        info["acc"] = found["acc"]
+    return found.get("reward")
