@@ -46,6 +46,7 @@ if find_spec("verl"):
     wrapt.register_post_import_hook(
         "verl_ext.trainer.gradient_accumulation:keep_weights", "verl.workers.engine.fsdp.transformer_impl"
     )
+    wrapt.register_post_import_hook("verl_ext.trainer.skipped_updates:watch_sft", "verl.utils.tracking")
     wrapt.register_post_import_hook("verl_ext.trainer.limits:obey_nccl_timeout", "verl.workers.engine_workers")
     wrapt.register_post_import_hook("verl_ext.trainer.limits:let_calls_in", "verl.workers.rollout.replica")
     wrapt.register_post_import_hook("verl_ext.rollout.weight_versions:note_attempts", "verl.workers.rollout.llm_server")

@@ -6,7 +6,8 @@ they leave out.
 `adaptive_n.py`, `validation.py`, `failed_samples.py`, `early_stop.py`, `batch_recorder.py`, `repeatable.py`.
 `run_records.py` and, in the actor's processes, `token_notes.py` tell the recorder (verl_ext/records).
 `objective.py` and `advantages.py` register what verl_ext/objectives has, and check that a run's keys fit it.
-`rollout_weights.py` mends a metric of verl's weights against the rollout engine.
+`skipped_updates.py` ends a run all of whose updates verl skips. `rollout_weights.py` mends a metric of verl's weights
+against the rollout engine.
 `lr_schedule.py` and `wsd_engine.py` have a learning-rate schedule, `limits.py` what ranks and servers wait for.
 `shared_prompt.py` with `linear_log_probs.py`, and `gradient_accumulation.py` make an update of the actor cheaper.
 In: rollouts in verl's queue, `retool.*`, `trainer.v1.sampler.*`, `optim.*`. Out: batches, metrics, a run's journals.
@@ -29,10 +30,11 @@ def extend_trainers(v1: ModuleType) -> None:
         RuntimeError: verl has another version than the one whose trainers are extended.
     """
     require_versions(VERL, "verl_ext/trainer/run_trainer.py")
-    from verl_ext.trainer.advantages import replace_in
+    from verl_ext.trainer import advantages, skipped_updates
     from verl_ext.trainer.run_trainer import RunTrainer
 
-    replace_in(v1.trainer_base)
+    advantages.replace_in(v1.trainer_base)
+    skipped_updates.replace_in(v1.trainer_base)
     registry = v1.trainer_base.TRAINER_REGISTRY
     for name, trainer in registry.items():
         if not issubclass(trainer, RunTrainer):

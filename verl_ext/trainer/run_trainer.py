@@ -57,6 +57,7 @@ from verl_ext.trainer.repeatable import make_repeatable, move_measured
 from verl_ext.trainer.run_records import RunRecords, check_recorder
 from verl_ext.trainer.run_updates import RunUpdates
 from verl_ext.trainer.run_validation import RunValidation
+from verl_ext.trainer.skipped_updates import SkippedUpdates
 from verl_ext.trainer.validation import ValidationPlan
 
 logger = logging.getLogger(__name__)
@@ -95,6 +96,8 @@ class RunTrainer(RunUpdates, RunValidation):
         self._is_repeatable = bool(OmegaConf.select(config, "retool.repeatable"))
         if self._is_repeatable:
             make_repeatable(self)
+        precision = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
+        self._skipped = SkippedUpdates(OmegaConf.select(config, precision))
         folder = Path(config.trainer.default_local_dir)
         self._records: RunRecords | None = None
         self._sampling: AdaptiveSampling | None = None
@@ -237,6 +240,7 @@ class RunTrainer(RunUpdates, RunValidation):
             self._records.end_step(self.global_steps, ends, waiting)
         if self._is_repeatable:
             move_measured(metrics)
+        self._skipped.end_step(self.global_steps, metrics)
         return batch
 
     def on_sample_begin(self) -> None:

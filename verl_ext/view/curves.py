@@ -43,6 +43,9 @@ ALARMS = (
     ("rollout_corr/kl", 1, lambda _, value: abs(value) > 0.05,
      "The ratio is off-policy: the trainer is {1:.2g} nats per token from the weights that wrote the tokens.",
      "`rollout_corr/kl` beyond .05"),
+    ("actor/skipped_updates_total", 1, lambda _, skipped: skipped > 0,
+     "Updates are skipped, {1:.2g} a step: the norm of their gradient is no finite number.",
+     "## Updates are skipped"),
 )  # fmt: skip
 
 

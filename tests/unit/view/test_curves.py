@@ -58,6 +58,7 @@ def test_what_our_own_runs_and_the_published_one_log_raises_no_alarm_of_the_rati
         ("failure/share_aborted", [0.1], "10.0% of the responses end as aborted", "## Responses are kept out"),
         ("failure/share_raised", [0.1], "10.0% of the groups have a rollout that raised", "## Responses are kept out"),
         ("actor/ppo_kl", [0.01, -0.08], "-0.08 nats per token from the log-probs", "- `actor/ppo_kl` beyond"),
+        ("actor/skipped_updates_total", [0.0, 2.0], "Updates are skipped, 2 a step", "## Updates are skipped"),
         ("rollout_corr/kl", [0.3], "0.3 nats per token from the weights that wrote", "- `rollout_corr/kl` beyond"),
         ("training/rollout_actor_probs_pearson_corr", [0.9], "correlate by 0.900 only", "- `training/rollout_actor"),
     ],
@@ -76,7 +77,7 @@ def test_an_alarm_links_to_the_line_that_helps(viewer, tmp_path, key, values, sa
 
 def test_what_no_alarm_could_look_at_is_named(client: TestClient) -> None:
     page = client.get("/").text
-    assert "8 checks could not run" in page and "No alarm." in page
+    assert "9 checks could not run" in page and "No alarm." in page
     assert "The run has no value, or fewer than four, of train/truncation_rate, failure/share_sandbox_failure" in page
 
 
@@ -85,7 +86,7 @@ def test_a_run_in_which_no_alarm_could_look_at_anything_is_not_called_well(viewe
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics-1.jsonl").write_text('{"step": 1, "data": {"train/loss": 0.5}}\n')
     page = viewer(tmp_path / "run").get("/").text
-    assert "Nothing to look at." in page and "10 checks could not run" in page and "No alarm." not in page
+    assert "Nothing to look at." in page and "11 checks could not run" in page and "No alarm." not in page
 
 
 def test_a_thousand_steps_of_as_many_keys_as_verl_logs_are_drawn_at_once() -> None:

@@ -1,0 +1,100 @@
+"""Updates that were skipped because the norm of their gradient is no finite number: counted, told, and an end at last.
+
+verl 0.9.1 leaves the weights as they are, prints a line in the log of a worker, and goes on
+(workers/engine/fsdp/transformer_impl.py:822). A run all of whose updates are skipped would end well, having learned
+nothing.
+"""
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+from verl_ext.versions import VERL, require_versions
+
+logger = logging.getLogger(__name__)
+logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
+
+NORM = "grad_norm"
+# After `actor/`, `critic/` or `train/`; of a step. verl adds up what has "total" in its name (trainer/ppo/v1/utils.py).
+UPDATES, SKIPPED = "updates_total", "skipped_updates_total"
+MOST_STEPS = 3  # in a row that may have skipped updates only
+MOST_STEPS_FP16 = 20  # whose loss is scaled: a skipped update halves the scale, which begins with 2^16
+
+
+def count_skipped(metrics: Mapping[str, Any]) -> dict[str, list[float]]:
+    """`UPDATES` and `SKIPPED` of each role that has norms in the metrics of a batch, a list of one for each update."""
+    counts = {}
+    for name, norms in metrics.items():
+        if name.endswith(f"/{NORM}"):
+            skipped = sum(not math.isfinite(norm) for norm in norms)
+            role = name.removesuffix(NORM)
+            counts |= {role + UPDATES: [float(len(norms))], role + SKIPPED: [float(skipped)]}
+    return counts
+
+
+def replace_in(trainer_base: ModuleType) -> None:
+    """trainer/ppo/v1/trainer_base.py (0.9.1): :1822 and :1863 take the mean of the norms of a batch's updates, which is
+    NaN if one is. Here they are counted before."""
+    require_versions(VERL, "verl_ext/trainer/skipped_updates.py")
+    verls = trainer_base.reduce_metrics
+    trainer_base.reduce_metrics = functools.wraps(verls)(lambda metrics: verls(metrics | count_skipped(metrics)))
+
+
+class SkippedUpdates:
+    """Watches the steps of a run. `param_dtype`: what the optimizer's engine computes in."""
+
+    def __init__(self, param_dtype: Any = None):
+        self._most = MOST_STEPS_FP16 if str(param_dtype) in ("16", "fp16", "float16", "torch.float16") else MOST_STEPS
+        self._steps: dict[str, int] = {}  # role -> steps in a row all of whose updates were skipped
+
+    def end_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Warn of skipped updates among a step's metrics.
+
+        Raises:
+            RuntimeError: it is one step too many that had no other ones.
+        """
+        for name in [name for name in metrics if name.endswith(f"/{SKIPPED}")]:
+            role = name.removesuffix(f"/{SKIPPED}")
+            skipped, updates = round(metrics[name]), round(metrics[f"{role}/{UPDATES}"])
+            self._steps[role] = self._steps.get(role, 0) + 1 if skipped == updates > 0 else 0
+            if skipped:
+                logger.warning(
+                    "step %d: %d of %d updates (%s) were skipped: the norm of their gradient is no finite number.",
+                    *(step, skipped, updates, role),
+                )
+            if self._steps[role] >= self._most:
+                raise RuntimeError(
+                    f"All updates ({role}) of {self._steps[role]} steps in a row, up to step {step}, were skipped: the "
+                    "norm of their gradient is no finite number. The weights have not changed since step "
+                    f"{step - self._steps[role]}. If the first steps of the run are among them, look at the data, the "
+                    "model's weights and its dtype. Else go back to a checkpoint before (resume_mode=resume_path), or "
+                    "start a run from its merged model with a lower optim.lr."
+                )
+
+
+def watch_sft(tracking: ModuleType) -> None:
+    """verl/utils/tracking.py (0.9.1): `Tracking`, by which trainer/sft_trainer.py tells the norm of each update."""
+    require_versions(VERL, "verl_ext/trainer/skipped_updates.py")
+    init, log = tracking.Tracking.__init__, tracking.Tracking.log
+
+    @functools.wraps(init)
+    def __init__(
+        self: Any, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None
+    ):
+        precision = ((config or {}).get("engine") or {}).get("mixed_precision")
+        self._skipped = SkippedUpdates(precision.get("param_dtype") if isinstance(precision, Mapping) else None)
+        init(self, project_name, experiment_name, default_backend, config)
+
+    @functools.wraps(log)
+    def log_and_watch(self: Any, data: Any, step: int, backend: Any = None) -> None:
+        if (norm := data.get(f"train/{NORM}")) is None:
+            return log(self, data, step, backend)
+        counts = {name: number for name, (number,) in count_skipped({f"train/{NORM}": [norm]}).items()}
+        log(self, data | {f"train/{SKIPPED}": counts[f"train/{SKIPPED}"]}, step, backend)
+        self._skipped.end_step(step, counts)
+
+    tracking.Tracking.__init__, tracking.Tracking.log = __init__, log_and_watch
