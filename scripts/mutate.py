@@ -40,6 +40,7 @@ TESTS = {  # source -> its unit tests, the fastest first
     "verl_ext/rollout/loop.py": [
         "rollout/test_loop.py",
         "rollout/test_loop_calls.py",
+        "rollout/test_loop_errors.py",
         "rollout/test_weight_versions.py",
         "protocols/test_hermes_loop.py",
     ],
@@ -48,6 +49,7 @@ TESTS = {  # source -> its unit tests, the fastest first
         "protocols/test_base.py",
         "rollout/test_loop.py",
         "rollout/test_loop_calls.py",
+        "rollout/test_loop_errors.py",
     ],
     "verl_ext/protocols/code.py": ["protocols/test_turns.py", "protocols/test_base.py"],
     "verl_ext/protocols/hermes.py": [
@@ -83,6 +85,8 @@ TESTS = {  # source -> its unit tests, the fastest first
     "verl_ext/evaluation/estimators.py": ["evaluation/test_estimators.py"],
     "verl_ext/trainer/validation.py": ["trainer/test_validation.py", "trainer/test_run_trainer.py"],
     "verl_ext/trainer/early_stop.py": ["trainer/test_early_stop.py"],
+    "verl_ext/trainer/advantages.py": ["trainer/test_advantages.py", "trainer/test_fillers.py"],
+    "verl_ext/trainer/skipped_updates.py": ["trainer/test_skipped_updates.py"],
     "verl_ext/runs/journal.py": ["runs/test_journal.py", "checkpoints/test_power_loss.py"],
     "verl_ext/checkpoints/folder.py": [
         "checkpoints/test_folder.py",

@@ -48,6 +48,13 @@ class CallResult:
     stderr: str | None = None
     exit_code: int | None = None
 
+    @property
+    def complaint(self) -> str:
+        """The end of `output` that says what was wrong: a tool's message, a program's last line; "" if nothing was."""
+        if self.error is None:
+            return ""
+        return self.output if self.stdout is None else self.output.rpartition("\n")[2]
+
 
 class Toolbox:
     """The tools of an agent loop.

@@ -46,6 +46,7 @@ MALFORMED_KINDS = (
 TEMPLATE_DAY = date(2024, 7, 26)  # the day that a chat template's strftime_now gives; Llama 3's own without a clock
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)  # of a template, on some messages
 _USER, _MODEL, _REPLY = "(text of the user)", "(text of the model)", "(text of reply {})"
+ERROR_TOKENS = 128  # of an error that the model reads, however few an output may have: what was wrong, and what to do
 _CHARS_PER_TOKEN = 16  # tokenised of a long text per token that is kept; a text with longer tokens keeps fewer of them
 _FENCE = re.compile(r"\A\s*```[a-zA-Z0-9_+-]*\n(.*?)\n?```\s*\Z", re.DOTALL)
 
@@ -309,3 +310,29 @@ def cut_output(tokenizer: PreTrainedTokenizerBase, text: str, limit: int, encode
     tail = os.path.commonprefix([text[: -len(tail_text) - 1 : -1], tail_text[::-1]])[::-1]
     cut = f"{head}\n[... {len(text) - len(head) - len(tail)} characters cut ...]\n{tail}"
     return cut if len(cut) < len(text) else text
+
+
+def cut_reply(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    error: str,
+    *,
+    limit: int,
+    share: int,
+    encode: Callable[[str], list[int]],
+) -> str:
+    """`cut_output` to `limit` tokens, except that an error has `ERROR_TOKENS` if those are more.
+
+    Args:
+        error: the end of `text` that says what was wrong; all of it in a message that no program wrote, "" without one.
+        share: tokens of the response that there is room for; neither the text nor the error has more.
+    """
+    limit, most = min(limit, share), min(max(limit, ERROR_TOKENS), share)
+    shown = cut_output(tokenizer, text, limit, encode)
+    if not error or shown.endswith(error):
+        return shown
+    shown_error = cut_output(tokenizer, error, most, encode)
+    before = text.removesuffix(error).rstrip("\n")
+    if not before:
+        return shown_error
+    return f"{cut_output(tokenizer, before, max(0, limit - len(encode(shown_error))), encode)}\n{shown_error}"

@@ -24,7 +24,15 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetr
 
 from verl_ext.environments.toolbox import CallResult, Toolbox
 from verl_ext.outcome import RolloutEnd
-from verl_ext.protocols.base import TEMPLATE_ERRORS, Call, MalformedCall, SegmentEncoder, checked_kwargs, cut_output
+from verl_ext.protocols.base import (
+    ERROR_TOKENS,
+    TEMPLATE_ERRORS,
+    Call,
+    MalformedCall,
+    SegmentEncoder,
+    checked_kwargs,
+    cut_reply,
+)
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.hermes import HermesProtocol
 from verl_ext.protocols.thinking import THINK_STOP
@@ -278,18 +286,20 @@ class RetoolAgentLoop(AgentLoopBase):
         if to_run and use.first_call_token is None:
             start, end = rollout.spans[-1]
             use.first_call_token = start + round((end - start) * to_run[0].start / max(len(text), 1))
-        remaining, texts = iter(results), []
+        remaining, texts, errors = iter(results), [], []
         for call in calls:
             if isinstance(call, MalformedCall):
                 use.pass_malformed()
                 texts.append(_encodable(str(call)))
+                errors.append(texts[-1])
                 continue
             result = next(remaining)
             use.add_call(call, result.error)
             texts.append(_encodable(result.output))
+            errors.append(_encodable(result.complaint))
             if result.reward is not None:
                 rollout.tool_rewards.append(result.reward)
-        reply, text, was_cut = self._encode_reply(texts, ended, rollout.room - answer_tokens)
+        reply, text, was_cut = self._encode_reply(texts, errors, ended, rollout.room - answer_tokens)
         use.outputs_cut += was_cut
         if reply is None:
             return RolloutEnd.MAX_TURNS if is_last else RolloutEnd.MAX_TOKENS
@@ -314,22 +324,29 @@ class RetoolAgentLoop(AgentLoopBase):
             result = replace(again, attempts=attempts + again.attempts, queue_s=again.queue_s + lost_s)
         return result, time.perf_counter() - started
 
-    def _encode_reply(self, texts: list[str], ended: bool, room: int) -> tuple[list[int] | None, str, int]:
+    def _encode_reply(
+        self, texts: list[str], errors: list[str], ended: bool, room: int
+    ) -> tuple[list[int] | None, str, int]:
         """What the tools say as at most `room` tokens, as text, and how many outputs were cut; None if none would do.
 
-        Outputs together take at most half of the room, so that the rest is left to answer with.
+        Outputs together take at most half of the room, so that the rest is left to answer with. `errors`: of each text,
+        see `cut_reply`.
         """
-        limit = min(self.max_tool_response_tokens, max(room // (2 * len(texts)), 0))
+        limit = self.max_tool_response_tokens
+        share = min(max(limit, ERROR_TOKENS) if any(errors) else limit, max(room // (2 * len(texts)), 0))
         while True:
-            shown = [cut_output(self.tokenizer, text, limit, self._encoder.encode_output) for text in texts]
+            shown = [
+                cut_reply(self.tokenizer, *each, limit=limit, share=share, encode=self._encoder.encode_output)
+                for each in zip(texts, errors, strict=True)
+            ]
             reply = self.protocol.reply(shown, ended=ended)
             ids = self._encoder.encode(reply)
             excess = len(ids) - room
             if excess <= 0:
                 return ids, "".join(reply), sum(cut != text for cut, text in zip(shown, texts, strict=True))
-            if limit == 0:
+            if share == 0:
                 return None, "", 0
-            limit = max(0, limit - math.ceil(excess / len(texts)) - _CUT_STEP)
+            share = max(0, share - math.ceil(excess / len(texts)) - _CUT_STEP)
 
     async def _encode_prompt(self, uid: str, messages: list[dict], schemas: list[dict] | None) -> list[int]:
         if uid not in self._prompts:
