@@ -88,6 +88,9 @@ def _guard_sft(module: ModuleType) -> None:
     def course_of(self: Any) -> Course:
         return Course.of(self.train_dataloader, ranks_of(self), getattr(self.engine, "optimizer_config", None))
 
+    def is_complete(self: Any, step: int) -> bool:
+        return 0 < (course_of(self).total_training_steps or 0) <= step
+
     def save_checkpoint(self: Any, step: int) -> None:
         folder = Path(self.default_local_dir)
         if self.rank == 0:
@@ -115,7 +118,8 @@ def _guard_sft(module: ModuleType) -> None:
                 own_training_folder(Path(self.default_local_dir))
                 decided = [_chosen(mode, self.resume_from_path, folder := Path(self.default_local_dir))]
                 if decided[0] is not None:
-                    require_same_rows(decided[0], course_of(self))
+                    if not is_complete(self, module.extract_step(str(decided[0]))):
+                        require_same_rows(decided[0], course_of(self))
                     checkpoints.set_back(folder, decided[0])
             except (ValueError, OSError, checkpoints.NotWhole) as error:
                 decided = [error]
@@ -143,7 +147,7 @@ def _guard_sft(module: ModuleType) -> None:
 
     def load_checkpoint(self: Any) -> int:
         step = load(self)
-        if self.mode == module.OrchestrationMode.SPMD and step >= self.engine.optimizer_config.total_training_steps > 0:
+        if self.mode == module.OrchestrationMode.SPMD and is_complete(self, step):
             if self.rank == 0:
                 logger.info("Resume: the run is complete, step %s is its last; there is nothing to train.", step)
             module.torch.distributed.destroy_process_group()

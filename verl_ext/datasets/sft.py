@@ -44,7 +44,7 @@ class RetoolSFTDataset(Dataset):
         max_samples: use the first so many rows; -1 for all.
     Attributes:
         dropped: (row number, reason) of each row that is left out.
-        digest: of the responses of all other rows in their order; `checkpoints/course.py` compares it.
+        digest: of what the model wrote in all other rows, in their order; `checkpoints/course.py` compares it.
     Raises:
         ValueError: a setting is unknown, missing or none of its names; or a row is not a trace, or too long, and is not
             to be dropped: names its number and the reason.
@@ -86,7 +86,8 @@ class RetoolSFTDataset(Dataset):
         self.segments = list(traces.values())
         digest = hashlib.blake2b(digest_size=16)
         for trace in self.segments:
-            digest.update(repr(trace[1:]).encode("utf-8", "backslashreplace"))  # a prompt may hold the date
+            own = [segment.parts for segment in trace if segment.own]  # a prompt may hold the date
+            digest.update(repr(own).encode("utf-8", "backslashreplace"))
         self.digest = digest.hexdigest()
         if self.dropped:
             logger.warning(

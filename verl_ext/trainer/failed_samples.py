@@ -127,9 +127,9 @@ def _problem_figures(values: Sequence[float], votes: Sequence[str] | None, n: in
     for size in sizes:
         draws = _draws(len(values), size)
         drawn = np.array(values, float)[draws]
-        of_draws = {"best": drawn.max(-1), "worst": drawn.min(-1)}
+        of_draws = {"best": drawn.max(1), "worst": drawn.min(1)}
         if votes is not None:
-            of_draws["maj"] = np.take_along_axis(drawn, _majority(tuple(votes), size), -1)
+            of_draws["maj"] = np.take_along_axis(drawn, _majority(tuple(votes), size), 1)
         for name, found in of_draws.items():
             figures |= {f"{name}@{size}/mean": float(np.mean(found)), f"{name}@{size}/std": float(np.std(found))}
     return figures
@@ -147,4 +147,4 @@ def _majority(votes: tuple[str, ...], size: int) -> np.ndarray:
     as `calc_maj_val` (metric_utils.py:860) has it."""
     number = {vote: i for i, vote in enumerate(dict.fromkeys(votes))}
     ballots = np.array([number[vote] for vote in votes])[_draws(len(votes), size)]
-    return (ballots[:, :, None] == ballots[:, None, :]).sum(-1).argmax(-1)[:, None]
+    return (ballots[:, :, None] == ballots[:, None, :]).sum(2).argmax(1)[:, None]

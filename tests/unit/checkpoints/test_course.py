@@ -54,6 +54,16 @@ def test_sft_with_other_rows_is_refused(rolling: Any, tmp_path: Path, step: int,
         handler(tmp_path, loader(rows)).load_checkpoint()
 
 
+def test_other_rows_do_not_matter_to_an_sft_run_that_is_complete(rolling: Any, tmp_path: Path, one_process: None):
+    from verl.utils.checkpoint import CheckpointHandler
+
+    train(loader(), tmp_path, 12)
+    sft = CheckpointHandler(Engine(tmp_path), loader(batch_size=4), default_local_dir=str(tmp_path))
+    with pytest.raises(SystemExit) as ended:
+        sft.load_checkpoint()
+    assert ended.value.code == 0
+
+
 def test_a_batch_on_more_ranks_and_a_data_set_without_a_digest_are_not_other_rows(tmp_path: Path):
     course.Course.of(loader(), 1, None).write(tmp_path)
     course.require_same_rows(tmp_path, course.Course.of(loader(batch_size=1, ranks=2), 2, None))
