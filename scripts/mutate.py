@@ -87,6 +87,11 @@ TESTS = {  # source -> its unit tests, the fastest first
     "verl_ext/trainer/early_stop.py": ["trainer/test_early_stop.py"],
     "verl_ext/trainer/advantages.py": ["trainer/test_advantages.py", "trainer/test_fillers.py"],
     "verl_ext/trainer/skipped_updates.py": ["trainer/test_skipped_updates.py"],
+    "verl_ext/objectives/group_mean.py": ["objectives/test_group_mean.py"],
+    "verl_ext/objectives/tir_otb.py": ["objectives/test_tir_otb.py", "trainer/test_objective.py"],
+    "verl_ext/objectives/mean.py": ["objectives/test_mean.py"],
+    "verl_ext/objectives/terms.py": ["objectives/test_ppo.py", "objectives/test_all.py"],
+    "verl_ext/reward/numbers.py": ["reward/test_manager.py", "rollout/test_workers_rewards.py"],
     "verl_ext/runs/journal.py": ["runs/test_journal.py", "checkpoints/test_power_loss.py"],
     "verl_ext/checkpoints/folder.py": [
         "checkpoints/test_folder.py",

@@ -91,18 +91,22 @@ def require_same_rows(checkpoint: Path, now: Course) -> None:
 def has_other_rows(checkpoint: Path, now: Course) -> bool:
     """Whether the place in the data that an RL checkpoint names is one in other data; says so."""
     saved = saved_course(checkpoint)
-    if saved is None or saved.rows == now.rows:
-        return False
-    logger.warning(
-        "Resume: the training data had %s rows when %s was saved and have %s now, so that no place in them is that of "
-        "the checkpoint: they start at the first batch of an epoch, and problems of this epoch may come again.",
-        *(saved.rows, checkpoint, now.rows),
-    )
-    return True
+    is_other = saved is not None and saved.rows != now.rows
+    if is_other:
+        logger.warning(
+            "Resume: the training data had %s rows when %s was saved and have %s now, so that the place in them is "
+            "lost: they start at the first batch of an epoch, and problems of this epoch may come again.",
+            *(saved.rows, checkpoint, now.rows),
+        )
+    return is_other
 
 
 def warn_of_another_rate(checkpoint: Path, step: int, now: Course) -> None:
-    """Say where the learning rate does not go on as it was, or does not become what the config says."""
+    """Say where the learning rate does not go on as it was, or does not become what the config says.
+
+    Args:
+        step: of the schedule; `total_training_steps` counts the same.
+    """
     saved = saved_course(checkpoint)
     if saved is None:
         return
@@ -112,7 +116,7 @@ def warn_of_another_rate(checkpoint: Path, step: int, now: Course) -> None:
         finished = " It had reached its end, and rises again." if step >= (totals[0] or step + 1) else ""
         logger.warning(
             "Resume: the schedule of the learning rate was %s over %s steps and is %s over %s steps, so that the rate "
-            "jumps at step %d.%s Set optim.lr_scheduler_type and the number of steps back to keep the course. %s",
+            "jumps at its step %d.%s Set optim.lr_scheduler_type and the number of steps back to keep the course. %s",
             *(saved.lr_scheduler_type, totals[0], now.lr_scheduler_type, totals[1], step, finished, _ANEW),
         )
     if saved.lr != now.lr and None not in (saved.lr, now.lr):

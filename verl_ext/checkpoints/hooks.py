@@ -216,7 +216,7 @@ def _guard_rl(module: ModuleType) -> None:
             now = course_of(self)
             if has_other_rows(chosen, now):
                 self.train_dataloader.load_state_dict(None)
-            warn_of_another_rate(chosen, self.global_steps, now)
+            warn_of_another_rate(chosen, self.global_steps * getattr(self, "parameter_sync_step", 1), now)
             checkpoints.set_back(Path(settings.default_local_dir), chosen)
 
     trainer._save_checkpoint = _save_checkpoint

@@ -91,9 +91,9 @@ def optimizer(total: int | None = 12, schedule: str = "cosine", lr: float = 1e-5
             12,
             {},
             {"total": 24},
-            ["cosine over 12 steps and is cosine over 24 steps", "step 12. It had reached its end"],
+            ["cosine over 12 steps and is cosine over 24 steps", "its step 12. It had reached its end"],
         ),
-        (4, {}, {"total": 24}, ["so that the rate jumps at step 4. Set"]),
+        (4, {}, {"total": 24}, ["so that the rate jumps at its step 4. Set"]),
         (12, {"schedule": "wsd"}, {"schedule": "wsd", "total": 24}, ["wsd over 12 steps", "It had reached its end"]),
         (4, {}, {"schedule": "constant"}, ["cosine over 12 steps and is constant over 12 steps"]),
         (4, {"schedule": "constant"}, {}, ["constant over 12 steps and is cosine"]),
@@ -177,3 +177,16 @@ def test_the_course_is_a_part_of_a_whole_checkpoint(rolling: Any, tmp_path: Path
     train(loader(), tmp_path, 2)
     (tmp_path / "global_step_2" / course.FILE).unlink()
     assert manifest.problem(tmp_path / "global_step_2") == "course.json is missing"
+
+
+def test_steps_of_several_updates_are_as_many_of_the_schedule(rolling: Any, tmp_path: Path, caplog: Any):
+    """verl counts updates in `total_training_steps` of `separate_async`: 6 steps of 2 end a schedule of 12."""
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    for total in (12, 24):
+        trainer = rl_trainer(tmp_path, Engine(tmp_path))
+        with open_dict(trainer.config):
+            trainer.config.actor_rollout_ref.actor.optim = vars(optimizer(total))
+        trainer.parameter_sync_step, trainer.global_steps = 2, 6
+        PPOTrainer._save_checkpoint(trainer) if total == 12 else PPOTrainer._load_checkpoint(trainer)
+    assert "jumps at its step 12. It had reached its end" in caplog.text
