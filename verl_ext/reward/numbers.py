@@ -31,16 +31,18 @@ def finite(value: Any) -> float | None:
 
 
 def checked_reward(reward: Any, info: MutableMapping[str, Any] | None, sample: Mapping[str, Any]) -> float | None:
-    """What any reward manager gave for a rollout, as a float; `acc` in its `info` becomes one, too.
+    """What any reward manager gave for a rollout, as a float; so are `acc` and `score` of its `info` then.
 
     Args:
         reward: None where verl's trainer scores later.
+        info: `reward_extra_info`, whose other terms may be texts.
         sample: the row, which messages name.
     Raises:
-        BrokenReward: the reward, or an `acc`, is no finite number.
+        BrokenReward: the reward, `acc` or `score` is no finite number, or another term is a number that is not finite.
     """
-    given = {"reward": reward} if reward is not None else {}
-    given |= {"acc": info["acc"]} if info and "acc" in info else {}
+    info = {} if info is None else info
+    given = {} if reward is None else {"reward": reward}
+    given |= {name: value for name, value in info.items() if name in ("acc", "score") or isinstance(value, Real)}
     found = {name: finite(value) for name, value in given.items()}
     for name, number in found.items():
         if number is None:
@@ -48,6 +50,5 @@ def checked_reward(reward: Any, info: MutableMapping[str, Any] | None, sample: M
                 f"The reward of row {sample.get('index')} of data_source {str(sample.get('data_source', ''))!r} has "
                 f"{name}={given[name]!r:.200}, expected a finite number. Correct the reward function."
             )
-    if "acc" in found:
-        info["acc"] = found["acc"]
+    info |= {name: number for name, number in found.items() if name in ("acc", "score") and name in info}
     return found.get("reward")

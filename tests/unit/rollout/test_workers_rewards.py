@@ -17,7 +17,8 @@ async def rolled_out() -> tuple[list[int], None]:
 @pytest.mark.parametrize(
     ("name", "value"),
     [("reward", math.nan), ("reward", math.inf), ("reward", "1"), ("reward", np.float32("nan")), ("acc", math.nan)]
-    + [("acc", None), ("acc", "right"), ("reward", np.array([1.0, 2.0]))],
+    + [("acc", None), ("acc", "right"), ("reward", np.array([1.0, 2.0])), ("score", math.nan), ("score", None)]
+    + [("score", "1"), ("a term of one's own", math.nan), ("a term of one's own", np.float32("inf"))],
 )
 def test_a_reward_that_is_no_number_stops_the_run_with_a_sentence(
     roll_out_prompt, name, value, validate, caplog
@@ -26,8 +27,8 @@ def test_a_reward_that_is_no_number_stops_the_run_with_a_sentence(
     so that a validation does not try again."""
 
     async def score(token_ids: list[int], sample: dict) -> dict[str, Any]:
-        given = {"reward": 1.0, "acc": 1.0} | {name: value}
-        return {"reward_score": given["reward"], "reward_extra_info": {"acc": given["acc"]}}
+        given = {"reward": 1.0, "acc": 1.0, "pred": "nan", "note": None} | {name: value}
+        return {"reward_score": given.pop("reward"), "reward_extra_info": given}
 
     row = {"index": 7, "data_source": "shop"}
     stored = roll_out_prompt([rolled_out], validate=validate, score=score, **row)
@@ -42,12 +43,12 @@ def test_a_reward_that_is_no_number_stops_the_run_with_a_sentence(
 async def test_what_is_a_number_becomes_a_float(value: Any) -> None:
     from verl_ext.rollout.workers import LeanAgentLoopWorker
 
-    worker, info = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker), {"acc": value}
+    worker, info = LeanAgentLoopWorker.__new__(LeanAgentLoopWorker), {"acc": value, "score": value, "pred": "x"}
     worker._score_rollout = worker.reward_loop_worker_handles = None
     output = SimpleNamespace(reward_score=value, extra_fields={"reward_extra_info": info})  # of verl's reward workers
     await worker._compute_score([output], {})
-    assert [type(each) for each in (output.reward_score, info["acc"])] == [float, float]
-    assert output.reward_score == info["acc"] == 1.0
+    assert [type(each) for each in (output.reward_score, info["acc"], info["score"])] == [float] * 3
+    assert output.reward_score == info["acc"] == info["score"] == 1.0 and info["pred"] == "x"
 
 
 def test_a_verifier_that_is_broken_in_a_process_of_verls_stops_the_run_with_its_own_sentence(roll_out_prompt) -> None:
