@@ -50,7 +50,10 @@ def test_skipped_updates_are_told(watch, caplog):
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
-@pytest.mark.parametrize(("dtype", "most"), [(None, 3), ("bf16", 3), ("fp32", 3), ("fp16", 20), (torch.float16, 20)])
+@pytest.mark.parametrize(
+    ("dtype", "most"),
+    [(None, 3), ("bf16", 3), ("fp32", 3)] + [(half, 20) for half in ("16", "fp16", "float16", torch.float16)],
+)
 def test_a_run_without_another_update_in_steps_in_a_row_ends(watch, dtype, most, role):
     watched = watch(dtype)
     for step in range(5, 4 + most):
