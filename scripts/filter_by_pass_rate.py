@@ -116,7 +116,7 @@ def tally_past_samples(paths: Sequence[Path], rows: pa.Table, data: Path) -> tup
         source = read_past_samples(path)
         print(source.what)
         samples += source.samples
-    tallies, unknown = tally(samples, rows["prompt"].to_pylist())
+    tallies, unknown = tally(samples, rows.to_pylist())
     check_match(unknown, samples, paths, data)
     return tallies, unknown, sum(sample.failure is not None for sample in samples)
 

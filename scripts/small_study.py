@@ -123,10 +123,10 @@ def error_table(studies: Mapping[str, Mapping]) -> list[list[str]]:
 
 def examples(run: Path, number: int = 3) -> str:
     """Problems whose first response was wrong before RL and is right after it, with both."""
-    first: dict[str, dict[str, Sample]] = {}
+    first: dict[tuple[str, ...], dict[str, Sample]] = {}
     for when in ("before", "after"):
         for sample in samples_of(run, when):
-            first.setdefault(sample.input, {}).setdefault(when, sample)
+            first.setdefault(sample.problem_key(), {}).setdefault(when, sample)
     chosen, kinds = [], set()
     for pair in first.values():
         if len(pair) < 2:  # all samples of one side failed

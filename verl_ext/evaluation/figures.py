@@ -54,6 +54,7 @@ METRICS: dict[str, Callable[[Sequence[Sample], int], tuple[float, float]]] = {
     "model_tokens": lambda rows, k: (_sum(rows, "response_tokens"), len(rows)),  # tool output not counted
     "truncation_rate": lambda rows, k: (_sum(rows, "truncated"), len(rows)),  # samples cut by the response budget
 }
+Problem = tuple[str, str, str, str]  # `Sample.problem_key`: the first is the data source, the third the id
 UNBOUNDED = ("turns", "model_tokens")  # the others are shares, from 0 to 1
 POOLED = ("in_distribution", "out_of_distribution", "overall")
 
@@ -94,9 +95,9 @@ def evaluate(
 ) -> dict[str, Evaluation]:
     """Figures of every data source, and of several pooled: `in_distribution`, `out_of_distribution`, `overall`.
 
-    A problem is its data source and own text, or input text where that is not known. Samples with an infrastructure
-    failure (`Sample.failure`) are counted and left out. Problems with one `Sample.id`, as made from one template, are
-    not independent: the template is then the unit of intervals and tests.
+    A problem is what `Sample.problem_key` says. Samples with an infrastructure failure (`Sample.failure`) are counted
+    and left out. Problems with one `Sample.id`, as made from one template, are not independent: the template is then
+    the unit of intervals and tests.
 
     Args:
         k: samples for best@k and maj@k; by default all n of a problem. mean@k always averages all n.
@@ -106,10 +107,10 @@ def evaluate(
     """
     if not samples:
         raise ValueError("No samples to evaluate. Check that the dump is not empty.")
-    problems = _by_problem(samples, _identity(samples))
+    problems = _by_problem(samples)
     n, k = _counts([problems], k)
     figures = {}
-    for name, sources in _pools(source for source, _ in problems).items():
+    for name, sources in _pools(source for source, *_ in problems).items():
         members = {key: rows for key, rows in problems.items() if key[0] in sources}
         rows = [row for group in members.values() for row in group]
         judged = _judged(members)
@@ -134,20 +135,19 @@ def compare(
 ) -> dict[str, Difference]:
     """Figures of `after` minus those of `before`, paired by problem: one resampling of problems serves both sides.
 
-    Problems are paired by their own text where both sides have it, else by the input text, chat template included: so
-    are an evaluation and a run's records, which name a problem by a hash.
+    Problems are paired by their names (`Sample.problem_key`). Where no name is on both sides, as in verl's own dumps or
+    with the instructions of another protocol in a run's records, the input text stands for it, chat template included.
 
     Args as for `evaluate`; k defaults to the smaller n of the two. Groups without a common problem are left out.
     """
-    by = _identity([*before, *after])
-    sides = [_by_problem(side, by) for side in (before, after)]
-    if not sides[0].keys() & sides[1].keys():  # records have a hash for the text
-        sides = [_by_problem([row for row in side if row.input], "input") for side in (before, after)]
+    sides = [_by_problem(side) for side in (before, after)]
+    if not sides[0].keys() & sides[1].keys():
+        sides = [_by_problem([row for row in side if row.input], by_input=True) for side in (before, after)]
     _, k = _counts(sides, k)
     judged = [_judged(side) for side in sides]
     common = [key for key in judged[0] if key in judged[1]]
     figures = {}
-    for name, sources in _pools(source for side in sides for source, _ in side).items():
+    for name, sources in _pools(source for side in sides for source, *_ in side).items():
         keys = [key for key in common if key[0] in sources]
         if not keys:
             continue
@@ -171,7 +171,7 @@ def is_ood(data_source: str) -> bool:
 
 def by_k(samples: Sequence[Sample], *, draws: int = 10_000, seed: int = 0) -> dict[str, dict[str, dict[int, Estimate]]]:
     """Group -> {"pass@k" | "maj@k": k -> estimate}, for n and the powers of two below it. Args as for `evaluate`."""
-    n, _ = _counts([_by_problem(samples, _identity(samples))], None)
+    n, _ = _counts([_by_problem(samples)], None)
     curves: dict[str, dict[str, dict[int, Estimate]]] = {}
     for k in [*(2**i for i in range(n.bit_length()) if 2**i < n), n]:
         for group, figures in evaluate(samples, k=k, draws=draws, seed=seed).items():
@@ -272,25 +272,20 @@ def align(table: list[list[str]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def _identity(samples: Iterable[Sample]) -> str:
-    """What tells problems apart: their own text, for a sample that its server failed has no input; else the input."""
-    return "problem" if all(sample.problem for sample in samples) else "input"
-
-
-def _by_problem(samples: Iterable[Sample], by: str) -> dict[tuple[str, str], list[Sample]]:
+def _by_problem(samples: Iterable[Sample], *, by_input: bool = False) -> dict[Problem, list[Sample]]:
     problems = defaultdict(list)
     for sample in samples:
-        problems[sample.data_source, getattr(sample, by)].append(sample)
+        problems[sample.problem_key(by_input=by_input)].append(sample)
     return {key: sorted(rows, key=lambda row: row.uid) for key, rows in problems.items()}
 
 
-def _judged(problems: dict[tuple[str, str], list[Sample]]) -> dict[tuple[str, str], list[Sample]]:
+def _judged(problems: dict[Problem, list[Sample]]) -> dict[Problem, list[Sample]]:
     """The judged samples of each problem that has one."""
     kept = {key: [row for row in rows if not row.failure] for key, rows in problems.items()}
     return {key: rows for key, rows in kept.items() if rows}
 
 
-def _counts(sides: list[dict[tuple[str, str], list[Sample]]], k: int | None) -> tuple[int, int]:
+def _counts(sides: list[dict[Problem, list[Sample]]], k: int | None) -> tuple[int, int]:
     """(n, k): samples that most problems have, of the dump where it is fewer; k is n unless given."""
     sizes = [Counter(map(len, problems.values())) for problems in sides if problems]
     n = min((max(each, key=lambda size: (each[size], size)) for each in sizes), default=1)
@@ -307,18 +302,17 @@ def _pools(sources: Iterable[str]) -> dict[str, list[str]]:
     return {name: [name] for name in names} | {name: members for name, members in pooled.items() if members}
 
 
-def _terms(sides: list[dict[tuple[str, str], list[Sample]]], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _terms(sides: list[dict[Problem, list[Sample]]], k: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Numerators and denominators of each side, each float64[units, metrics]; the sides have the same problems.
 
     A unit is a problem, or all problems of one data source that share an `id`.
     """
-    ids = {key: next((row.id for side in sides for row in side[key] if row.id), "") for key in sides[0]}
-    units: dict[tuple[str, str, str], int] = {}
-    rows = [units.setdefault((key[0], name, "" if name else key[1]), len(units)) for key, name in ids.items()]
+    units: dict[tuple[str, ...], int] = {}
+    rows = [units.setdefault((key[0], key[2]) if key[2] else key, len(units)) for key in sides[0]]
     terms = []
     for side in sides:
         sums = np.zeros((2, len(units), len(METRICS)))
-        for unit, key in zip(rows, ids, strict=True):
+        for unit, key in zip(rows, sides[0], strict=True):
             pairs = [term(side[key], min(k, len(side[key]))) for term in METRICS.values()]
             sums[:, unit] += np.array(pairs, dtype=float).T
         terms.append((sums[0], sums[1]))

@@ -2,14 +2,18 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
-from verl_ext.evaluation.samples import Sample
+from verl_ext.evaluation.past_samples import PastSample
+from verl_ext.records.problem import canonical, id_of, problem_of
 from verl_ext.runs import jsonl
 
 PROBES = 64  # samples from which the chat template's part of an input text is learned
+_GAP = "\0"  # in a frame: a message before the last one
+Others = tuple[str, ...]  # the messages of a prompt before the last one
 
 
 @dataclass
@@ -27,32 +31,52 @@ class Tally:
 def match_prompts(prompts: Iterable[Sequence[dict[str, str]]], inputs: Iterable[str]) -> dict[str, list[int]]:
     """Rows of a data file that each input text of dumped samples was made from; none where the file does not have it.
 
-    A dump has the prompt as the chat template rendered it, and no number of the row. What the template puts before and
-    after the last user message is the same for all prompts of a run: it is learned from a few samples.
+    A dump has the prompt as the chat template rendered it, and no number of the row. What the template puts around the
+    messages is the same for all prompts of a run: it is learned from a few samples. A template may leave messages
+    before the last one out, which then tell no rows apart.
 
     Args:
         prompts: messages of each row.
     """
-    rows: dict[str, list[int]] = {}
+    rows: dict[str, dict[Others, list[int]]] = {}
     for row, messages in enumerate(prompts):
-        rows.setdefault(messages[-1]["content"], []).append(row)
+        *others, last = (message["content"] for message in messages)
+        rows.setdefault(last, {}).setdefault(tuple(others), []).append(row)
     texts = list(dict.fromkeys(inputs))
     frames = _frames(rows, texts[:: max(1, len(texts) // PROBES)])
-    matches: dict[str, list[int]] = {text: [] for text in texts}
-    for text in texts:
-        for before, after in frames:
-            if not matches[text] and text.startswith(before) and text.endswith(after):
-                matches[text] = rows.get(text[len(before) : len(text) - len(after)], [])
-    return matches
+    frames.sort(key=lambda frame: -frame[0].count(_GAP))
+    known = {others for of_last in rows.values() for others in of_last}
+    return {text: next(filter(None, (_framed(text, frame, rows, known) for frame in frames)), []) for text in texts}
 
 
-def _frames(contents: Iterable[str], texts: Sequence[str]) -> list[tuple[str, str]]:
-    """What stands before and after a content in most of the texts; then in most of the others, and so on."""
+def _framed(
+    text: str, frame: tuple[str, str], rows: Mapping[str, Mapping[Others, list[int]]], known: Iterable[Others]
+) -> list[int]:
+    """The rows whose messages stand in the frame in a text."""
+    before, after = frame
+    parts = before.split(_GAP)
+    for others in known if len(parts) > 1 else [()]:
+        if len(others) != len(parts) - 1:
+            continue
+        start = "".join(map("".join, zip_longest(parts, others, fillvalue="")))
+        if text.startswith(start) and text.endswith(after):
+            found = rows.get(text[len(start) : len(text) - len(after)], {})
+            # Without a gap the template leaves other messages out.
+            if rows_of := found.get(others) or (sum(found.values(), []) if not others else None):
+                return rows_of
+    return []
+
+
+def _frames(rows: Mapping[str, Iterable[Others]], texts: Sequence[str]) -> list[tuple[str, str]]:
+    """What stands before and after a last message in most of the texts, with gaps for the messages before it; then in
+    most of the others, and so on."""
     possible = []
     for text in texts:
-        within = [content for content in contents if content and content in text]
-        places = [match.span() for content in within for match in re.finditer(re.escape(content), text)]
-        possible.append({(text[:start], text[end:]) for start, end in places})
+        within = [content for content in rows if content and content in text]
+        places = [(content, match.span()) for content in within for match in re.finditer(re.escape(content), text)]
+        possible.append(
+            {(_with_gaps(text[:start], others), text[end:]) for last, (start, end) in places for others in rows[last]}
+        )
     frames: list[tuple[str, str]] = []
     while counts := Counter(frame for each in possible for frame in each):
         frame = max(counts, key=lambda frame: (counts[frame], -len(frame[0]) - len(frame[1])))
@@ -63,18 +87,58 @@ def _frames(contents: Iterable[str], texts: Sequence[str]) -> list[tuple[str, st
     return frames
 
 
-def tally(samples: Sequence[Sample], prompts: Sequence[Sequence[dict[str, str]]]) -> tuple[list[Tally], int]:
-    """(the tally of each prompt, number of samples whose prompt is not among them)."""
-    matches = match_prompts(prompts, (sample.input for sample in samples))
-    tallies, unknown = [Tally() for _ in prompts], 0
+def _with_gaps(before: str, others: Others) -> str:
+    """A text with a gap for each message, or as it is where it does not have them."""
+    found, rest = "", before
+    for other in others:
+        start, there, rest = rest.partition(other) if other else (rest, "", "")
+        if not there:
+            return before
+        found += start + _GAP
+    return found + rest
+
+
+def tally(samples: Sequence[PastSample], rows: Sequence[Mapping[str, Any]]) -> tuple[list[Tally], int]:
+    """(the tally of each row's problem, number of samples whose problem is in no row).
+
+    Args:
+        rows: of a data file in verl's columns; those that are one problem share its samples.
+    """
+    matches = match_prompts((row["prompt"] for row in rows), (sample.input for sample in samples))
+    tallies, unknown = [Tally() for _ in rows], 0
+    names = [""] * len(rows)
     for sample in samples:
-        unknown += not matches[sample.input]
+        found = _of_its_problem(sample, matches[sample.input], rows, names)
+        unknown += not found
         if sample.failure:
             continue
-        for row in matches[sample.input]:
+        for row in found:
             tallies[row].judged += 1
             tallies[row].correct += int(sample.acc)
     return tallies, unknown
+
+
+def _of_its_problem(
+    sample: PastSample, found: list[int], rows: Sequence[Mapping[str, Any]], names: list[str]
+) -> list[int]:
+    """Those of the rows with a sample's last message that are its problem, as far as both sides say what they are.
+
+    Args:
+        names: by `problem_of`, of each row that was asked for before.
+    """
+    for i in found if sample.problem else ():
+        names[i] = names[i] or problem_of({**rows[i], "raw_prompt": rows[i]["prompt"]})
+    if same := [i for i in found if names[i] == sample.problem != ""]:
+        return same
+    for i, value in enumerate((sample.data_source, sample.id, sample.gold)):
+        found = [row for row in found if not value or _said(rows[row])[i] in ("", value)]
+    return found
+
+
+def _said(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Data source, id and ground truth of a row; "" for what it lacks."""
+    truth = (row.get("reward_model") or {}).get("ground_truth")
+    return row.get("data_source") or "", id_of(row), "" if truth is None else canonical(truth)
 
 
 def is_kept(own: Tally, *, max_rate: float, must_be_solved: bool, teacher: Tally | None = None) -> bool:

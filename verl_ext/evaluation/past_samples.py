@@ -12,6 +12,7 @@ from verl_ext.evaluation.result import NoSamples
 from verl_ext.evaluation.samples import read_dump
 from verl_ext.outcome import UNVERIFIED, evaluation_failure
 from verl_ext.records import store
+from verl_ext.records.problem import canonical
 from verl_ext.runs import jsonl
 from verl_ext.runs.folder import SAMPLES, find_run, old_log_of, rollouts_of, sample_files, training_folder
 
@@ -24,6 +25,11 @@ class PastSample(NamedTuple):
     input: str  # the prompt as the chat template rendered it
     acc: float | None  # in [0, 1]; None where nothing tells
     failure: str | None  # what kept it from being judged; None: it was judged
+    # What tells problems with the same last message apart; "" where the file does not say.
+    problem: str = ""  # by `problem_of` (records/problem.py)
+    data_source: str = ""
+    id: str = ""
+    gold: str = ""
 
 
 class Source(NamedTuple):
@@ -85,14 +91,23 @@ def _kind_of(file: Path) -> str | None:
 
 
 def _judged(file: Path) -> list[PastSample]:
-    return [PastSample(sample.input, sample.acc, sample.failure) for sample in read_dump(file)]
+    return [
+        PastSample(each.input, each.acc, each.failure, each.problem, each.data_source, each.id, _gold(each.gts))
+        for each in read_dump(file)
+    ]
+
+
+def _gold(truth: Any) -> str:
+    return "" if truth is None else canonical(truth)
 
 
 def _recorded(file: Path) -> Iterable[PastSample]:
-    for row in store.read(file, ("prompt", "end_reason", "acc")).to_pylist():
+    named = ("problem", "domain", "id", "ground_truth")
+    for row in store.read(file, ("prompt", "end_reason", "acc", *named)).to_pylist():
         if row["prompt"] is not None:  # of a rollout that raised there is none
             failure = evaluation_failure({"finish_reason": row["end_reason"], UNVERIFIED: row["acc"] is None})
-            yield PastSample(row["prompt"], None if failure else row["acc"], failure)
+            names = (row[name] or "" for name in named)
+            yield PastSample(row["prompt"], None if failure else row["acc"], failure, *names)
 
 
 def _logged(file: Path) -> Iterable[PastSample]:
@@ -102,7 +117,8 @@ def _logged(file: Path) -> Iterable[PastSample]:
         reward = row["reward"]
         is_unverified = reward.get(UNVERIFIED) or reward.get("acc") is None
         failure = evaluation_failure(reward | {"finish_reason": row["finish_reason"], UNVERIFIED: is_unverified})
-        sample = PastSample(row["prompt"], None if failure else float(reward["acc"]), failure)
+        names = {name: reward.get(name) or "" for name in ("data_source", "id")}
+        sample = PastSample(row["prompt"], None if failure else float(reward["acc"]), failure, **names)
         return (row["uid"], row["session"], row["validate"]), sample
 
     return dict(jsonl.read(file, parse, "a record of the trajectory log")).values()
@@ -115,7 +131,9 @@ def _dumped(file: Path) -> Iterable[PastSample]:
     def parse(row: dict[str, Any]) -> tuple[Any, PastSample]:
         score = float(row["score"])
         acc = 1.0 if score > 0 else 0.0 if score <= SURELY_WRONG else None
-        return row.get("uid"), PastSample(row["input"], acc, UNVERIFIED if acc is None else None)
+        names = {name: row.get(name) or "" for name in ("problem", "data_source", "id")}
+        names["gold"] = _gold(row.get("gts"))
+        return row.get("uid"), PastSample(row["input"], acc, UNVERIFIED if acc is None else None, **names)
 
     rows = jsonl.read(file, parse, "a row of verl's rollout dump")
     return {number if uid is None else uid: sample for number, (uid, sample) in enumerate(rows)}.values()

@@ -9,12 +9,16 @@ from typing import Any
 from verl_ext.datasets.problems import BUILT_IN, read_problems
 from verl_ext.datasets.rows import DataError, field, read_rows
 from verl_ext.datasets.text import PROMPTS, bare_problem
+from verl_ext.records.problem import problem_of
 
 NAMES = tuple(sorted(path.stem for path in BUILT_IN.glob("*.jsonl")))
 
 
 def read_sets(sources: Sequence[str], *, protocol: str, limit: int | None = None) -> list[dict[str, Any]]:
-    """Rows in verl's columns, with `uid` ("aime_2025:7"), `problem` (its bare text) and `raw_prompt` beside them.
+    """Rows in verl's columns, with `uid` ("aime_2025:7"), `problem` (its name) and `raw_prompt` beside them.
+
+    The name is that of `problem_of`, but without the instructions that a known data set puts around the last user
+    message: with another protocol's instructions it is the same problem.
 
     Args:
         sources: names of built-in sets, or paths of parquet or JSONL files in verl's columns.
@@ -32,7 +36,9 @@ def read_sets(sources: Sequence[str], *, protocol: str, limit: int | None = None
         found = found[:limit]
         if not found:
             raise DataError(f"{source} has no rows.")
-        rows += [row | {"uid": f"{name}:{index}", "index": index} for index, row in enumerate(found)]
+        for index, row in enumerate(found):
+            problem = problem_of(row | {"raw_prompt": _bare_prompt(row["raw_prompt"])})
+            rows.append(row | {"uid": f"{name}:{index}", "index": index, "problem": problem})
     return rows
 
 
@@ -52,10 +58,15 @@ def _built_in(name: str, protocol: str) -> list[dict[str, Any]]:
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": problem.answer},
             "extra_info": {"id": problem.id},
-            "problem": problem.text,
         }
         for problem in read_problems(str(BUILT_IN / f"{name}.jsonl"))
     ]
+
+
+def _bare_prompt(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    last = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    bare = messages[last] | {"content": bare_problem(messages[last]["content"])}
+    return [bare if message is messages[last] else message for message in messages]
 
 
 def _from_file(source: str) -> list[dict[str, Any]]:
@@ -71,19 +82,14 @@ def _from_file(source: str) -> list[dict[str, Any]]:
                 field(row, f"prompt.{i}.role", where), field(row, f"prompt.{i}.content", where)
             if truth is None:
                 raise DataError(f"{where}, column reward_model.ground_truth: it is empty.")
+            info = row.get("extra_info")
+            info = {} if info is None else field(row, "extra_info", where, dict)
+            has_kwargs = info.get("tools_kwargs") is not None
+            tools_kwargs = field(row, "extra_info.tools_kwargs", where, dict) if has_kwargs else {}
         except DataError as error:
             raise DataError(
                 f"{error} An evaluation needs verl's columns; data/prepare_jsonl.py makes them of problems and answers."
             ) from None
-        users = [message["content"] for message in messages if message["role"] == "user"]
-        info = row.get("extra_info") or {}
-        rows.append(
-            row
-            | {
-                "raw_prompt": messages,
-                "extra_info": info,
-                "tools_kwargs": info.get("tools_kwargs") or {},  # as verl's data set does
-                "problem": bare_problem((users or [messages[-1]["content"]])[-1]),
-            }
-        )
+        # As verl's data set does
+        rows.append(row | {"raw_prompt": messages, "extra_info": info, "tools_kwargs": tools_kwargs})
     return rows

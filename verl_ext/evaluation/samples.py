@@ -11,6 +11,7 @@ from typing import Any
 
 from verl_ext.outcome import UNVERIFIED, Fault, RolloutEnd, evaluation_failure
 from verl_ext.records import store
+from verl_ext.records.problem import canonical
 from verl_ext.runs import jsonl
 
 
@@ -36,7 +37,8 @@ class Sample:
     unverified: float
     sandbox_failure: float
     id: str = ""  # `extra_info.id` of the data; problems made from one template share it
-    problem: str = ""  # what pairs two models: its own text, or the records' hash. "" in verl's own dumps
+    problem: str = ""  # by `problem_of` (records/problem.py), in older files its text; "" where none is noted
+    normalised: str = ""  # `pred` in the spelling that was compared; "" where the verifier has none
 
     @property
     def failure(self) -> str | None:
@@ -45,10 +47,20 @@ class Sample:
         info[UNVERIFIED] = self.unverified or self.acc is None
         return evaluation_failure(info)
 
+    def problem_key(self, *, by_input: bool = False) -> tuple[str, str, str, str]:
+        """The problem of the sample: data source, name, id and ground truth, where the name is the input's text with
+        `by_input`, or where the sample notes no other.
+
+        All four count: the name in older files, and an input's text, do not tell rows of other ids or answers apart.
+        """
+        name = self.input if by_input or not self.problem else self.problem
+        return self.data_source, name, self.id, canonical(self.gts)
+
 
 # Columns that every row has, beside `acc` and `gts`.
 NUMBERS = tuple(each.name for each in fields(Sample) if each.type is float)
 TEXTS = tuple(each.name for each in fields(Sample) if each.type is str and each.default is MISSING)
+OPTIONAL = tuple(each.name for each in fields(Sample) if each.default is not MISSING)  # texts that a row may lack
 
 
 def plain(text: str) -> str:
@@ -105,7 +117,8 @@ def sample_of(row: Mapping[str, Any]) -> Sample:
         unverified=row["acc"] is None,
         sandbox_failure=end == RolloutEnd.SANDBOX_FAILURE,
         id=row["id"] or "",
-        problem=row["problem"],
+        problem=row["problem"] or "",
+        normalised=verdict.get("normalised") or "",
     )
 
 
@@ -124,5 +137,5 @@ def _sample(row: dict[str, Any]) -> Sample:
     if row["acc"] is not None and not (isinstance(row["acc"], int | float) and 0 <= row["acc"] <= 1):
         raise ValueError(f"acc is {row['acc']!r}, not a number from 0 to 1 or null")
     acc = None if row["acc"] is None else float(row["acc"])
-    texts = {key: row[key] for key in TEXTS}
-    return Sample(**texts, **numbers, acc=acc, gts=row["gts"], id=row.get("id", ""), problem=row.get("problem", ""))
+    texts = {key: row[key] for key in TEXTS} | {key: str(row.get(key) or "") for key in OPTIONAL}
+    return Sample(**texts, **numbers, acc=acc, gts=row["gts"])

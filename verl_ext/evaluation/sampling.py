@@ -23,6 +23,7 @@ from verl_ext.evaluation.samples import NUMBERS, TEXTS
 from verl_ext.evaluation.servers import Server, ServerFailure
 from verl_ext.evaluation.store import Store
 from verl_ext.outcome import SERVER_FAILURE, UNVERIFIED, evaluation_failure
+from verl_ext.records.problem import id_of
 from verl_ext.reward.manager import RetoolRewardManager
 from verl_ext.rollout.loop import RetoolAgentLoop
 from verl_ext.rollout.seeds import seed_of
@@ -215,7 +216,7 @@ class Sampler:
 
 
 def _row(task: Task, **values: Any) -> dict[str, Any]:
-    """A row with the keys that `records.samples.read_dump` asks for; what `values` lacks is empty."""
+    """A row with the keys that `samples.read_dump` asks for; what `values` lacks is empty."""
     row = dict.fromkeys(TEXTS, "") | dict.fromkeys(NUMBERS, 0.0) | {"acc": None} | values
     row |= {"uid": task.uid, "data_source": task.row["data_source"], "gts": task.row["reward_model"]["ground_truth"]}
-    return row | {"problem": task.row["problem"]}
+    return row | {"problem": task.row["problem"], "id": id_of(task.row)}

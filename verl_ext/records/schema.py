@@ -57,7 +57,7 @@ TRAJECTORIES = pa.schema(
         "step": pa.int32(),  # in which the prompt was handed to the agent loops; of a validation, its step
         "validate": pa.bool_(),
         "index": pa.int64(),  # row of the data set; null where the data set has no number there
-        "problem": pa.string(),  # a hash of prompt and ground truth: the same over time and runs
+        "problem": pa.string(),  # its name, the same over time and runs (problem.py)
         "id": pa.string(),  # `extra_info.id` of the data; problems made from one template share it
         "domain": pa.string(),  # `data_source`
         "ability": pa.string(),  # by it or by `data_source` the verifier is chosen

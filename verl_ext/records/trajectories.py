@@ -4,7 +4,6 @@ An agent-loop worker (rollout/workers.py) makes the row as far as it knows it. T
 prompt.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import msgspec
 
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, Fault, RolloutEnd, rollout_end
+from verl_ext.records.problem import canonical, id_of, problem_of
 from verl_ext.runs import jsonl
 
 Row = Mapping[str, Any]
@@ -22,16 +22,17 @@ def problem_columns(sample: Row, *, validate: bool) -> dict[str, Any]:
     """What the rollouts of a group have in common; `sample`: the row of the data set, with `uid` and `global_steps`."""
     index = sample.get("index")
     index = index.item() if hasattr(index, "item") else index
+    truth = (sample.get("reward_model") or {}).get("ground_truth")
     return {
         "uid": sample["uid"],
         "step": sample.get("global_steps"),
         "validate": validate,
         "index": index if type(index) is int else None,  # some data sets have a text there
         "problem": problem_of(sample),
-        "id": _text((sample.get("extra_info") or {}).get("id")),
+        "id": _text(id_of(sample) or None),
         "domain": _text(sample.get("data_source")),
         "ability": _text(sample.get("ability")),
-        "ground_truth": _text((sample.get("reward_model") or {}).get("ground_truth")),
+        "ground_truth": None if truth is None else _text(canonical(truth)),
     }
 
 
@@ -90,12 +91,6 @@ def raised_columns(session: int, error: BaseException, **times: float) -> dict[s
         "fault": str(RolloutEnd.RAISED.fault),
         "timings": times,
     }
-
-
-def problem_of(sample: Row) -> str:
-    """A name of the problem that is the same in all steps and runs: a hash of prompt and ground truth."""
-    content = [sample.get("raw_prompt"), (sample.get("reward_model") or {}).get("ground_truth")]
-    return hashlib.blake2b(json.dumps(content, default=str).encode(), digest_size=8).hexdigest()
 
 
 _ENDS = {str(end): end for end in RolloutEnd}

@@ -94,7 +94,7 @@ def pick_rollouts(
         )
 
     def is_of_missed(s: Sample) -> bool:
-        return missed is not None and (s.data_source, s.input) == (missed.data_source, missed.input)
+        return missed is not None and s.problem_key() == missed.problem_key()
 
     kinds: list[tuple[str, str, Fits]] = [
         ("wrong without code", "before", lambda s: s is missed),

@@ -26,6 +26,7 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from verl_ext.objectives.shaping import PIECEWISE, overlong_penalty, piecewise_length_penalty, tool_bonus
 from verl_ext.outcome import UNVERIFIED, RolloutEnd, infrastructure_failure
+from verl_ext.records.problem import id_of, problem_of
 from verl_ext.reward.numbers import BrokenReward
 from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers import RAISED_BY_TEXT, Verifiers, verify_response
@@ -170,7 +171,7 @@ class RetoolRewardManager(RewardManagerBase):
             when unverified), `train_acc` (what the reward was made of), the parts of the reward `reward_base`,
             `reward_overlong`, `reward_length` and `reward_tool_bonus`, `unverified`, `sandbox_failure`,
             `response_tokens` and the loop's counts as floats; `pred`, `verdict`, `method`, `data_source`, `id` (of
-            `extra_info`), `finish_reason`, `normalised` as strings, "" for nothing.
+            `extra_info`), `problem` (records/problem.py), `finish_reason`, `normalised` as strings, "" for nothing.
         Raises:
             BrokenReward: the row or its verifier is broken; the message names both. The run stops.
             RuntimeError: the verifier could not reach a worker or a server, and did not say "unknown".
@@ -218,7 +219,8 @@ class RetoolRewardManager(RewardManagerBase):
                 "method": score.method,
                 "normalised": score.normalised,
                 "data_source": str(sample.get("data_source", "")),
-                "id": str((sample.get("extra_info") or {}).get("id", "")),
+                "id": id_of(sample),
+                "problem": problem_of(sample),
                 "finish_reason": finish_reason,
             },
         }

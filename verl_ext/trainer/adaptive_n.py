@@ -5,11 +5,8 @@ Strategy", bojieli/ai-agent-book@99cee91, chapter7/retool/README.md). That text 
 we.
 """
 
-import hashlib
-import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -34,11 +31,6 @@ def number_of_responses(step: int, rates: Sequence[float], settings: AdaptiveN) 
     return bounds.get(difficulty(rates, settings), n)
 
 
-def problem_id(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Names a problem by its prompt: a data file need not number its rows."""
-    return hashlib.blake2b(json.dumps(messages, default=str).encode(), digest_size=8).hexdigest()
-
-
 class AdaptiveSampling:
     """Decides for each prompt that is submitted, and learns from each group that ends.
 
@@ -61,19 +53,19 @@ class AdaptiveSampling:
             self._problems = dict(record.get("in_flight", {}))  # of the newest step
 
     def assign(
-        self, step: int, uids: Sequence[str], prompts: Sequence[Sequence[Mapping]], known_rates: Sequence[float | None]
+        self, step: int, uids: Sequence[str], problems: Sequence[str], known_rates: Sequence[float | None]
     ) -> list[int]:
         """Responses for each prompt.
 
         Args:
             step: of training, from 1.
             uids: one per group.
-            prompts: messages of each.
+            problems: the problem of each (records/problem.py).
             known_rates: pass rate of each from its data row; None or NaN where it has none.
         """
         numbers = []
-        for uid, prompt, known in zip(uids, prompts, known_rates, strict=True):
-            problem = self._problems[uid] = problem_id(prompt)
+        for uid, problem, known in zip(uids, problems, known_rates, strict=True):
+            self._problems[uid] = problem
             before = [] if known is None or math.isnan(known) else [known] * self.settings.easy_visits
             rates = before + self._rates.get(problem, [])
             numbers.append(number_of_responses(step, rates, self.settings))

@@ -26,6 +26,7 @@ from verl_ext.fleet.recovery import Fleet, FleetCheckpointManager
 from verl_ext.ledger.prompts import PromptLedger
 from verl_ext.moved import rename_files, rename_keys
 from verl_ext.outcome import PromptEnd
+from verl_ext.records.problem import problem_of
 from verl_ext.rollout.liveness import AgentLoops
 from verl_ext.runs.journal import StepJournal
 from verl_ext.settings import (
@@ -40,7 +41,7 @@ from verl_ext.settings import (
     ValidationSchedule,
 )
 from verl_ext.settings.checks import check, read_settings
-from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveSampling, problem_id
+from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveSampling
 from verl_ext.trainer.advantages import OF_GROUPS
 from verl_ext.trainer.batch_recorder import BatchRecorder
 from verl_ext.trainer.early_stop import EarlyStopWatch
@@ -282,21 +283,18 @@ class RunTrainer(RunUpdates, RunValidation):
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
         configured = [self.config.actor_rollout_ref.rollout.n] * len(batch)
         numbers, generated = None, getattr(self.replay_buffer, "generated_for_one", 1)
+        uids = _column(batch, "uid")
+        problems = _problems_of(batch) if self._sampling or self._ledger else []
         if self._sampling:
-            numbers = self._sampling.assign(
-                self.global_steps,
-                _column(batch, "uid"),
-                _column(batch, "raw_prompt"),
-                _column(batch, PASS_RATE_COLUMN),
-            )
+            known_rates = _column(batch, PASS_RATE_COLUMN)
+            numbers = self._sampling.assign(self.global_steps, uids, problems, known_rates)
         elif generated > 1:
             numbers = configured
         if numbers:
             numbers = [generated * number for number in numbers]
             tu.assign_non_tensor_stack(batch, "__rollout_n__", numbers)  # read by verl's worker, agent_loop_tq.py:115
         if self._ledger:
-            problems = map(problem_id, _column(batch, "raw_prompt"))
-            self._ledger.draw(dict(zip(_column(batch, "uid"), problems, strict=True)), numbers or configured)
+            self._ledger.draw(dict(zip(uids, problems, strict=True)), numbers or configured)
         return super()._submit_batch_to_rollout(batch)
 
     # Validation ------------------------------------------------------------------------------------------------------
@@ -339,6 +337,12 @@ class RunTrainer(RunUpdates, RunValidation):
         if self.trainer_mode != "sync":
             self.checkpoint_manager.abort_replicas()
         self.checkpoint_manager.sleep_replicas()
+
+
+def _problems_of(batch: TensorDict) -> list[str]:
+    """The problem of each row of a batch of prompts."""
+    columns = {name: _column(batch, name) for name in ("data_source", "extra_info", "raw_prompt", "reward_model")}
+    return [problem_of(dict(zip(columns, values, strict=True))) for values in zip(*columns.values(), strict=True)]
 
 
 def _column(batch: TensorDict, name: str) -> list[Any]:

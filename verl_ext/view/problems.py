@@ -41,25 +41,19 @@ def compare(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Any]
 
     All of the problems that have judged samples on both sides, `common` of them; None where there is none.
     """
-    accs: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
+    accs: dict[figures.Problem, tuple[list[float], list[float]]] = {}
     for side, rows in enumerate((before, after)):
         for row in rows:
-            accs.setdefault(_pair(row), ([], []))[side].extend([] if row.acc is None else [row.acc])
+            accs.setdefault(row.problem_key(), ([], []))[side].extend([] if row.acc is None else [row.acc])
     common = {pair for pair, sides in accs.items() if all(sides)}
     if not common:
         return None
-    paired = [[row for row in side if _pair(row) in common] for side in (before, after)]
+    paired = [[row for row in side if row.problem_key() in common] for side in (before, after)]
     both = [figures.evaluate(side, draws=DRAWS) for side in paired]
     difference = figures.compare(*paired, draws=DRAWS)
-    ids = {_pair(row): row.id for row in (*before, *after)}
-    moved = [(name, ids[source, name], *map(fmean, accs[source, name])) for source, name in common]
+    moved = [(name, id_, *map(fmean, accs[source, name, id_, gold])) for source, name, id_, gold in common]
     moved.sort(key=lambda row: (-abs(row[3] - row[2]), row[0]))
     return {"tables": figures.comparison_tables(*both, difference), "problems": moved[:100], "common": len(common)}
-
-
-def _pair(sample: Sample) -> tuple[str, str]:
-    """What `figures.compare` pairs by."""
-    return sample.data_source, sample.problem
 
 
 def draws(runs: Sequence[Run], problem: str) -> list[dict[str, Any]]:

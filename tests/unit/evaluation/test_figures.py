@@ -247,6 +247,18 @@ def test_problems_are_paired_by_their_own_text_where_both_sides_have_it(samples)
     assert compare(*without_text, draws=10) == {}
 
 
+@pytest.mark.parametrize(
+    "changes", [{"gts": "8"}, {"gts": {"a": 7}}, {"id": "x"}, {"problem": "y"}, {"input": "system\nBe brief.\nuser\na"}]
+)
+@pytest.mark.parametrize("named", [{}, {"problem": "p"}])
+def test_rows_of_another_gold_id_name_or_prompt_are_another_problem(samples, changes, named):
+    """The names in older files are the problem's text."""
+    rows = [row("a", i, 1) | named for i in range(2)] + [row("a", 2 + i, 0) | named | changes for i in range(2)]
+    each = evaluate(samples(rows), draws=10)["tiny_tools"]
+    number = 1 if named and "input" in changes else 2  # with the same name: another template's text of one problem
+    assert (each.num_problems, each.metrics["acc/best@k"].value) == (number, 1 / number)
+
+
 def test_samples_that_their_server_failed_belong_to_their_problems(samples):
     rows = [row(name, i, 1) | {"problem": name} for name in "abc" for i in range(3)]
     for each in rows[::3]:

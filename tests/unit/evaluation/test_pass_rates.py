@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from verl_ext.evaluation.pass_rates import Tally, is_kept, match_prompts, tally
-from verl_ext.evaluation.samples import NUMBERS, TEXTS, read_dump
+from verl_ext.evaluation.past_samples import read_past_samples
+from verl_ext.evaluation.samples import NUMBERS, TEXTS
+from verl_ext.records.problem import problem_of
 from verl_ext.runs.lock import lock_folder
 
 REPO = Path(__file__).parents[3]
@@ -57,12 +59,62 @@ def test_dumps_of_two_templates_are_both_understood():
     assert list(matches.values()) == [[0], [1], [2], [3], [4], [5]]
 
 
+def test_a_prompt_is_told_by_its_other_messages():
+    """With none, one or two of them; a system message may be the start of another."""
+    before = [(), ("Be",), ("Be brief.",), ("Be brief.", "Use code."), ("Use code.",)]
+    prompts = [
+        [*({"role": "system", "content": text} for text in others), {"role": "user", "content": f"Find {question}."}]
+        for others in before
+        for question in "ab"
+    ]
+    inputs = ["".join(f"{each['role']}\n{each['content']}\n" for each in each) + "assistant\n" for each in prompts]
+    assert list(match_prompts(prompts, inputs).values()) == [[row] for row in range(10)]
+
+
 def test_samples_that_infrastructure_failed_count_neither_way(tmp_path):
     rows = [sample_row("a", 1, 0), sample_row("a", 0, 1), sample_row("a", 0, 2, sandbox_failure=1.0)]
     rows += [sample_row("b", 0, 0, unverified=1.0), sample_row("c", 1, 0)]
-    tallies, unknown = tally(read_dump(write_dump(tmp_path / "0.jsonl", rows)), [prompt("a"), prompt("b")])
+    samples = read_past_samples(write_dump(tmp_path / "0.jsonl", rows)).samples
+    tallies, unknown = tally(samples, [{"prompt": prompt(text)} for text in "ab"])
     assert tallies == [Tally(judged=2, correct=1), Tally()] and unknown == 1
     assert tallies[0].pass_rate == 0.5 and tallies[1].pass_rate is None
+
+
+@pytest.mark.parametrize(
+    ("difference", "of_rows"),
+    [
+        ("gts", [{"reward_model": {"ground_truth": gold}} for gold in ("1", "2")]),
+        ("gts", [{"reward_model": {"ground_truth": gold}} for gold in ({"a": 1, "b": [2]}, {"a": 1, "b": [3]})]),
+        ("id", [{"extra_info": {"id": name}} for name in (1, 2)]),
+        ("data_source", [{"data_source": name} for name in ("one", "two")]),
+        ("problem", [{"extra_info": {"index": number}} for number in (0, 1)]),
+    ],
+)
+def test_rows_with_one_last_message_have_the_samples_of_their_own_problem(tmp_path, difference, of_rows):
+    """Two samples of the first are right, the one of the second is wrong."""
+    rows = [{"prompt": prompt("a")} | row for row in of_rows]
+    said = {
+        "gts": lambda row: row["reward_model"]["ground_truth"],
+        "id": lambda row: str(row["extra_info"]["id"]),
+        "data_source": lambda row: row["data_source"],
+        "problem": lambda row: problem_of(row | {"raw_prompt": row["prompt"]}),
+    }[difference]
+    samples = [sample_row("a", int(i < 2), i, **{difference: said(rows[i == 2])}) for i in range(3)]
+    tallies, unknown = tally(read_past_samples(write_dump(tmp_path / "0.jsonl", samples)).samples, rows)
+    assert tallies == [Tally(judged=2, correct=2), Tally(judged=1, correct=0)] and not unknown
+
+
+def test_rows_that_a_data_set_repeats_share_their_samples(tmp_path):
+    row = {"prompt": prompt("a"), "extra_info": {"id": "x"}, "reward_model": {"ground_truth": "1"}}
+    rows = [row | {"extra_info": {"id": "x", "index": number}} for number in range(100)]
+    samples = read_past_samples(write_dump(tmp_path / "0.jsonl", [sample_row("a", 1, i, id="x") for i in range(8)]))
+    assert tally(samples.samples, rows)[0] == [Tally(judged=8, correct=8)] * 100
+
+
+def test_samples_of_another_answer_are_of_no_row(tmp_path):
+    rows = [{"prompt": prompt("a"), "reward_model": {"ground_truth": "2"}}]
+    samples = read_past_samples(write_dump(tmp_path / "0.jsonl", [sample_row("a", 1)])).samples
+    assert tally(samples, rows) == ([Tally()], 1)
 
 
 @pytest.mark.parametrize(

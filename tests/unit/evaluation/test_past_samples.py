@@ -51,7 +51,7 @@ def judged(text: str, acc: int, number: int = 0, **fields):
 
 
 def rates(path: Path) -> list[tuple[int, int]]:
-    tallies, _ = tally(read_past_samples(path).samples, [prompt(f"Find {text}.") for text in PROBLEMS])
+    tallies, _ = tally(read_past_samples(path).samples, [{"prompt": prompt(f"Find {text}.")} for text in PROBLEMS])
     return [(each.judged, each.correct) for each in tallies]
 
 
@@ -132,7 +132,7 @@ def test_what_is_no_source_is_named(tmp_path):
 
 def test_samples_of_other_problems_are_an_error_that_shows_one(tmp_path):
     samples = read_past_samples(write(tmp_path / "0.jsonl", [judged("other", 1)])).samples
-    _, unknown = tally(samples, [prompt("Find a.")])
+    _, unknown = tally(samples, [{"prompt": prompt("Find a.")}])
     with pytest.raises(
         NoSamples, match="None of the 1 samples in /run is of a problem of /data.*user Find other. assi"
     ):

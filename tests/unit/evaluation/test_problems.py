@@ -29,7 +29,12 @@ def test_aime_is_there_by_name_with_the_protocols_instructions(protocol):
         "70",
     )
     content = first["raw_prompt"][0]["content"]
-    assert first["problem"] in content and ("<code>" in content) == (protocol == "code")
+    assert "<code>" in content if protocol == "code" else "<code>" not in content
+
+
+def test_the_instructions_of_a_protocol_make_no_other_problem():
+    names = [[row["problem"] for row in read_sets(NAMES, protocol=protocol)] for protocol in ("code", "hermes")]
+    assert names[0] == names[1] and len(set(names[0])) == 60
 
 
 def test_a_file_in_verls_columns_keeps_its_own_prompt(tmp_path):
@@ -42,10 +47,10 @@ def test_a_file_in_verls_columns_keeps_its_own_prompt(tmp_path):
         "prompt": [{"role": "system", "content": "Be brief."}, *ROW["prompt"]],
         "extra_info": {"tool_selection": ["a"]},
     }
-    rows = read_sets([write(tmp_path / "mine.jsonl", [wrapped, system])], protocol="code")
-    assert [row["uid"] for row in rows] == ["mine:0", "mine:1"]
+    rows = read_sets([write(tmp_path / "mine.jsonl", [wrapped, system, ROW])], protocol="code")
+    assert [row["uid"] for row in rows] == ["mine:0", "mine:1", "mine:2"]
     assert rows[0]["raw_prompt"] == wrapped["prompt"] and rows[1]["raw_prompt"] == system["prompt"]
-    assert [row["problem"] for row in rows] == ["1+1?", "1+1?"]
+    assert rows[0]["problem"] == rows[2]["problem"] != rows[1]["problem"]
     assert rows[1]["extra_info"]["tool_selection"] == ["a"] and rows[0]["tools_kwargs"] == {}
 
 
@@ -68,6 +73,10 @@ def test_limit_takes_the_first_of_each_set(tmp_path):
         (ROW | {"prompt": "1+1?"}, "line 1, column prompt: found '1\\+1\\?'; expected list"),
         (ROW | {"prompt": []}, "line 1, column prompt.0.role"),
         (ROW | {"prompt": [{"role": "user"}]}, "line 1, column prompt.0.content"),
+        (ROW | {"extra_info": "an id"}, "line 1, column extra_info: found 'an id'; expected dict"),
+        (ROW | {"extra_info": ["an id"]}, "line 1, column extra_info: found .'an id'.; expected dict"),
+        (ROW | {"extra_info": {"tools_kwargs": "x"}}, "column extra_info.tools_kwargs: found 'x'; expected dict"),
+        (ROW | {"reward_model": "2"}, "line 1, column reward_model.ground_truth"),
     ],
 )
 def test_a_row_of_another_form_is_named(tmp_path, row, message):

@@ -62,5 +62,6 @@ def test_a_row_of_records_is_the_sample_that_verls_dump_has_of_the_response(tmp_
         uid="u_2_0", input="user\n1+1?\n", output="<code>1/0</code>error2", gts="2", pred="2.0", data_source="mine",
         finish_reason="max_tokens", acc=1.0, score=0.5, tool_calls=2, tool_errors=2, tool_timeouts=1, model_turns=2,
         response_tokens=6, truncated=1, unverified=0, sandbox_failure=0, id="template", problem="hash",
+        normalised="2",
     )  # fmt: skip
     assert sample.failure is None and lost.failure == "unverified"

@@ -121,6 +121,30 @@ def test_samples_go_through_the_loop_and_the_reward_manager_of_training(config, 
     assert {sample.uid for sample in read_dump(tmp_path / "samples.jsonl")} == set(rows)
 
 
+def test_seven_rows_with_one_last_message_are_seven_problems(config, tokenizer, tmp_path):
+    """Other golds, ids, indices, sources or system messages; the eighth repeats the first. Only the answer 3 is wrong:
+    that of six problems is right, so that best@4 is 6/7."""
+    from verl_ext.evaluation.figures import evaluate
+    from verl_ext.evaluation.problems import read_sets
+    from verl_ext.evaluation.samples import read_dump
+
+    row = {"data_source": "mine", "prompt": [{"role": "user", "content": "1+1?"}], "ability": "math"}
+    row |= {"reward_model": {"ground_truth": "2"}, "extra_info": {"id": "a"}}
+    system = [{"role": "system", "content": "Be brief."}, *row["prompt"]]
+    changes = [
+        *({}, {"reward_model": {"ground_truth": "3"}}, {"extra_info": {"id": "b"}}, {"extra_info": {"index": 0}}),
+        *({"extra_info": {"index": 1}}, {"data_source": "yours"}, {"prompt": system}, {}),
+    ]
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps(row | change) + "\n" for change in changes))
+    rows = read_sets([str(file)], protocol="code")
+    sample(config, tokenizer, tmp_path / "out", rows, lambda *_: "\\boxed{2}", n=4)
+    samples = read_dump(tmp_path / "out" / "samples.jsonl")
+    overall = evaluate(samples, k=4, draws=10)["overall"]
+    assert (overall.num_problems, overall.num_samples, overall.n) == (7, 32, 4)
+    assert overall.metrics["acc/best@k"].value == pytest.approx(6 / 7)
+
+
 def test_a_sample_has_the_same_seed_in_every_run_and_another_than_all_others(config, tokenizer, tmp_path):
     from verl_ext.evaluation.sampling import make_tasks
 

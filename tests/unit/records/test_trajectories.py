@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from verl_ext.records import store
-from verl_ext.records.trajectories import MAX_OUTPUT, problem_columns, problem_of, raised_columns, rollout_columns
+from verl_ext.records.problem import problem_of
+from verl_ext.records.trajectories import MAX_OUTPUT, problem_columns, raised_columns, rollout_columns
 
 SAMPLE = {
     "uid": "u",
@@ -112,11 +113,13 @@ def test_a_rollout_that_raised_has_a_row_of_its_own():
     assert (row["uid"], row["session"]) == ("u", 3) and row["validate"] is True
 
 
-def test_a_problem_is_the_same_in_all_runs_by_its_content_which_its_id_does_not_say():
-    other = SAMPLE | {"uid": "other", "index": 1, "extra_info": {"id": "template 7"}}
-    assert problem_of(SAMPLE) == problem_of(other)
-    assert problem_columns(other, validate=True)["id"] == "template 7"
-    assert problem_of(SAMPLE) != problem_of(SAMPLE | {"reward_model": {"ground_truth": "3"}})
+def test_a_row_names_its_problem_its_id_and_a_gold_of_any_form():
+    other = SAMPLE | {"uid": "other", "index": 1, "extra_info": {"id": 7}}
+    columns = problem_columns(other, validate=True)
+    assert (columns["problem"], columns["id"], columns["ground_truth"]) == (problem_of(other), "7", "2")
+    odd = SAMPLE | {"reward_model": {"ground_truth": {"b": "\ud800", "a": [1]}}, "extra_info": None}
+    columns = problem_columns(odd, validate=True)
+    assert (columns["id"], columns["ground_truth"]) == (None, '{"a": [1], "b": "\\ud800"}')
 
 
 def test_a_turn_says_which_server_wrote_it_and_when():

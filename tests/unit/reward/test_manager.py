@@ -43,6 +43,13 @@ def test_the_id_of_the_data_is_kept_with_the_sample(make_manager):
     assert [info["id"] for info in infos] == ["rates-31", "", ""]
 
 
+def test_the_name_of_the_problem_is_kept_with_the_sample(make_manager):
+    """In verl's own dumps nothing else tells rows with one prompt apart: evaluation/samples.py."""
+    prompts = [{"raw_prompt": [{"role": "user", "content": text}]} for text in ("1+1?", "1+2?", "1+1?")]
+    names = [score(make_manager(), "7", **row)[1]["problem"] for row in prompts]
+    assert names[0] == names[2] != names[1] and all(names)
+
+
 def test_padding_and_special_tokens_change_nothing(make_manager):
     manager = make_manager()
     assert score(manager, r"\boxed{4", "2}\x00", padding=9) == score(manager, r"\boxed{4", "2}\x00")
@@ -69,7 +76,7 @@ def test_every_sample_carries_the_same_keys_of_the_same_types(make_manager, monk
         score(manager, r"\boxed{x}", ground_truth=r"\sqrt{y}")[1],
         score(manager, "<code>", extra_fields={"finish_reason": "sandbox_failure"})[1],
     ]
-    texts = {"pred", "normalised", "verdict", "method", "data_source", "id", "finish_reason"}
+    texts = {"pred", "normalised", "verdict", "method", "data_source", "id", "problem", "finish_reason"}
     for info in infos:
         assert info.keys() == infos[0].keys()
         assert {key for key, value in info.items() if type(value) is str} == texts

@@ -66,10 +66,6 @@ def test_settings_out_of_range_are_refused(wrong):
         AdaptiveN(**WRITE_UP | wrong)
 
 
-def prompt(text):
-    return [{"role": "user", "content": text}]
-
-
 @pytest.fixture
 def sampling(tmp_path):
     return AdaptiveSampling(SETTINGS, StepJournal(tmp_path / "pass_rates.jsonl"))
@@ -77,13 +73,13 @@ def sampling(tmp_path):
 
 def one_step(sampling, step, text, accs, known=None):
     """Submit one prompt, let its group end; returns its number of responses."""
-    (number,) = sampling.assign(step, [f"uid-{step}"], [prompt(text)], [known])
+    (number,) = sampling.assign(step, [f"uid-{step}"], [text], [known])
     sampling.observe(f"uid-{step}", accs)
     sampling.end_step(step)
     return number
 
 
-def test_a_problem_is_known_by_its_prompt_from_one_group_to_the_next(sampling):
+def test_a_problem_is_known_from_one_group_to_the_next(sampling):
     assert [one_step(sampling, step, "a", [1, 1]) for step in range(40, 44)] == [16, 16, 16, 8]
     assert one_step(sampling, 44, "b", [0, 1, 0, 0]) == 16
     assert one_step(sampling, 45, "b", []) == 24  # 1 of 4; then infrastructure failed all: nothing was learned
@@ -108,27 +104,27 @@ def test_pass_rates_outlive_a_resume_but_not_those_after_its_step(sampling, tmp_
     one_step(sampling, 41, "b", [0, 0])
     resumed = AdaptiveSampling(SETTINGS, StepJournal(tmp_path / "pass_rates.jsonl"))
     resumed.resume(40)
-    assert resumed.assign(41, ["x", "y"], [prompt("a"), prompt("b")], [None, None]) == [24, 16]
+    assert resumed.assign(41, ["x", "y"], ["a", "b"], [None, None]) == [24, 16]
     resumed.observe("of-an-older-run", [1])  # it is not known of which problem
 
 
 def test_a_group_in_flight_at_a_checkpoint_counts_for_its_problem_in_the_run_that_resumes(sampling, tmp_path):
     """The asynchronous modes send it again, under its name."""
-    sampling.assign(40, ["x", "y"], [prompt("a"), prompt("b")], [None, None])
+    sampling.assign(40, ["x", "y"], ["a", "b"], [None, None])
     sampling.observe("x", [1, 1])
     sampling.end_step(40)
-    sampling.assign(41, ["z"], [prompt("c")], [None])  # after the checkpoint: drawn again, under another name
+    sampling.assign(41, ["z"], ["c"], [None])  # after the checkpoint: drawn again, under another name
     resumed = AdaptiveSampling(SETTINGS, StepJournal(tmp_path / "pass_rates.jsonl"))
     resumed.resume(40)
     for uid in ("x", "y", "z"):
         resumed.observe(uid, [0, 0])
-    assert resumed.assign(41, ["1", "2", "3"], [prompt("a"), prompt("b"), prompt("c")], [None] * 3) == [16, 24, 16]
+    assert resumed.assign(41, ["1", "2", "3"], ["a", "b", "c"], [None] * 3) == [16, 24, 16]
 
 
 def test_metrics_are_of_the_prompts_of_a_step(sampling):
     one_step(sampling, 40, "a", [0, 0])
-    sampling.assign(41, ["1", "2"], [prompt("a"), prompt("b")], [None, 1.0])
-    sampling.assign(41, ["3", "4"], [prompt("c"), prompt("d")], [None, None])  # a refill
+    sampling.assign(41, ["1", "2"], ["a", "b"], [None, 1.0])
+    sampling.assign(41, ["3", "4"], ["c", "d"], [None, None])  # a refill
     expected = {"mean": (24 + 8 + 16 + 16) / 4, "min": 8, "max": 24, "easy": 0.25, "hard": 0.25}
     assert sampling.end_step(41) == {f"rollout_n/{name}": value for name, value in expected.items()}
     assert sampling.end_step(42) == {}

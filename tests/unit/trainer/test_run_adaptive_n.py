@@ -82,19 +82,22 @@ def test_micro_batches_of_a_fixed_size_go_with_one_update(make):
 
 
 def test_what_was_learned_is_written_with_the_step_and_logged(make, submitted, tmp_path):
-    from verl_ext.trainer.adaptive_n import problem_id
+    from verl_ext.records.problem import problem_of
 
     trainer, calls = make(*ADAPTIVE, "trainer.test_freq=-1", steps=1)
     trainer.agent_loop_manager = submitted.manager
     trainer.global_steps = 1
-    trainer._submit_batch_to_rollout(prompts("a", "b", pass_rate=[0.25, None]))
+    golds = [{"ground_truth": gold} for gold in "12"]
+    trainer._submit_batch_to_rollout(prompts("a", "a", pass_rate=[0.25, None], reward_model=golds))
     trainer.replay_buffer.on_group_end("uid-0", [1.0, 0.0])
     metrics = {}
     trainer.step(metrics, {})
     assert metrics == {
         f"rollout_n/{k}": v for k, v in [("mean", 9), ("min", 6), ("max", 12), ("easy", 0), ("hard", 0.5)]
     }
-    problem, other = (problem_id([{"role": "user", "content": text}]) for text in "ab")
+    row = {"raw_prompt": [{"role": "user", "content": "a"}]}
+    problem, other = (problem_of(row | {"reward_model": gold}) for gold in golds)
+    assert problem != other
     assert (tmp_path / "pass_rates.jsonl").read_text() == (
         f'{{"step": 1, "rates": [["{problem}", 0.5]], "in_flight": {{"uid-1": "{other}"}}}}\n'
     )
