@@ -6,13 +6,15 @@ Pure functions. They know nothing of files or of verl; `evaluation/figures.py` f
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import stdev
 
 import numpy as np
 from scipy.special import stdtrit
 from scipy.stats import beta, binomtest
+
+from verl_ext.reward.votes import vote
 
 MAX_CELLS = 2_000_000  # resamples x problems held in memory at a time: 16 MB
 TOLERANCE = 1e-9  # within it two sums of shares are equal
@@ -58,15 +60,15 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
     return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def majority_acc(preds: Sequence[str], accs: Sequence[float]) -> float:
-    """Acc of the most frequent prediction; among tied ones the mean, i.e. what a fair draw between them is worth.
+def majority_acc(preds: Sequence[str], accs: Sequence[float], normalised: Sequence[str] | None = None) -> float:
+    """Acc of the most frequent answer; among tied ones the mean, i.e. what a fair draw between them is worth.
 
-    Predictions are compared as text ("0.5" and "1/2" are two). An empty one does not vote; no vote at all is 0.
+    Equal answers vote together (reward/votes.py): 0.5 and 1/2 are one. An empty one does not vote; no vote at all is 0.
     """
-    votes: dict[str, list[float]] = defaultdict(list)
-    for pred, acc in zip(preds, accs, strict=True):
-        if pred.strip():
-            votes[pred.strip()].append(acc)
+    votes: dict[Hashable, list[float]] = defaultdict(list)
+    for pred, normal, acc in zip(preds, normalised or [""] * len(preds), accs, strict=True):
+        if (answer := vote(pred, normal, acc)) is not None:
+            votes[answer].append(acc)
     if not votes:
         return 0.0
     most = max(len(voters) for voters in votes.values())

@@ -27,13 +27,14 @@ from verl_ext.outcome import EVALUATION_FAILURES
 
 
 def _majority(samples: Sequence[Sample], k: int) -> float:
-    """The acc of the most frequent `pred` of k samples: the mean over disjoint blocks of k, in order of their uids.
+    """The acc of the most frequent answer of k samples: the mean over disjoint blocks of k, in order of their uids.
 
     The rest after the last whole block is left out. Unbiased, since a uid says nothing of its sample; a dump's order
     would, as short responses end first.
     """
     blocks = [samples[start : start + k] for start in range(0, len(samples) - k + 1, k)]
-    accs = [majority_acc([row.pred for row in block], [row.acc for row in block]) for block in blocks]
+    columns = [[[getattr(row, name) for row in block] for name in ("pred", "acc", "normalised")] for block in blocks]
+    accs = [majority_acc(*each) for each in columns]
     return sum(accs) / len(accs)
 
 

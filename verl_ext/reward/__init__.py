@@ -2,7 +2,7 @@
 
 `score.py` decides (`score_answer`), with `maths/` and `guards.py`; `verifiers/` judge other domains, by a language
 model through `openai_endpoint.py`; `manager.py` makes verl's reward of it, `numbers.py` refuses what is no number;
-`grade.py` grades files and runs.
+`grade.py` grades files and runs; `votes.py` says which answers are the same one in a majority vote.
 In: a response and its ground truth. Out: a `Score`.
 """
 

@@ -6,7 +6,7 @@ that raised as wrong. Here are pure functions on the columns that verl gives to 
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 
 from verl_ext.outcome import INFRASTRUCTURE_FAILURES, RolloutEnd, infrastructure_failure
+from verl_ext.reward.votes import vote
 
 CAUSES = (*INFRASTRUCTURE_FAILURES, RolloutEnd.RAISED)  # a session that stored nothing: its rollout raised
+_OF_VOTE = ("pred", "normalised", "acc")
 GROUP = "val-aux/failed"  # of the metrics
 ALL_RAISED = {f"{GROUP}/{RolloutEnd.RAISED}": 1.0, f"{GROUP}/share": 1.0, f"{GROUP}/void": 1.0}
 
@@ -84,7 +86,8 @@ def judged_figures(
     """verl's `val-core/*` and `val-aux/*` over the samples that were judged.
 
     As `process_validation_metrics` (verl/trainer/ppo/metric_utils.py:896) and the names of trainer_base.py:1288, with
-    which a test compares it. The N of a name stays the number of samples that was asked for, also where fewer were
+    which a test compares it. In `maj` equal answers vote together (reward/votes.py); verl counts each spelling as an
+    answer of its own. The N of a name stays the number of samples that was asked for, also where fewer were
     judged: verl would take what is there, so that one validation had mean@30 over some problems and mean@29 over
     others. The mean of fewer samples estimates the same; `best`, `worst` and `maj` draw N with replacement either way.
     A problem without any judged sample is in no figure.
@@ -98,7 +101,7 @@ def judged_figures(
             rows[str(data_sources[i]), str(uids[i])].append(i)
     of_problems: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (source, uid), indices in rows.items():
-        preds = [columns["pred"][i] for i in indices] if "pred" in columns else [None]
+        preds = _votes(columns, indices)
         for variable, values in columns.items():
             present = [values[i] for i in indices if values[i] is not None]
             if not present or isinstance(present[0], str):
@@ -116,7 +119,13 @@ def judged_figures(
     return figures
 
 
-def _problem_figures(values: Sequence[float], votes: Sequence[str] | None, n: int) -> dict[str, float]:
+def _votes(columns: Mapping[str, Sequence[Any]], indices: Sequence[int]) -> list[Any]:
+    """What each sample votes for, as verl counts: one without an answer votes for "", one without `pred` is None."""
+    of_sample = [[columns[name][i] if name in columns else None for name in _OF_VOTE] for i in indices]
+    return [None if pred is None else vote(pred, normalised or "", acc) or "" for pred, normalised, acc in of_sample]
+
+
+def _problem_figures(values: Sequence[float], votes: Sequence[Hashable] | None, n: int) -> dict[str, float]:
     """Of one variable and one problem of which `n` samples were asked for. The resamples are those of verl's
     `bootstrap_metric`, all at once: its loop takes 5 ms of every 1,000, and a validation has thousands of these.
     """
@@ -142,7 +151,7 @@ def _draws(samples: int, size: int) -> np.ndarray:
 
 
 @lru_cache(maxsize=16)  # all variables of a problem ask
-def _majority(votes: tuple[str, ...], size: int) -> np.ndarray:
+def _majority(votes: tuple[Hashable, ...], size: int) -> np.ndarray:
     """int[1000, 1]: place in each resample of the first sample that votes as most do; of equally many the first, too,
     as `calc_maj_val` (metric_utils.py:860) has it."""
     number = {vote: i for i, vote in enumerate(dict.fromkeys(votes))}

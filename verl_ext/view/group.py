@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from verl_ext.reward.votes import vote
 from verl_ext.view import text
 
 Rollout = dict[str, Any]  # a row of verl_ext/records/schema.py: TRAJECTORIES
@@ -24,14 +25,17 @@ def answer(row: Rollout) -> str:
 
 def clusters(rows: Sequence[Rollout]) -> list[tuple[str, list[Rollout]]]:
     """(answer, its samples, which are all right or all wrong): right ones first, then by number; a sample that was not
-    judged is in a cluster of its own kind, since its answer says nothing. Right answers are equal, however written."""
-    right = " = ".join(dict.fromkeys(answer(row) for row in rows if row["acc"] == 1))
-    found: dict[tuple[float | None, str], list[Rollout]] = {}
+    judged is in a cluster of its own kind, since its answer says nothing. Right answers are equal, however written, and
+    others where they vote together (reward/votes.py)."""
+    found: dict[tuple[float | None, Any], list[Rollout]] = {}
     for row in rows:
-        name = "not judged" if row["acc"] is None else right if row["acc"] == 1 else answer(row)
-        found.setdefault((row["acc"], name), []).append(row)
+        same = row["acc"] in (None, 1) or vote(answer(row))
+        found.setdefault((row["acc"], same), []).append(row)
     order = sorted(found.items(), key=lambda item: (item[0][0] is None, -(item[0][0] or 0), -len(item[1])))
-    return [(name, members) for (_, name), members in order]
+    spelt = [" = ".join(dict.fromkeys(map(answer, members))) for _, members in order]
+    return [
+        ("not judged" if acc is None else name, members) for ((acc, _), members), name in zip(order, spelt, strict=True)
+    ]
 
 
 def spread(rows: Sequence[Rollout]) -> tuple[float, float] | None:

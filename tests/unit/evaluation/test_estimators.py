@@ -52,6 +52,7 @@ def test_pass_at_k_refuses_impossible_counts(n, c, k):
         (["", "", "7"], [0, 0, 1], 1.0, "no answer does not vote"),
         (["", ""], [0, 0], 0.0, "nobody votes"),
         ([" 7", "7 ", "5"], [1, 1, 0], 1.0, "white space does not split a vote"),
+        (["0.5", "1/2", "7"], [1, 1, 0], 1.0, "equal numbers are one answer"),
     ],
 )
 def test_majority_by_hand(preds, accs, expected, why):

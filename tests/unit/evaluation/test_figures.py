@@ -108,6 +108,18 @@ def test_the_order_in_which_samples_ended_does_not_matter(samples):
     assert figures[0] == figures[1] and figures[0]["tiny_tools"]["maj@k"][4].value == 0.75
 
 
+def test_the_majority_is_of_equal_answers_not_of_equal_texts(samples):
+    """Three spellings of one half against two of 7."""
+    preds = ["0.5", r"\frac12", "1/2", "7", "7"]
+    rows = [row("a", i, i < 3, pred=pred) for i, pred in enumerate(preds)]
+    assert evaluate(samples(rows), draws=10)["tiny_tools"].metrics["acc/maj@k"].value == 1.0
+    wrong = [row("a", i, i >= 3, pred=pred) for i, pred in enumerate(preds)]
+    assert evaluate(samples(wrong), draws=10)["tiny_tools"].metrics["acc/maj@k"].value == 0.0
+    roots = [r"2\sqrt2", r"\sqrt8", r"\sqrt{8}", "7", "7"]
+    rows = [row("a", i, i < 3, pred=pred, normalised=pred) for i, pred in enumerate(roots)]
+    assert evaluate(samples(rows), draws=10)["tiny_tools"].metrics["acc/maj@k"].value == 1.0
+
+
 def test_k_beyond_the_samples_is_refused(samples):
     with pytest.raises(ValueError, match="k is 3, but .* 1 <= k <= 2"):
         evaluate(samples(TWO_PROBLEMS), k=3)

@@ -54,6 +54,19 @@ def test_a_fifth_that_the_sandbox_failed_leaves_a_perfect_model_perfect():
     assert failed.share("aime") == 0.2 and failed.total == {"sandbox_failure": 24}
 
 
+def test_answers_that_are_equal_vote_together():
+    """Of .5, \\frac12, 1/2 (right) and 7, 7, verl's own maj@5 takes 7 in most resamples."""
+    preds = ["0.5", r"\frac12", "1/2", "7", "7"]
+    samples = [("s", "a", float(i < 3), "answer") for i in range(5)]
+    same, told = (figures_of(samples, pred=each)[0] for each in (["1/2"] * 3 + ["7"] * 2, preds))
+    name = "val-core/s/acc/maj@5/mean"
+    assert same[name] == told[name] > 0.5
+    normal = figures_of(samples, pred=preds, normalised=["0.5", r"\frac{1}{2}", "1/2", "7", "7"])[0]
+    assert normal[name] == same[name]
+    nothing = figures_of(samples, pred=["", " ", "", "7", "7"])[0]  # no answer is an answer of its own, as verl counts
+    assert nothing[name] == same[name]
+
+
 def test_each_problem_counts_once_however_many_of_its_samples_were_judged():
     """a: 1 1 0 of 4, b: 1 0 of 4. (2/3 + 1/2) / 2 = 7/12; the samples together would be 3/5."""
     samples = [("s", "a", 1.0, "answer"), ("s", "a", 1.0, "answer"), ("s", "a", 0.0, "answer")]

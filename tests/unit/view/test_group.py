@@ -32,10 +32,11 @@ def test_clusters_are_by_answer_right_ones_first_and_what_was_not_judged_last(ru
         assert {row["verdict"]["normalised"] for row in members} == {answer}
 
 
-def test_right_answers_are_one_cluster_however_they_are_written() -> None:
+def test_equal_answers_are_one_cluster_however_they_are_written() -> None:
     rows = [{"acc": acc, "verdict": {"normalised": said}} for said, acc in (("1/2", 1.0), ("2", 0.0), ("0.5", 1.0))]
-    rows.append({"acc": 0.0, "verdict": {"normalised": "3"}})
-    assert [(name, len(members)) for name, members in group.clusters(rows)] == [("1/2 = 0.5", 2), ("2", 1), ("3", 1)]
+    rows += [{"acc": 0.0, "verdict": {"normalised": said}} for said in ("3", r"\frac{1}{3}", "1/3")]
+    found = [(name, len(members)) for name, members in group.clusters(rows)]
+    assert found == [("1/2 = 0.5", 2), (r"\frac{1}{3} = 1/3", 2), ("2", 1), ("3", 1)]
 
 
 def test_the_group_page_shows_code_output_and_answer_of_every_sample(client: TestClient, run_folder: Path) -> None:
