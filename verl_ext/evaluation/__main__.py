@@ -10,9 +10,13 @@
     python -m verl_ext.evaluate --samples outputs/run --compare outputs/other_run
 
 The settings are those of a run's YAML: protocol and limits of `retool`, lengths of `data`, sampling of `val_kwargs`,
-vLLM's of `rollout`. Into --out go samples.jsonl (every sample as it ends), settings.json, result.json and result.md.
-The same command goes on where it was broken off. A sample with an infrastructure failure (sandbox, server, verifier) is
-in no figure, and the same command takes it again. The exit status is 0 if all samples are judged.
+vLLM's of `rollout`. Without --config they are those of the run that the model's folder lies in. For a model without a
+run they are those of {BASE}, with the GPUs of this machine, and --protocol must be given unless the model's
+chat template shows a call.
+
+Into --out go samples.jsonl (every sample as it ends), settings.json, result.json and result.md. The same command
+continues where it stopped. A sample with an infrastructure failure (sandbox, server, verifier) is in no figure, and the
+same command takes it again. The exit status is 0 if all samples are judged.
 """
 
 import argparse
@@ -26,7 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.datasets.rows import DataError
-from verl_ext.evaluation.checkpoint import CheckpointError, find_checkpoint, merge, settings_of
+from verl_ext.evaluation.checkpoint import Checkpoint, CheckpointError, find_checkpoint, merge, settings_of
+from verl_ext.evaluation.defaults import BASE, Chosen, choose, for_this_machine
 from verl_ext.evaluation.problems import NAMES, read_sets
 from verl_ext.evaluation.result import NoSamples, find_samples, make_result, write_result
 from verl_ext.evaluation.settings import ConfigError, load_config, model_fingerprint, sample_settings
@@ -41,7 +46,6 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 KNOWN = (CheckpointError, ConfigError, DataError, NoSamples, OtherForm, OtherSettings, SandboxNotReady, Unreadable)
-DEFAULT_CONFIG = "qwen2-32b_dapo"
 SHORTHANDS = {  # flag -> (key of the config, type)
     "n": ("actor_rollout_ref.rollout.val_kwargs.n", int),
     "temperature": ("actor_rollout_ref.rollout.val_kwargs.temperature", float),
@@ -77,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m verl_ext.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m verl_ext.evaluate",
+        description=__doc__.replace("{BASE}", BASE),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder")
@@ -89,8 +95,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("overrides", nargs="*", metavar="KEY=VALUE", help="Hydra overrides of the config")
     add("--out", type=Path, metavar="DIR", help="result; --checkpoint: RUN/evaluation/global_step_N")
     add("--compare", type=Path, metavar="OTHER", help="result or samples that differences are from")
-    configs = f"YAML of configs/, or a run's hydra/config.yaml (default: {DEFAULT_CONFIG}; --checkpoint: its own)"
-    add("--config", help=configs)
+    add("--config", help="YAML of configs/, or a run's hydra/config.yaml (default: see above)")
     sets = f"{', '.join(NAMES)} or a file; may be repeated (default: both)"
     add("--data", action="append", metavar="SET", help=sets)
     add("--limit", type=int, metavar="N", help="only the first N problems of each set")
@@ -126,21 +131,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def take_samples(args: argparse.Namespace) -> Path:
     """Take what is missing of the samples; returns their folder."""
-    config_name, overrides = args.config or DEFAULT_CONFIG, []
     checkpoint = find_checkpoint(args.checkpoint) if args.checkpoint else None
-    if checkpoint and not args.config:
-        config_name, overrides = settings_of(checkpoint)
-    for flag, (key, _) in SHORTHANDS.items():
-        value = getattr(args, flag.replace("-", "_"))
-        overrides += [] if value is None else [f"{key}={value}"]
-    overrides += args.overrides
-    config = load_config(config_name, overrides)
+    if args.model and not (args.model / "config.json").is_file():
+        raise ConfigError(_no_model(args.model))
+    config, chosen = _settings(args, checkpoint)
     rows = read_sets(args.data, protocol=config.retool.protocol, limit=args.limit)  # before the minutes of a merge
     if checkpoint:
         args.model = merge(checkpoint)
         args.out = args.out or checkpoint.run / "evaluation" / f"global_step_{checkpoint.step}"
-    if args.model and not (args.model / "config.json").is_file():
-        raise ConfigError(f"{args.model} is no Hugging Face folder: it has no config.json. Merge a checkpoint first.")
     set_environment()
     args.out.mkdir(parents=True, exist_ok=True)
     urls = args.sandbox_url or os.environ.get("SANDBOX_URL")
@@ -152,9 +150,66 @@ def take_samples(args: argparse.Namespace) -> Path:
         config.trainer.default_local_dir = str(args.out)
         config.retool.recorder.enable = False  # samples.jsonl has it all
         config.actor_rollout_ref.model.path = str(args.model or args.tokenizer or "")
-        about = {"config": config_name, "overrides": overrides, "sandbox": urls, "environment": environment()}
+        about = {"config": chosen.config, "overrides": chosen.overrides, "sandbox": urls, "environment": environment()}
         asyncio.run(_take_samples(args, config, about, rows))
     return args.out
+
+
+def _settings(args: argparse.Namespace, checkpoint: Checkpoint | None) -> tuple["DictConfig", Chosen]:
+    """The composed config, and what it is made of; says on the console where settings come from that nobody named."""
+    given = [
+        f"{key}={value}"
+        for flag, (key, _) in SHORTHANDS.items()
+        if (value := getattr(args, flag.replace("-", "_"))) is not None
+    ]
+    given += args.overrides
+    if args.config:
+        return load_config(args.config, given), Chosen(args.config, given, "")
+    if checkpoint:
+        chosen = Chosen(*settings_of(checkpoint.run), f"settings of the checkpoint's run, {checkpoint.run}")
+    else:
+        chosen = choose(args.model or args.tokenizer or _served(args), given, in_process=args.model is not None)
+    overrides = [*chosen.overrides, *given]
+    if args.server:
+        config = load_config(chosen.config, overrides)
+    else:
+        config, overrides = for_this_machine(chosen.config, overrides)
+    made = " ".join(each for each in overrides if each not in given)
+    print(f"evaluate: {chosen.why}{f' ({made})' if made else ''}", flush=True)
+    return config, chosen._replace(overrides=overrides)
+
+
+def _served(args: argparse.Namespace) -> Path | None:
+    """The folder of the model that a server serves, where it is one of this machine."""
+    set_environment()
+    from verl_ext.evaluation.servers import OpenAiServer, ServerFailure, ServerRefused
+
+    key = os.environ.get(args.api_key_env, "")
+
+    async def ask() -> str | None:
+        server = OpenAiServer(args.server, model=args.served_model, api_key=key, timeout_s=args.request_timeout)
+        try:
+            await server.find_model()
+        finally:
+            await server.aclose()
+        return server.root
+
+    try:
+        root = asyncio.run(ask())
+    except ServerRefused as error:
+        raise ConfigError(str(error)) from error
+    except ServerFailure as error:
+        raise SystemExit(f"evaluate: {error}") from None
+    return Path(root) if root and Path(root).is_dir() else None
+
+
+def _no_model(path: Path) -> str:
+    if path.is_dir():
+        return f"{path} is no Hugging Face folder: it has no config.json. Merge a checkpoint first."
+    download = (
+        f" Of a model of the hub give the folder that `hf download {path}` prints." if not path.is_absolute() else ""
+    )
+    return f"{path} is no folder here. Expected a Hugging Face folder, such as RUN/merged_step_N.{download}"
 
 
 async def _take_samples(

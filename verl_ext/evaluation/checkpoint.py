@@ -115,14 +115,14 @@ def merge_command(shards: Path, target: Path) -> list[str]:
     return [*command, "--local_dir", str(shards), "--target_dir", str(target)]
 
 
-def settings_of(checkpoint: Checkpoint) -> tuple[str, list[str]]:
-    """(config, overrides) to evaluate a run's checkpoint with: an RL run's own; for SFT those of the RL run that starts
+def settings_of(run: Path) -> tuple[str, list[str]]:
+    """(config, overrides) to evaluate a model of a run with: an RL run's own; for SFT those of the RL run that starts
     from it (`qwen2-32b_sft` -> `qwen2-32b_dapo`), with the protocol of the traces.
 
     Raises:
         CheckpointError: the run's Hydra folder is not there, or no RL run belongs to it.
     """
-    saved = checkpoint.run / "hydra" / "config.yaml"
+    saved = run / "hydra" / "config.yaml"
     if not saved.is_file():
         raise CheckpointError(f"{saved} does not exist, so that the run's settings are unknown. Give --config NAME.")
     config = OmegaConf.load(saved)
