@@ -18,11 +18,13 @@ DIAGNOSE = REPOSITORY / "docs" / "diagnose.md"
 QUESTIONS: dict[str, list[list[str]]] = yaml.safe_load(Path(__file__).with_name("curves.yaml").read_text("utf-8"))
 PUBLISHED_NAMES = {"response_length/clip_ratio": "train/truncation_rate"}  # the published column means this key of ours
 END_STEPS = 5  # at each end of a curve, over which an alarm takes the mean
+RISE, FALL = 0.02, 0.1  # of accuracy: less than the first is flat; more than the second, from its peak, is a fall
+ENTROPY_FALLS = "## Entropy falls"
 # Key, and of the first and the last value: how many values it needs, is it wrong?, sentence, what to look for in
 # docs/diagnose.md.
 ALARMS = (
     ("actor/entropy", 4, lambda a, b: b < 0.3 * a, "The entropy collapses: from {:.3g} to {:.3g} nats per token.",
-     "## Entropy falls"),
+     ENTROPY_FALLS),
     ("actor/entropy", 4, lambda a, b: b > 3 * a, "The entropy grows: from {:.3g} to {:.3g} nats per token.",
      "## Entropy rises"),
     ("tool/code_ratio", 4, lambda a, b: a > 0.05 and b < 0.7 * a,
@@ -87,14 +89,48 @@ def not_logged(metrics: Metrics) -> list[str]:
 def alarms(metrics: Metrics) -> list[dict[str, Any]]:
     """What the curves say is wrong: `sentence`, `look_for`, and `line`, the first of docs/diagnose.md that has that.
 
-    First and last values are means of END_STEPS steps, fewer in a short run.
+    First and last values are means of END_STEPS steps, fewer in a short run. An entropy that falls is wrong unless
+    accuracy rises; see `normal`.
     """
     lines, found = DIAGNOSE.read_text(encoding="utf-8").splitlines() if DIAGNOSE.is_file() else [], []
     for key, needed, is_wrong, sentence, look_for in ALARMS:
         values = metrics.curve(key)[1]
-        number = max(1, min(END_STEPS, len(values) // 2))
-        ends = [statistics.fmean(side or [0.0]) for side in (values[:number], values[-number:])]
-        if len(values) >= needed and is_wrong(*ends):
-            line = next((place for place, text in enumerate(lines, 1) if look_for in text), None)
-            found.append({"sentence": sentence.format(*ends), "look_for": look_for, "line": line})
+        ends = _ends(values)
+        if len(values) < needed or not is_wrong(*ends) or (look_for == ENTROPY_FALLS and _rise(metrics)):
+            continue
+        line = next((place for place, text in enumerate(lines, 1) if look_for in text), None)
+        found.append({"sentence": sentence.format(*ends), "look_for": look_for, "line": line})
     return found
+
+
+def normal(metrics: Metrics) -> list[str]:
+    """What would be an alarm in another run, and why it is none in this one: a sentence each."""
+    for key, needed, is_wrong, _, look_for in ALARMS:
+        values, rise = metrics.curve(key)[1], _rise(metrics)
+        if look_for == ENTROPY_FALLS and len(values) >= needed and is_wrong(*_ends(values)) and rise:
+            span = "from {:.3g} to {:.3g} nats per token".format(*_ends(values))
+            return [
+                f"The entropy falls {span}, as is normal while accuracy rises (from {rise[0]:.3g} to {rise[1]:.3g})."
+            ]
+    return []
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """Means of the first and of the last END_STEPS values, or of half of them where they are few."""
+    number = max(1, min(END_STEPS, len(values) // 2))
+    return statistics.fmean(values[:number] or [0.0]), statistics.fmean(values[-number:] or [0.0])
+
+
+def _rise(metrics: Metrics) -> tuple[float, float] | None:
+    """First and last accuracy, in training or else in validations, where it rises by RISE and stays near its peak."""
+    logged = sorted(set().union(*metrics.steps.values()))
+    held_out = [key for key in logged if re.fullmatch(r"val-core/.+/acc/mean@\d+", key)]
+    for key in ("train/acc", *held_out):
+        values = metrics.curve(key)[1]
+        if len(values) < 2:
+            continue
+        number = max(1, min(END_STEPS, len(values) // 2))
+        peak = max(statistics.fmean(values[start : start + number]) for start in range(len(values) - number + 1))
+        first, last = _ends(values)
+        return (first, last) if last > first + RISE and last > peak - FALL else None
+    return None

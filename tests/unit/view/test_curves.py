@@ -75,6 +75,33 @@ def test_an_alarm_links_to_the_line_that_helps(viewer, tmp_path, key, values, sa
     assert f'id="L{line}"' in viewer(tmp_path / "run").get("/diagnose").text
 
 
+FALLS = [0.207, 0.207, 0.034, 0.034]  # the entropy of the quickstart's run
+
+
+@pytest.mark.parametrize(
+    ("key", "accuracy", "alarm"),
+    [
+        ("train/acc", [0.4, 0.5, 0.9, 1.0], False),
+        ("val-core/tiny_tools/acc/mean@2", [0.4, 0.5, 0.9, 1.0], False),
+        ("train/acc", [0.4, 0.5, 0.45, 0.45], True),  # flat
+        ("train/acc", [0.9, 0.8, 0.2, 0.1], True),
+        ("train/acc", [0.1] * 5 + [0.9] * 5 + [0.3] * 5, True),  # it rose, and fell from its peak
+        ("train/acc", [0.1] * 5 + [0.5] * 5 + [0.48] * 5, False),
+        ("train/acc", [0.4], True),  # one value is no curve
+        ("actor/grad_norm", [1.0, 1.0, 9.0, 9.0], True),  # no accuracy is logged
+    ],
+)
+def test_an_entropy_that_falls_is_an_alarm_unless_accuracy_rises(viewer, tmp_path, key, accuracy, alarm) -> None:
+    entropy = FALLS if len(accuracy) <= 4 else [0.207] * 5 + [0.1] * 5 + [0.034] * 5
+    lines = [{"step": step, "data": {"actor/entropy": value}} for step, value in enumerate(entropy, 1)]
+    lines += [{"step": step, "data": {key: value}} for step, value in enumerate(accuracy, 1)]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = viewer(tmp_path / "run").get("/").text
+    said = "The entropy falls from 0.207 to 0.034 nats per token, as is normal while accuracy rises"
+    assert ("The entropy collapses" in page, "No alarm." in page, said in page) == (alarm, not alarm, not alarm)
+
+
 def test_what_no_alarm_could_look_at_is_named(client: TestClient) -> None:
     page = client.get("/").text
     assert "9 checks could not run" in page and "No alarm." in page
