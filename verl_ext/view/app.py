@@ -34,6 +34,7 @@ from starlette.responses import (
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from verl_ext.evaluation.question import first_words, question_of
 from verl_ext.plots import charts
 from verl_ext.view import curves, data, export, group, problems, purposes, text, timeline, tokens
 
@@ -103,9 +104,11 @@ def step_page(request: Request) -> Response:
     number = request.query_params.get("page", "0")
     if not re.fullmatch(r"[0-9]{1,6}", number):
         raise HTTPException(400, f"page is {number!r}, expected a whole number from 0.")
-    found = data.groups(run, key and [key], filters, int(number))
+    if (sort := request.query_params.get("sort", "")) not in data.SORTS:
+        raise HTTPException(400, f"sort is {sort!r}, expected one of {', '.join(filter(None, data.SORTS))}, or none.")
+    found = data.groups(run, key and [key], filters, int(number), sort)
     choices = data.choices(run, key and [key])
-    values = {"number": int(number), "page_size": data.PAGE, "steps": list(run.files())}
+    values = {"number": int(number), "page_size": data.PAGE, "steps": list(run.files()), "sort": sort}
     return page(request, "step.html", run=run, key=key, found=found, filters=filters, choices=choices, **values)
 
 
@@ -139,7 +142,7 @@ def timeline_page(request: Request) -> Response:
     if request.url.path.endswith(".json"):
         named = {"Content-Disposition": f'attachment; filename="{key}.trace.json"'}
         return JSONResponse(export.trace(rows), headers=named)
-    return page(request, "timeline.html", run=run, key=key, rows=rows)
+    return page(request, "timeline.html", run=run, key=key, rows=rows, asked=timeline.prompts(run, key))
 
 
 def eval_file(request: Request) -> Response:
@@ -159,7 +162,8 @@ def code_page(request: Request) -> Response:
 
 def problem_page(request: Request) -> Response:
     problem = request.query_params.get("problem", "")
-    return page(request, "problem.html", problem=problem, draws=problems.draws(request.app.state.runs, problem))
+    draws, asked = problems.draws(request.app.state.runs, problem), problems.prompts(request.app.state.runs, [problem])
+    return page(request, "problem.html", problem=problem, draws=draws, asked=asked.get(problem))
 
 
 def problems_page(request: Request) -> Response:
@@ -170,12 +174,15 @@ def problems_page(request: Request) -> Response:
     samples = [problems.samples(*side, again=again) for side in chosen] if all(chosen) else []
     if again and not all(samples):
         raise HTTPException(404, f"{chosen[0][0].name} drew no problem in two steps. Choose other sides.")
-    if empty := [f"{side} of {run.name}" for (run, side), rows in zip(chosen, samples, strict=False) if not rows]:
-        raise HTTPException(404, f"{empty[0]} has no rollouts whose fate is known. Choose another side.")
+    if empty := [
+        f"{problems.named(side)} of {run.name}" for (run, side), rows in zip(chosen, samples, strict=False) if not rows
+    ]:
+        raise HTTPException(404, f"{empty[0]}: no rollouts whose fate is known. Choose another side.")
     found = problems.compare(*samples) if samples else None
     if samples and not found:
         raise HTTPException(404, "No problem has judged samples on both sides. Choose other sides.")
-    return page(request, "problems.html", offered=offered, found=found)
+    asked = problems.prompts(request.app.state.runs, [name for name, *_ in found["problems"]]) if found else {}
+    return page(request, "problems.html", offered=offered, found=found, asked=asked)
 
 
 def page(request: Request, template: str, **values: Any) -> Response:
@@ -229,7 +236,7 @@ def key_of(request: Request, run: data.Run) -> str:
 def refuse_damaged(run: data.Run, *keys: str) -> None:
     for key, fault in run.faults():
         if key in keys:
-            raise HTTPException(404, f"{key} of {run.name} is damaged, or cannot be read now: {fault}")
+            raise HTTPException(404, f"{data.label(key)} of {run.name} is damaged, or cannot be read now: {fault}")
 
 
 def group_of(request: Request) -> tuple[data.Run, str, list[dict[str, Any]]]:
@@ -237,7 +244,7 @@ def group_of(request: Request) -> tuple[data.Run, str, list[dict[str, Any]]]:
     key, uid = key_of(request, run), request.query_params.get("uid", "")
     if not (rows := run.ask("SELECT * FROM records WHERE uid = $uid ORDER BY session", {"uid": uid}, keys=[key])):
         refuse_damaged(run, key)  # which may have been found by this query
-        raise HTTPException(404, f"{key} of {run.name} has no group {uid!r}.")
+        raise HTTPException(404, f"{data.label(key)} of {run.name} has no group {uid!r}.")
     return run, key, rows
 
 
@@ -260,10 +267,12 @@ TEMPLATES = jinja2.Environment(
     undefined=jinja2.StrictUndefined,
     finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else text.plain(value),
 )
-TEMPLATES.filters |= {"step_of": data.step_of, "cut": text.cut, "highlight": text.highlight, "number": text.number}
+TEMPLATES.filters |= {"step_of": data.step_of, "label": data.label, "words": first_words, "question": question_of}
+TEMPLATES.filters |= {"side": problems.named, "cut": text.cut, "highlight": text.highlight, "number": text.number}
 TEMPLATES.globals |= {"address": address, "inline": charts.inline, "policy": charts.inline_policy, "styles": STYLES,
                       "scripts": SCRIPTS, "group": group, "curves": curves, "timeline": timeline,
-                      "purposes": purposes, "token_columns": tokens.COLOURED}  # fmt: skip
+                      "purposes": purposes, "token_columns": tokens.COLOURED, "marks": data.MARKS,
+                      "sorts": data.SORTS}  # fmt: skip
 
 
 class Number(IntegerConvertor):

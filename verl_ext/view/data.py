@@ -15,6 +15,7 @@ from typing import Any
 
 import duckdb
 
+from verl_ext.outcome import RolloutEnd
 from verl_ext.records import store
 from verl_ext.records.schema import LOST_KEY
 from verl_ext.runs import parquet
@@ -22,7 +23,7 @@ from verl_ext.runs.folder import NoRun, training_folder
 from verl_ext.runs.metrics import Metrics, read_metrics
 
 LIGHT = (  # all but the long texts
-    "key, uid, session, index, problem, id, left(prompt, 300) AS prompt, domain, score, acc, outcome, outcome_why,"
+    "key, uid, session, index, problem, id, domain, score, acc, outcome, outcome_why,"
     " end_reason, exception, len(calls) AS num_calls, coalesce(verdict.normalised, verdict.extracted) AS answer"
 )
 FILES = (  # a folder `domain=math` of a sweep is no column
@@ -48,6 +49,11 @@ def state_of(path: Path) -> State | None:
 
 def step_of(key: str) -> int:
     return int(key.partition("_")[2])
+
+
+def label(key: str) -> str:
+    """What a page calls a file of records: "Step 3" or "Validation, step 3"."""
+    return f"{'Validation, step' if key.startswith('val') else 'Step'} {step_of(key)}"
 
 
 @functools.cache
@@ -195,6 +201,12 @@ def _metrics_fault(path: Path) -> Exception | None:
         return error
 
 
+MARKS = {
+    "wrong": ("wrong", "acc = 0"),
+    "failed": ("a call failed", "len(list_filter(calls, lambda c: c.fault IS NOT NULL)) > 0"),
+    "out": ("left out of every batch", "NOT validate AND trained_step IS NULL AND outcome <> 'open'"),
+    "cut": ("cut by the budget", f"end_reason = '{RolloutEnd.MAX_TOKENS}'"),
+}  # name in a page's address -> what is said of a rollout, condition
 FILTERS = {
     "outcome": "outcome = $outcome",
     "end": "end_reason = $end",
@@ -206,24 +218,38 @@ FILTERS = {
     "text": "(contains(prompt, $text) OR len(list_filter(turns, lambda t: contains(t.text, $text))) > 0"
     " OR len(list_filter(calls, lambda c: contains(c.code, $text) OR contains(c.stdout, $text)"
     " OR contains(c.stderr, $text))) > 0)",  # JSON escapes the code of a call in the turn's text
+    **{name: f"${name} <> '' AND {condition}" for name, (_, condition) in MARKS.items()},
 }  # name in a page's address -> condition on a rollout
+_SCORES = "score) FILTER (abs(score) < 1e100)"  # as group.spread: the square of others is no number
+SORTS = {
+    "": ("order of the data", "key, first, uid"),
+    "low": ("lowest mean score first", f"avg({_SCORES} ASC NULLS LAST, key, first, uid"),
+    "high": ("highest mean score first", f"avg({_SCORES} DESC NULLS LAST, key, first, uid"),
+    "spread": ("largest spread first", f"stddev_samp({_SCORES} DESC NULLS LAST, key, first, uid"),
+}  # value of `sort` in a page's address -> what it says, ORDER BY
 
 
-def groups(run: Run, keys: list[str] | None, filters: dict[str, str], page: int = 0) -> dict[str, Any]:
+def groups(run: Run, keys: list[str] | None, filters: dict[str, str], page: int = 0, sort: str = "") -> dict[str, Any]:
     """The groups with a rollout that meets the filters, PAGE of them, and how many rollouts and groups do.
 
+    Args:
+        sort: of SORTS, over all rollouts of a group.
     Returns:
-        `rollouts`, `groups`: how many meet the filters; `total`: rollouts; `shown`: a list of {key, uid, rollouts},
-        where each rollout has the columns LIGHT and `hit`.
+        `rollouts`, `groups`: how many meet the filters; `total`: rollouts; `shown`: a list of {key, uid, prompt,
+        rollouts}, where each rollout has the columns LIGHT and `hit`.
     """
-    where = " AND ".join(FILTERS[name] for name in filters) or "TRUE"
+    where = " AND ".join(f"({FILTERS[name]})" for name in filters) or "TRUE"
     of_each = f"SELECT key, uid, count(*) AS n, count(*) FILTER ({where}) AS hits, min(index) AS first FROM records"
-    everything = run.ask(f"{of_each} GROUP BY ALL ORDER BY key, first, uid", filters, keys=keys)
+    everything = run.ask(f"{of_each} GROUP BY key, uid ORDER BY {SORTS[sort][1]}", filters, keys=keys)
     found = [group for group in everything if group["hits"]]
     wanted = found[page * PAGE : (page + 1) * PAGE]
     rows = f"SELECT {LIGHT}, coalesce({where}, FALSE) AS hit FROM records WHERE uid IN (SELECT unnest($uids))"
+    prompts = (
+        "SELECT key, uid, any_value(prompt) AS prompt FROM records WHERE uid IN (SELECT unnest($uids)) GROUP BY ALL"
+    )
     members = run.ask(
-        f"SELECT key, uid, list(row ORDER BY session) AS rollouts FROM ({rows}) AS row GROUP BY ALL",
+        f"SELECT key, uid, prompt, list(row ORDER BY session) AS rollouts FROM ({rows}) AS row"
+        f" LEFT JOIN ({prompts}) USING (key, uid) GROUP BY ALL",
         filters | {"uids": [group["uid"] for group in wanted]},
         keys=sorted({group["key"] for group in wanted}),
     )

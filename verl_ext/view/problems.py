@@ -6,7 +6,7 @@ from typing import Any
 
 from verl_ext.evaluation import figures
 from verl_ext.evaluation.samples import Sample, sample_of
-from verl_ext.view.data import Run
+from verl_ext.view.data import Run, label
 
 DRAWS = 2000  # bootstrap resamples: the end of an interval is known to about 0.03 of its width
 _LIGHT = (  # what `sample_of` asks for, without texts
@@ -21,6 +21,11 @@ def sides(run: Run) -> list[str]:
     keys = list(run.files())
     training = ["first", "last"] if any(key.startswith("step") for key in keys) else []
     return training + [key for key in keys if key.startswith("val")]
+
+
+def named(side: str) -> str:
+    """What a page calls a side."""
+    return {"first": "First draw in training", "last": "Last draw in training"}.get(side) or label(side)
 
 
 def samples(run: Run, side: str, *, again: bool = False) -> list[Sample]:
@@ -54,6 +59,15 @@ def compare(before: Sequence[Sample], after: Sequence[Sample]) -> dict[str, Any]
     moved = [(name, id_, *map(fmean, accs[source, name, id_, gold])) for source, name, id_, gold in common]
     moved.sort(key=lambda row: (-abs(row[3] - row[2]), row[0]))
     return {"tables": figures.comparison_tables(*both, difference), "problems": moved[:100], "common": len(common)}
+
+
+def prompts(runs: Sequence[Run], names: Sequence[str]) -> dict[str, str]:
+    """Problem -> its prompt in one of the runs."""
+    sql = (
+        "SELECT problem, any_value(prompt) AS prompt FROM records WHERE problem IN (SELECT unnest($names)) GROUP BY ALL"
+    )
+    found = [row for run in runs for row in run.ask(sql, {"names": list(names)})]
+    return {row["problem"]: row["prompt"] for row in found if row["prompt"]}
 
 
 def draws(runs: Sequence[Run], problem: str) -> list[dict[str, Any]]:

@@ -43,6 +43,12 @@ def intervals(run: Run, key: str) -> list[Interval]:
     return of_trainer + run.ask(_OF_ROLLOUTS, {"key": key, "start": start, "end": end}, keys=keys)
 
 
+def prompts(run: Run, key: str) -> dict[str, str]:
+    """uid -> prompt, of the groups whose fate the step decided."""
+    rows = run.ask("SELECT uid, any_value(prompt) AS prompt FROM records GROUP BY uid", keys=[key])
+    return {row["uid"]: row["prompt"] for row in rows if row["prompt"]}
+
+
 def clip(rows: Sequence[Interval]) -> tuple[list[Interval], int]:
     """What lies in the trainer's time, cut where that begins and ends, and how many intervals do not lie in it whole. A
     rollout that began hours before would leave no room for the step. All of it where the trainer has no interval."""

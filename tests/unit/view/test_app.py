@@ -1,6 +1,7 @@
 """The pages and who may ask for them, against values computed from the rows themselves."""
 
 import html
+import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ from starlette.testclient import TestClient
 
 from tests.unit.view.conftest import PORT, charts_of
 from tests.unit.view.synthetic import write_step
+from verl_ext.datasets.text import PROMPTS
 from verl_ext.records import store
 from verl_ext.view import data
 from verl_ext.view.app import create_app
@@ -39,6 +41,76 @@ def test_what_misses_a_filter_is_said_not_only_pale(client: TestClient) -> None:
     assert [label for kind, label in labels if "miss" not in kind] == ["sample 3, not judged"]
     missed = [label for kind, label in labels if "miss" in kind]
     assert len(missed) == 3 and all(label.endswith(", does not meet the filter") for label in missed)
+
+
+def shown_groups(page: str) -> list[str]:
+    return re.findall(r'<th scope="row"><a href="/run/0/\w+/group\?uid=([^"]*)"', page)
+
+
+@pytest.mark.parametrize(
+    ("query", "meets"),
+    [
+        ({"wrong": "on"}, lambda row: row["acc"] == 0),
+        ({"failed": "on"}, lambda row: any(call["fault"] for call in row["calls"])),
+        ({"out": "on"}, lambda row: row["outcome"] and row["trained_step"] is None),
+        ({"cut": "on"}, lambda row: row["end_reason"] == "max_tokens"),
+        ({"wrong": "on", "failed": "on"}, lambda row: row["acc"] == 0 and any(call["fault"] for call in row["calls"])),
+        ({"wrong": "on", "domain": "sums"}, lambda row: row["acc"] == 0 and row["domain"] == "sums"),
+    ],
+)
+def test_marks_filter_alone_and_together(client: TestClient, run_folder: Path, query: dict, meets) -> None:
+    path = store.path_of(run_folder, "trajectories", 3)
+    ends = ("max_tokens", "answer", "answer", "sandbox_failure")
+    store.rewrite(path, lambda rows: [row | {"end_reason": ends[row["session"]]} for row in rows])
+    rows = [row for file in store.files_of(run_folder) for row in store.read(file.path).to_pylist()]
+    for address, among in (("all", rows), ("step_000003", store.read(path).to_pylist())):
+        page = client.get(f"/run/0/{address}", params=query).text
+        assert f"{sum(map(bool, map(meets, among)))} of {len(among)} rollouts" in page
+    assert sum(map(bool, map(meets, rows))) > 0
+    assert re.findall(r'name="(\w+)" checked', page) == [name for name in query if name != "domain"]
+
+
+def test_groups_stand_by_mean_score_and_by_spread(client: TestClient, run_folder: Path) -> None:
+    path = store.path_of(run_folder, "trajectories", 2)
+    scores = {0: [1.0, 1.0], 1: [-1.0, 1.0, None], 2: [0.5], 3: [None], 4: [0.9, 1.0, math.inf]}
+    store.rewrite(
+        path,
+        lambda rows: [
+            row | {"score": scores[row["index"]][row["session"]]}
+            for row in rows
+            if row["session"] < len(scores[row["index"]])
+        ],
+    )
+    names = {f"s2-p{index}": index for index in scores}
+
+    def order(sort: str) -> list[int]:
+        return [names[uid] for uid in shown_groups(client.get("/run/0/step_000002", params={"sort": sort}).text)]
+
+    assert order("") == [0, 1, 2, 3, 4]
+    assert order("low") == [1, 2, 4, 0, 3]  # means 0, .5, .95, 1, none: what is no number is in no mean
+    assert order("high") == [0, 4, 2, 1, 3]
+    assert order("spread") == [1, 4, 0, 2, 3]  # sqrt 2, .0707, 0, none of fewer than two
+    page = client.get("/run/0/step_000002?sort=spread&wrong=on").text
+    assert 'aria-sort="descending"><a href="/run/0/step_000002?sort=spread&amp;wrong=on">Spread</a>' in page
+    assert client.get("/run/0/step_000002?sort=uid;DROP").status_code == 400
+
+
+def test_a_group_is_named_by_what_it_asks_and_a_file_by_its_step(viewer, run_folder: Path) -> None:
+    user = PROMPTS["code"].format(problem="How many <b>primes</b> are there below ten?")
+    asked = f"<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n"
+    for file in store.files_of(run_folder):
+        store.rewrite(file.path, lambda rows: [row | {"prompt": asked, "id": None} for row in rows])
+    client, words = viewer(run_folder), "How many &lt;b&gt;primes&lt;/b&gt; are there below ten?"
+    pages = (
+        *("/run/0/step_000004", "/run/0/step_000004/group?uid=s4-p1", "/run/0/step_000004/sample?uid=s4-p1&session=1"),
+        *("/run/0/all", "/problem?problem=p1", "/problems?a=0:last&b=0:val_000004", "/run/0/step_000004/timeline"),
+    )
+    for page in pages:
+        text = client.get(page).text
+        assert words in text and "Step 4" in text, page
+        said = re.sub(r"<[^>]*>", " ", text)
+        assert "step_000004" not in said and "val_000004" not in said, page
+    assert "Validation, step 4" in client.get("/run/0/val_000004").text
 
 
 def test_a_field_of_a_filter_has_the_text_that_was_asked_for(viewer, run_folder: Path) -> None:
@@ -88,7 +160,7 @@ def test_a_damaged_step_is_named_also_where_a_validation_of_it_is_whole(client: 
     path = store.path_of(run_folder, "trajectories", 4)
     path.write_bytes(path.read_bytes()[:-100])
     answer = client.get("/run/0/step/4")
-    assert answer.status_code == 404 and "step_000004 of run_a is damaged" in answer.text
+    assert answer.status_code == 404 and "Step 4 of run_a is damaged" in answer.text
     path.unlink()  # retention removed it
     assert client.get("/run/0/step/4").url.path == "/run/0/val_000004"
 

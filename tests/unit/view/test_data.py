@@ -115,7 +115,7 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(client: TestClient, run_f
     for page in ("/run/0/step_000002", "/run/0/step_000002/group?uid=s2-p1", "/run/0/step/2"):
         answer = client.get(page)
         assert answer.status_code == 404
-        assert f"step_000002 of run_a is damaged, or cannot be read now: {path}" in answer.text
+        assert f"Step 2 of run_a is damaged, or cannot be read now: {path}" in answer.text
     assert client.get("/run/0/step/3").status_code == client.get("/run/0/step/90").status_code == 200
 
 

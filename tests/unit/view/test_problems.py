@@ -123,7 +123,7 @@ def test_a_sample_counts_calls_that_ran_and_tokens_of_the_model(run_folder: Path
 def test_a_side_without_rollouts_is_named(client: TestClient, run_folder: Path) -> None:
     store.rewrite(store.path_of(run_folder, "trajectories", 4, validate=True), lambda rows: [])
     answer = client.get("/problems?a=0:first&b=0:val_000004")
-    assert answer.status_code == 404 and "val_000004 of run_a has no rollouts" in answer.text
+    assert answer.status_code == 404 and "Validation, step 4 of run_a: no rollouts" in answer.text
 
 
 def test_figures_are_of_the_problems_that_both_sides_have(client: TestClient, run_folder: Path) -> None:

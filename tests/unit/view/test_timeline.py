@@ -117,7 +117,7 @@ def test_the_page_names_the_last_rollout(client: TestClient, run_folder: Path) -
     wait = next(row for row in rows if row["what"] == "wait")
     page = client.get("/run/0/step_000003/timeline").text
     said = re.sub("<[^>]+>", "", re.search("<li>(.*?)</li>", page)[1])
-    assert said.startswith(f"{wait['end_s'] - wait['start_s']:.4g} s for sample {last['session']} of s3-p")
+    assert said.startswith(f"{wait['end_s'] - wait['start_s']:.4g} s for sample {last['session']} of What is ")
     assert re.search(rf" \({last['what']}\), which ended \S+ s after all others\.$", said)
     assert "in the trainer's time" not in page
     assert page.count("<rect class=") == len(rows) + len(timeline.WHATS)
