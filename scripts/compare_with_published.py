@@ -20,6 +20,7 @@ from verl_ext.plots.charts import Chart, Series
 from verl_ext.plots.drawing import write_picture
 from verl_ext.report.page import page_environment
 from verl_ext.report.verdict import held_out_source
+from verl_ext.runs import durable
 from verl_ext.runs.folder import metric_files
 from verl_ext.runs.metrics import Metrics, read_metrics
 
@@ -264,7 +265,7 @@ def write_page(parts: Sequence[Part], out: Path) -> None:
         published_readme=(PUBLISHED / "README.md").read_text(encoding="utf-8"),
     )
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page, encoding="utf-8")
+    durable.write_text(out, page)
 
 
 def _name(side: str, source: str) -> str:

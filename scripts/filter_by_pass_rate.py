@@ -32,7 +32,7 @@ import pyarrow as pa
 from verl_ext.evaluation.pass_rates import Tally, histogram, is_kept, record, tally
 from verl_ext.evaluation.past_samples import check_match, read_past_samples
 from verl_ext.quickstart.supervise import CommandFailed, Supervisor
-from verl_ext.runs import parquet
+from verl_ext.runs import durable, parquet
 from verl_ext.runs.folder import NoRun
 from verl_ext.runs.lock import lock_folder
 from verl_ext.sandbox.launch import SandboxNotReady, running_server
@@ -65,7 +65,7 @@ def generate(data: Path, rows: pa.Table, work: Path, args: argparse.Namespace) -
             f"{work} holds samples of other settings:\n  there: {noted.read_text()}\n  now:   {json.dumps(settings)}\n"
             "Delete it, or use the same settings."
         )
-    noted.write_text(json.dumps(settings))
+    durable.write_text(noted, json.dumps(settings))
     url = os.environ.get("SANDBOX_URL")
     starts = range(0, len(rows), args.chunk)
     dumps = [work / f"chunk_{number:04}.jsonl" for number in range(len(starts))]
@@ -155,7 +155,7 @@ def filter_problems(
     print(f"{len(rows):,} problems, {len(unjudged):,} without a judged sample, {sum(kept):,} kept")
     extra_info = [info or {} for info in rows["extra_info"].to_pylist()]
     lines = zip(range(len(rows)), extra_info, own, kept, strict=True)
-    args.out.with_suffix(".pass_rates.jsonl").write_text("".join(f"{record(*line)}\n" for line in lines))
+    durable.write_text(args.out.with_suffix(".pass_rates.jsonl"), "".join(f"{record(*line)}\n" for line in lines))
     if PASS_RATE_COLUMN in rows.column_names:  # of an earlier model
         rows = rows.drop_columns(PASS_RATE_COLUMN)
     rates = pa.array([each.pass_rate for each in own], pa.float64())

@@ -16,6 +16,7 @@ from verl_ext.datasets.rows import DataError, write_parquet
 from verl_ext.datasets.shortcuts import describe_shortcuts
 from verl_ext.datasets.text import PROMPTS, EvaluationProblems, same_problem_key, template_key
 from verl_ext.datasets.traces import Trace, make_message, write_traces
+from verl_ext.runs import durable
 
 PROTOCOL, NO_TOOL = "code_short", "no_tool_short"  # keys of PROMPTS
 SHORTCUTS_FILE = "shortcuts.txt"  # beside eval.parquet: what rules score on it
@@ -149,7 +150,7 @@ def write_task(
     counts = ", ".join(f"{source} {len(problems):,}" for source, problems in evaluation.items())
     print(f"{out / 'eval.parquet'}: {len(rows):,} rows ({counts})")
     rates = describe_shortcuts({source: [(p.text, p.answer) for p in each] for source, each in evaluation.items()})
-    (out / SHORTCUTS_FILE).write_text(f"{rates}\n")
+    durable.write_text(out / SHORTCUTS_FILE, f"{rates}\n")
     print(rates)
 
 

@@ -102,7 +102,9 @@ def write_result(folder: Path, result: Mapping[str, Any], text: str) -> None:
 
 
 def markdown(table: list[list[str]]) -> str:
-    """Rows of cells, the first of them titles, as a Markdown table that is aligned as text, too."""
+    """Rows of cells, the first of them titles, as a Markdown table that is aligned as text, too. What a cell holds ends
+    neither the cell nor the row."""
+    table = [[" ".join(cell.replace("|", "\\|").split("\n")) for cell in row] for row in table]
     widths = [max(3, *map(len, column)) for column in zip(*table, strict=True)]
     lines = evaluation.aligned(table, widths, " | ")
     rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])

@@ -13,6 +13,8 @@ from pathlib import Path
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
+from verl_ext.plots.text import plain
+
 STATIC = Path(__file__).parent / "static"
 STYLES = (STATIC / "uPlot.min.css", STATIC / "charts.css")
 SCRIPTS = (STATIC / "uPlot.min.js", STATIC / "charts.js")
@@ -69,9 +71,9 @@ class Chart:
         """For the script: as the fields, but all series over the same `x`, None where one has no value; `spread` as
         [x, low, high]; and each with its `label`."""
         x = sorted({at for each in self.series for at in each.x})
-        found = asdict(self) | {"x": x}
+        found = asdict(self) | {"x": x} | {name: plain(getattr(self, name)) for name in ("title", "y_label", "x_label")}
         for each, label in zip(found["series"], self.labels, strict=True):
-            each["label"] = label
+            each |= {"label": plain(label), "name": plain(each["name"]), "key": plain(each["key"])}
             at = dict(zip(each.pop("x"), each["y"], strict=True))
             each["spread"] = [[place, *ends] for place, ends in zip(at, each["spread"], strict=False)]
             each["y"] = [at.get(place) for place in x]
@@ -95,12 +97,12 @@ class Chart:
         )
 
     def __html__(self) -> Markup:
-        said = f"{self.title}, {self.y_label}. {self.ends}. Arrow keys move."
+        said = plain(f"{self.title}, {self.y_label}. {self.ends}. Arrow keys move.")
         return Markup(
             '<p class="unit note">{}</p><div class="chart" tabindex="0" role="group" aria-roledescription="chart" '
             'aria-label="{}"></div><p class="value note" aria-live="polite"></p>'
             '<script type="application/json">{}</script>'
-        ).format(self.y_label, said, htmlsafe_json_dumps(self.data()))
+        ).format(plain(self.y_label), said, htmlsafe_json_dumps(self.data()))
 
 
 def inline(paths: Sequence[Path]) -> list[Markup]:

@@ -117,11 +117,13 @@ def log_ticks(low: float, high: float) -> list[float]:
 
 def _write(out: Path, width: float, height: float, head: str, marks: Sequence[str], font: str = "") -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(
+    part = out.with_name(f"{out.name}.part")  # a full disk leaves the old picture
+    part.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" {font}>'
         f'{head}<rect width="100%" height="100%" fill="#ffffff"/>{"".join(marks)}</svg>\n',
         encoding="utf-8",
     )
+    part.replace(out)
 
 
 def _colour(number: int) -> str:

@@ -14,6 +14,7 @@ from verl_ext.plots.charts import Chart, Series
 from verl_ext.report.page import RL_CURVES, Curve, evaluate_run, page_environment, start_texts, summarize
 from verl_ext.report.run_record import RunRecord, read_run
 from verl_ext.report.verdict import percent, points
+from verl_ext.runs import durable
 from verl_ext.runs.folder import short_names
 from verl_ext.runs.metrics import Metrics
 
@@ -48,9 +49,10 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
     table = [header(), *map(row, compared)]
     out.mkdir(parents=True, exist_ok=True)
     content = {each.name: each.summary | {"difference_from_first": each.difference} for each in compared}
-    (out / "comparison.json").write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    durable.write_text(out / "comparison.json", json.dumps(content, indent=1, allow_nan=False) + "\n")
     page = page_environment().get_template("comparison.html")
-    (out / "comparison.html").write_text(
+    durable.write_text(
+        out / "comparison.html",
         page.render(
             compared=compared,
             table=table,
@@ -60,7 +62,6 @@ def write_comparison(folders: Sequence[Path], out: Path) -> str:
                 *_charts(compared, RL_CURVES, lambda run: run.rl, "RL step"),
             ],
         ),
-        encoding="utf-8",
     )
     lines = [evaluation.align(table), ""]
     lines += [f"{each.name}: {each.summary['verdict']}" for each in compared]

@@ -22,9 +22,11 @@ import yaml
 
 from verl_ext.evaluation import figures as evaluation
 from verl_ext.plots.charts import SCRIPTS, STYLES, Chart, Series, inline, inline_policy
+from verl_ext.plots.text import finalize
 from verl_ext.report.rollouts import pick_rollouts, pick_training_rollouts, split_rollout
 from verl_ext.report.run_record import RunRecord, read_run
 from verl_ext.report.verdict import headline, held_out_source, judge, percent, points
+from verl_ext.runs import durable
 from verl_ext.runs.machine import environment
 from verl_ext.runs.metrics import Metrics, step_times, warm_step
 
@@ -109,8 +111,8 @@ def write_report(folder: Path) -> str:
     figures = evaluate_run(run)
     summary = summarize(run, figures)
     page = render(run, summary)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    (folder / "report.html").write_text(page, encoding="utf-8")
+    durable.write_text(folder / "summary.json", json.dumps(summary, indent=1, allow_nan=False) + "\n")
+    durable.write_text(folder / "report.html", page)
     return f"{console_table(run, figures, summary)}\nReport: {folder / 'report.html'}"
 
 
@@ -235,13 +237,14 @@ def render(run: RunRecord, summary: dict[str, Any]) -> str:
 
 
 def page_environment(*folders: Path) -> jinja2.Environment:
-    """Templates of this folder and of `folders`, with everything escaped, and an error where a value is not there."""
+    """Templates of this folder and of `folders`: everything is escaped and visible, a value that lacks is an error."""
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader([Path(__file__).parent, *folders]),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=finalize,
     )
     env.filters |= {"percent": percent, "points": points, "duration": _duration, "segments": split_rollout}
     env.globals |= {"styles": inline(STYLES), "scripts": inline(SCRIPTS), "policy": inline_policy()}

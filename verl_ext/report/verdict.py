@@ -74,7 +74,7 @@ def changes(sides: Mapping[str, Groups]) -> list[Change]:
     found = []
     for name, difference in sides["difference"].items():
         if name == top:
-            labels = ACCURACIES | LOWER_IS_BETTER
+            labels = {key: label.format(k=difference["k"]) for key, label in (ACCURACIES | LOWER_IS_BETTER).items()}
             if difference["k"] == 1:  # best@1 and maj@1 are the accuracy
                 labels = {key: label for key, label in labels.items() if key not in ("acc/best@k", "acc/maj@k")}
         elif name in POOLED or difference["data_sources"] == sides["difference"].get(top, {}).get("data_sources"):
@@ -85,7 +85,7 @@ def changes(sides: Mapping[str, Groups]) -> list[Change]:
             figures = [sides[side][name]["metrics"][key] for side in ("before", "after", "difference")]
             best = 0.0 if key in LOWER_IS_BETTER else 1.0
             if None not in figures and not all(figure["value"] == best for figure in figures[:2]):
-                found.append(Change(name, key, *_describe(label.format(k=difference["k"]), *figures, best=best)))
+                found.append(Change(name, key, *_describe(label, *figures, best=best)))
     return found
 
 

@@ -37,6 +37,7 @@ from verl_ext.runs import folder, jsonl
 from verl_ext.runs.processes import end_with_parent
 
 ADDED = ("acc", "pred", "verdict", "method", "error")
+BROKEN_LINE = {"line", "error"}  # keys of what `read_rows` gives for a line that is no JSON object
 CHUNK = 32  # rows handed to a process at a time
 PROGRESS_S = (10.0, 0.1)  # between two lines of progress: into a file, on a terminal
 AHEAD = 4  # chunks per process that are read before they are needed
@@ -278,12 +279,13 @@ async def _grade(place: str, row: dict[str, Any]) -> dict[str, Any]:
     else:
         if _COMPARE:
             added["math_verify"] = judge_by_math_verify(*read_row(row, place), score.pred)
+    is_line = row.keys() == BROKEN_LINE
     recorded = {key: row.pop(key) for key in (*ADDED, "score") if key in row}
-    return row | added | ({"recorded": recorded} if recorded and "line" not in row else {})
+    return row | added | ({"recorded": recorded} if recorded and not is_line else {})
 
 
 async def _score(place: str, row: dict[str, Any]) -> Score:
-    if "line" in row and row.get("error"):
+    if row.keys() == BROKEN_LINE:
         raise ValueError(row["error"])
     response, ground_truth = read_row(row, place)
     sample = row | ({"prompt": row["input"]} if "input" in row else {})
@@ -308,6 +310,16 @@ def judge_by_math_verify(response: str, ground_truth: Any, pred: str) -> bool | 
     return bool(verify(gold, parse(response, parsing_timeout=MATH_VERIFY_S), timeout_seconds=MATH_VERIFY_S))
 
 
+def _recorded_right(row: dict[str, Any]) -> bool | None:
+    """Whether a row was right by what was recorded before; None where nothing says so in our form."""
+    before = row.get("recorded")
+    before = before if isinstance(before, dict) else {}
+    if before.get("verdict") != UNVERIFIED_VERDICT and isinstance(before.get("acc"), int | float):
+        return before["acc"] == 1.0
+    upstream = row.get("upstream_correct")
+    return upstream if isinstance(upstream, bool) else None
+
+
 def summarise(output: Path) -> tuple[str, list[str]]:
     """Counts by verdict, and agreement with recorded verdicts and math-verify where rows have them; the errors."""
     verdicts, recorded, compared = Counter(), Counter(), Counter()
@@ -318,15 +330,13 @@ def summarise(output: Path) -> tuple[str, list[str]]:
         right = row["acc"] == 1.0
         if row["verdict"] == "error":
             errors.append(row["error"])
-        before = row.get("recorded", {})
-        is_judged = before.get("verdict") != UNVERIFIED_VERDICT and before.get("acc") is not None
-        before_right = before["acc"] == 1.0 if is_judged else row.get("upstream_correct")
-        if before_right is not None:
+        if (before_right := _recorded_right(row)) is not None:
             recorded[before_right, row["verdict"]] += 1
-        if "math_verify" not in row:
+        theirs = row.get("math_verify", "")
+        if theirs not in (None, True, False):  # the row has none, or a column of this name that is not ours
             continue
-        compared[row["math_verify"], right] += 1
-        if row["math_verify"] not in (None, right):
+        compared[theirs, right] += 1
+        if theirs not in (None, right):
             gold = str(read_row(row, place)[1])
             listed.append(
                 f"  {place}: math-verify {WORDS[not right]}, ours {row['verdict']} by {row['method']}: "

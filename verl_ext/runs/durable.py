@@ -65,11 +65,19 @@ def make_folder(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that there is the old one or the new one, whatever happens when, and then the new one."""
+    """Write a file so that there is the old one or the new one, whatever happens when, and then the new one.
+
+    Raises:
+        OSError: as on a full disk. The old file stays, and nothing is left of the new one.
+    """
     part = path.with_name(f"{path.name}.part")
     with _errors_name(part):
-        part.write_text(text, encoding="utf-8")
-        sync(part)
+        try:
+            part.write_text(text, encoding="utf-8")
+            sync(part)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
     os.replace(part, path)
     sync(path.parent)
 

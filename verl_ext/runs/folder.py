@@ -225,7 +225,7 @@ def _logs_sft(metrics: Path) -> bool:
     keys = {"train/loss", "val/loss"}
     try:
         return next(jsonl.read(metrics, lambda row: not keys.isdisjoint(row["data"])), False)
-    except ValueError:  # whoever reads the metrics says what is wrong with them
+    except (ValueError, OSError):  # whoever reads the metrics says what is wrong with them
         return False
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from verl_ext.runs import files
+
 logger = logging.getLogger(__name__)
 logger.setLevel(os.getenv("VERL_LOGGING_LEVEL", "INFO"))
 
@@ -48,7 +50,13 @@ def read(
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes, dict[str, Any] | ValueError]]:
-    """Number, bytes and row of every line; in place of a row what is wrong with a line that is no JSON object."""
+    """Number, bytes and row of every line; in place of a row what is wrong with a line that is no JSON object.
+
+    Raises:
+        OtherForm: it is no file; a FIFO would be waited for.
+    """
+    if what := files.no_file(path):
+        raise OtherForm(f"{path} is {what}. Expected a file of JSON lines.")
     with open(path, "rb") as file:  # as bytes: a text may hold what str.splitlines takes for the end of a line
         for number, line in enumerate(file, 1):
             try:

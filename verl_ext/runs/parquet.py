@@ -13,6 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl_ext.runs import files
+
 Rows = Iterable[Mapping[str, Any]] | pa.Table
 Notes = Mapping[bytes, str] | None
 Check = Callable[[Path, pa.Schema], None]
@@ -84,11 +86,13 @@ def _of_groups(tables: Iterator[pa.Table]) -> Iterator[pa.Table]:
 
 @contextmanager
 def _opened(path: Path, check: Check) -> Iterator[pq.ParquetFile]:
+    if what := files.no_file(path):
+        raise Unreadable(f"{path} is {what}. Expected a file of Parquet. Remove it.")
     try:
         with pq.ParquetFile(path) as file:
             check(path, file.schema_arrow)
             yield file
-    except (pa.ArrowException, EOFError, OSError) as error:
+    except (pa.ArrowException, EOFError, OSError, UnicodeDecodeError) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the file system; a damaged footer has none
             raise
         raise Unreadable(
@@ -104,7 +108,7 @@ def read(path: Path, columns: Sequence[str] | None = None, check: Check = _takes
         columns: all by default; one that the file does not have is left out.
         check: raises Unreadable for a file of other columns.
     Raises:
-        Unreadable: the file is no Parquet, cut short, or refused by `check`.
+        Unreadable: it is no file, no Parquet, cut short, or refused by `check`.
         FileNotFoundError: it is gone.
     """
     with _opened(path, check) as file:

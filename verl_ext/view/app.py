@@ -17,7 +17,6 @@ from urllib.parse import urlencode
 import duckdb
 import jinja2
 import msgspec
-from markupsafe import Markup
 from starlette.applications import Starlette
 from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
@@ -36,6 +35,7 @@ from starlette.staticfiles import StaticFiles
 
 from verl_ext.evaluation.question import first_words, question_of
 from verl_ext.plots import charts
+from verl_ext.plots.text import finalize
 from verl_ext.view import curves, data, export, group, problems, purposes, text, timeline, tokens
 
 HOST = "127.0.0.1"
@@ -265,7 +265,7 @@ TEMPLATES = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
     undefined=jinja2.StrictUndefined,
-    finalize=lambda value: value if isinstance(value, Markup) or not isinstance(value, str) else text.plain(value),
+    finalize=finalize,
 )
 TEMPLATES.filters |= {"step_of": data.step_of, "label": data.label, "words": first_words, "question": question_of}
 TEMPLATES.filters |= {"side": problems.named, "cut": text.cut, "highlight": text.highlight, "number": text.number}

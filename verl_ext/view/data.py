@@ -8,7 +8,7 @@ import functools
 import glob
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from verl_ext.outcome import RolloutEnd
 from verl_ext.records import store
 from verl_ext.records.schema import LOST_KEY
 from verl_ext.runs import parquet
+from verl_ext.runs.files import no_file
 from verl_ext.runs.folder import NoRun, training_folder
 from verl_ext.runs.metrics import Metrics, read_metrics
 
@@ -31,6 +32,8 @@ FILES = (  # a folder `domain=math` of a sweep is no column
     " FROM read_parquet($paths, filename=true, hive_partitioning=false)"
 )
 PAGE = 200  # groups on a page
+MAX_TRIES = 3  # of a query that no file of its own fails
+REMOVE = "Remove it, or restore it."
 # In memory, of bounded size, writes no file, fetches nothing from anywhere.
 DATABASE = {"memory_limit": "400MB", "threads": 2, "preserve_insertion_order": True, "temp_directory": ""}
 _OPENING = threading.Lock()
@@ -62,9 +65,24 @@ def _connect() -> duckdb.DuckDBPyConnection:
 
 
 def _database() -> duckdb.DuckDBPyConnection:
-    """One for all runs and for requests that come at once: its memory has a bound."""
+    """One for all runs and for requests that come at once: its memory has a bound. A database that a damaged file has
+    ended is replaced."""
     with _OPENING:
+        try:
+            _connect().cursor().execute("SELECT 1")
+        except duckdb.Error:
+            _connect.cache_clear()
         return _connect()
+
+
+def _rows(
+    database: duckdb.DuckDBPyConnection, sql: str, values: dict[str, Any], paths: Iterable[Path]
+) -> list[dict[str, Any]]:
+    cursor = database.cursor()
+    escaped = [glob.escape(str(path)) for path in paths]
+    cursor.execute(f"WITH records AS ({FILES}) {sql}", {"paths": escaped, **values})
+    names = [column[0] for column in cursor.description]
+    return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
 
 
 class Run:
@@ -118,6 +136,11 @@ class Run:
 
     def _fault_of(self, path: Path, columns: Sequence[str] | None = ()) -> str | None:
         """What is wrong with a file, "" where it is gone; by its footer, or, with `columns=None`, by all of it."""
+        try:
+            if what := no_file(path):
+                return f"{path} is {what}, and no file of records."
+        except OSError as error:
+            return "" if isinstance(error, FileNotFoundError) else f"{path} cannot be read ({error})."
         state = state_of(path)
         if state is None or state not in self._broken or (columns is None and not self._broken.get(state)):
             try:
@@ -145,22 +168,38 @@ class Run:
         Raises:
             duckdb.OutOfMemoryException: it needs more than DATABASE allows.
         """
-        files = {key: path for key, path in self.files(kind).items() if keys is None or key in keys}
+        files, values = self.files(kind), values or {}
+        files = {key: path for key, path in files.items() if keys is None or key in keys}
+        tries = MAX_TRIES
         while files:
             try:
-                cursor = _database().cursor()
-                paths = [glob.escape(str(path)) for path in files.values()]
-                cursor.execute(f"WITH records AS ({FILES}) {sql}", {"paths": paths, **(values or {})})
-                names = [column[0] for column in cursor.description]
-                return [dict(zip(names, row, strict=True)) for row in cursor.fetchall()]
+                return _rows(_database(), sql, values, files.values())
             except duckdb.OutOfMemoryException:
                 raise
-            except duckdb.Error:
+            except (duckdb.Error, UnicodeDecodeError):
                 left = {key: path for key, path in files.items() if self._fault_of(path, None) is None}
                 if left == files:
+                    left = {key: path for key, path in files.items() if self._is_answered(sql, values, path)}
+                tries -= left == files  # a file of another request may have ended the database
+                if not tries:
                     raise
                 files = left
         return []
+
+    def _is_answered(self, sql: str, values: dict[str, Any], path: Path) -> bool:
+        """Whether a query is answered from one file; asked of a database of its own, which the file may end."""
+        try:
+            with duckdb.connect(config=DATABASE) as database:
+                _rows(database, sql, values, [path])
+        except (duckdb.OutOfMemoryException, duckdb.BinderException, duckdb.ParserException):
+            return True  # the query's fault
+        except (duckdb.Error, UnicodeDecodeError) as error:
+            why = str(error).partition("\n")[0]
+            self._broken[state_of(path)] = (
+                f"{path} cannot be read ({why}). It was changed after it was written. {REMOVE}"
+            )
+            return False
+        return True
 
     def rows(self, key: str) -> Iterator[dict[str, Any]]:
         """The rollouts of a file, with its `key`, a few in memory at a time; what follows damage is left out."""

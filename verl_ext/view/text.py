@@ -1,7 +1,6 @@
 """Text that a model or its programs wrote, for a page: nothing in it can act, hide or reorder."""
 
 import math
-import re
 from typing import Any
 
 import pygments
@@ -10,22 +9,9 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import JsonLexer, PythonLexer
 
 from verl_ext.evaluation.purposes import is_json_object
+from verl_ext.plots.text import plain
 
 MAX_SHOWN = 20_000  # characters of one text on a page; the rest is counted, and has a page of its own
-# Controls beyond ASCII, line ends, the blank pattern of Braille, annotations, and all of Unicode's property
-# Default_Ignorable_Code_Point: marks that turn the line, invisible joiners, fillers, selectors of variants, tags.
-_HIDDEN = re.compile(
-    "[\x7f-\x9f\u00ad\u034f\u061c\u115f-\u1160\u17b4-\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e\u2060-\u206f\u2800"
-    "\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
-    "\ud800-\udfff]"
-)
-_CONTROL = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n"}
-
-
-def plain(text: Any) -> str:
-    """Control characters become their pictures (ESC: U+241B), what is invisible or turns the line its number."""
-    shown = "" if text is None else str(text).replace("\r\n", "\n").translate(_CONTROL)
-    return _HIDDEN.sub(lambda found: f"<U+{ord(found[0]):04X}>", shown)
 
 
 def cut(text: Any, most: int = MAX_SHOWN) -> str:

@@ -1,6 +1,8 @@
 """The page, the summary and the console text of a quickstart."""
 
+import errno
 import json
+import os
 import re
 from html import unescape
 
@@ -53,6 +55,51 @@ def test_summary_and_page_hold_the_figures_of_the_dumps(folder):
         assert shown in page, shown
     for printed in ("0.250 [", "0.875 [", "+0.625 [", "Warm RL step: 2.00 s", "All stages: 6 min 05 s"):
         assert printed in text, printed
+
+
+def test_braces_in_a_data_source_are_its_name(folder):
+    """`accuracy on {name}` was taken for a template."""
+    for source in ("{braces}_ood", "{0}_ood", "{_ood", "100%s_ood"):
+        for side, right in (("before", 0), ("after", 1)):
+            rows = [row(f"p{i}", right, source=source if i % 2 else "tiny_tools") for i in range(16)]
+            write_lines(folder / "eval" / side / "0.jsonl", rows)
+        text, page, summary = written(folder)
+        assert f"accuracy on {source} rose from 0.0% to 100.0%" in summary["improved"] and source in unescape(page)
+
+
+def test_what_turns_or_hides_a_text_is_shown_by_its_number(folder):
+    add_training(folder)
+    turned, config = "p\u202egnp.exe\u2066\u200b\x1b[2J", folder / "rl" / "hydra" / "config.yaml"
+    for side in ("before", "after"):
+        write_lines(
+            folder / "eval" / side / "0.jsonl", [row(turned, side == "after", source="s\u202e_ood", output=turned)]
+        )
+    config.write_text('note: "\u202e"\n', encoding="utf-8")
+    write_lines(folder / "rl" / "metrics-2.jsonl", [{"step": 6, "data": {"val-core/s\u202e/acc/mean@2": 0.5}}])
+    _, page, _ = written(folder)
+    for hidden in "\u202e\u2066\u200b\x1b":
+        assert hidden not in page
+    assert "\\u202e" not in page, "nor in what the script of a chart is given"
+    assert "p&lt;U+202E&gt;gnp.exe&lt;U+2066&gt;&lt;U+200B&gt;\u241b[2J" in page
+
+
+def test_a_full_disk_leaves_the_report_that_was_there(folder, monkeypatch):
+    add_evaluation(folder)
+    written(folder)
+    before = {name: (folder / name).read_bytes() for name in ("report.html", "summary.json")}
+    add_evaluation(folder, right_after=range(2))
+
+    def full(handle):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SystemExit, match="report: .*No space left on device: .*summary.json"):
+        main(["--run", str(folder)])
+    add_evaluation(folder.parent / "other")
+    with pytest.raises(SystemExit, match="No space left"):
+        main(["--run", str(folder), str(folder.parent / "other")])
+    assert {name: (folder / name).read_bytes() for name in before} == before
+    assert not list(folder.glob("*.part")) and not (folder / "comparison.html").exists()
 
 
 def test_page_needs_no_network_and_is_well_formed(folder):

@@ -208,6 +208,29 @@ def test_disagreements_with_math_verify_are_listed(tmp_path, capsys):
     assert f"{output}:2: math-verify right, ours no_answer by no_box: '' against '42'" in printed
 
 
+ODD = [
+    *(
+        {"recorded": each}
+        for each in ("yes", 1, None, ["a"], {"acc": "1.0"}, {"acc": [1]}, {"verdict": ["x"], "acc": 1})
+    ),
+    *({"upstream_correct": each} for each in ("yes", 2, [True], {"a": 1}, None, 1.0)),
+    *({"math_verify": each} for each in ("yes", 2, [True], {"a": 1}, None)),
+    *({"acc": each} for each in ("yes", [1], None, {"a": 1}, float("nan"))),
+    *({"verdict": each} for each in (["x"], {"a": 1}, 7)),
+    {"error": ["x"], "line": 1},
+]
+
+
+def test_columns_that_are_called_as_ours_end_no_summary(tmp_path, capsys):
+    row = {"response": r"\boxed{7}", "ground_truth": "7"}
+    rows = [*(row | odd for odd in ODD), row | {"upstream_correct": True}, row | {"upstream_correct": False}]
+    assert grade(write(tmp_path / "rows.jsonl", rows), tmp_path / "graded.jsonl") == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{len(rows)} rows, mean acc 1.0000: {len(rows)} correct\n")
+    assert "recorded right, now correct: 2" in printed and "recorded wrong, now correct: 2" in printed
+    assert "math-verify" not in printed or "agrees on" in printed
+
+
 def test_math_verify_is_called_as_its_users_do():
     assert judge_by_math_verify(r"so \boxed{\frac{1}{2}}", "0.5", r"\frac{1}{2}") is True
     assert judge_by_math_verify(r"so \boxed{3}", "0.5", "3") is False
