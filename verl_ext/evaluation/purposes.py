@@ -81,6 +81,15 @@ def purpose(code: str) -> str:
     return next((name for name, found in fits.items() if found), "calculation")
 
 
+def _first_call(tool_use: str | None) -> float | None:
+    """`first_call_token` of a row's `tool_use`; None where that is of another form, as of a loop that is not ours."""
+    try:
+        start = json.loads(tool_use or "{}").get("first_call_token")
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return start if isinstance(start, int | float) and 0 <= start < 2**31 else None
+
+
 def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Of judged responses: `right/PURPOSE` and `wrong/PURPOSE`, shares of their calls that have code, as a malformed
     one has none; `first call`, the mean share of a response that stands before its first call that ran;
@@ -93,9 +102,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
         found |= {f"{name}/{kind}": Counter(calls)[kind] / len(calls) for kind in PURPOSES if calls}
     first, repaired = [], []
     for row in rows:
-        start = json.loads(row["tool_use"] or "{}").get("first_call_token")
+        start = _first_call(row["tool_use"])
         first += [start / row["response_tokens"]] if start is not None and row["response_tokens"] else []
-        calls = [call for call in row["calls"] or [] if call["code"]]
+        calls = [call for call in row["calls"] or [] if call["code"] and call["turn"] is not None]
         if errors := [call["turn"] for call in calls if call["fault"] == "model"]:
             repaired.append(any(call["status"] == "ok" and call["turn"] > errors[0] for call in calls))
     return found | {name: fmean(each) for name, each in (("first call", first), ("repaired", repaired)) if each}

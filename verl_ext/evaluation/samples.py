@@ -85,7 +85,7 @@ def read_dump(path: Path) -> list[Sample]:
         "a row of verl's validation dump with the keys of verl_ext/reward/manager.py (made by "
         "`trainer.validation_data_dir` and that reward manager)"
     )
-    for sample in jsonl.read(path, _sample, expected):
+    for sample in jsonl.read(path, sample_of_dump, expected):
         parts = sample.uid.rsplit("_", 2)
         session, index = ("_".join(parts[:2]), int(parts[2])) if len(parts) == 3 else (sample.uid, 0)
         if session not in last or index >= last[session][0]:
@@ -122,7 +122,12 @@ def sample_of(row: Mapping[str, Any]) -> Sample:
     )
 
 
-def _sample(row: dict[str, Any]) -> Sample:
+def sample_of_dump(row: Mapping[str, Any]) -> Sample:
+    """A row of a dump, or of `samples.jsonl`.
+
+    Raises:
+        ValueError: it lacks a key, or has a value of the wrong kind.
+    """
     missing = [key for key in (*TEXTS, *NUMBERS, "acc", "gts") if key not in row]
     if missing:
         raise ValueError(f"no key {', '.join(missing)}; the row has {', '.join(row)}")

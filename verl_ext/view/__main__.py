@@ -14,7 +14,9 @@ from verl_ext.view.data import Run
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m verl_ext.view", description="Look at runs in the browser.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of the quickstart")
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, an evaluation, or the quickstart"
+    )
     parser.add_argument("--port", type=int, default=8400, help="on 127.0.0.1; 0 takes a free one (default: 8400)")
     args = parser.parse_args()
     try:

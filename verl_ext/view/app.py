@@ -245,7 +245,7 @@ def group_of(request: Request) -> tuple[data.Run, str, list[dict[str, Any]]]:
     if not (rows := run.ask("SELECT * FROM records WHERE uid = $uid ORDER BY session", {"uid": uid}, keys=[key])):
         refuse_damaged(run, key)  # which may have been found by this query
         raise HTTPException(404, f"{data.label(key)} of {run.name} has no group {uid!r}.")
-    return run, key, rows
+    return run, key, [data.without_holes(row) for row in rows]
 
 
 def sample_of(rows: Sequence[dict[str, Any]], session: str | None) -> dict[str, Any]:
@@ -271,8 +271,8 @@ TEMPLATES.filters |= {"step_of": data.step_of, "label": data.label, "words": fir
 TEMPLATES.filters |= {"side": problems.named, "cut": text.cut, "highlight": text.highlight, "number": text.number}
 TEMPLATES.globals |= {"address": address, "inline": charts.inline, "policy": charts.inline_policy, "styles": STYLES,
                       "scripts": SCRIPTS, "group": group, "curves": curves, "timeline": timeline,
-                      "purposes": purposes, "token_columns": tokens.COLOURED, "marks": data.MARKS,
-                      "sorts": data.SORTS}  # fmt: skip
+                      "purposes": purposes, "token_columns": tokens.COLOURED, "marks": data.MARKS, "sorts": data.SORTS,
+                      "milliseconds": text.milliseconds}  # fmt: skip
 
 
 class Number(IntegerConvertor):

@@ -17,11 +17,12 @@ import duckdb
 
 from verl_ext.outcome import RolloutEnd
 from verl_ext.records import store
-from verl_ext.records.schema import LOST_KEY
+from verl_ext.records.schema import LOST_KEY, TRAJECTORIES
 from verl_ext.runs import parquet
 from verl_ext.runs.files import no_file
-from verl_ext.runs.folder import NoRun, training_folder
+from verl_ext.runs.folder import NoRun, find_run, training_folder
 from verl_ext.runs.metrics import Metrics, read_metrics
+from verl_ext.view.evaluation import Evaluation
 
 LIGHT = (  # all but the long texts
     "key, uid, session, index, problem, id, domain, score, acc, outcome, outcome_why,"
@@ -39,6 +40,10 @@ DATABASE = {"memory_limit": "400MB", "threads": 2, "preserve_insertion_order": T
 _OPENING = threading.Lock()
 DATABASE |= dict.fromkeys(("autoinstall_known_extensions", "autoload_known_extensions"), False)
 
+_PARTS = {  # column -> names within
+    name: [part.name for part in TRAJECTORIES.field(name).type.value_type]
+    for name in ("turns", "calls", "version_spans")
+}
 State = tuple[Path, int, int]  # of a file: path, time of its last change (ns), bytes
 
 
@@ -48,6 +53,11 @@ def state_of(path: Path) -> State | None:
         return path, (found := path.stat()).st_mtime_ns, found.st_size
     except OSError:
         return None
+
+
+def without_holes(row: dict[str, Any]) -> dict[str, Any]:
+    """A rollout in whose lists every turn, call and span is one, of nulls where the file has null."""
+    return row | {name: [each or dict.fromkeys(names) for each in row[name] or []] for name, names in _PARTS.items()}
 
 
 def step_of(key: str) -> int:
@@ -86,14 +96,16 @@ def _rows(
 
 
 class Run:
-    """A run's folder: its metrics, and its records.
+    """A run's folder: its metrics, and its records. An evaluation's is one whose records are made of its samples.
 
     Raises:
-        NoRun: the folder holds no training run.
+        NoRun: the folder holds no training run and no evaluation.
     """
 
     def __init__(self, folder: Path, name: str, number: int):
-        self._named, self._folder = folder, training_folder(folder, "rl", "sft")
+        self.evaluation = Evaluation(folder) if find_run(folder).kind == "evaluation" else None
+        of_run = self.evaluation.folder if self.evaluation else training_folder(folder, "rl", "sft")
+        self._named, self._folder = folder, of_run
         self.name, self.number = name, number
         self._broken: dict[State | None, str | None] = {}  # what is wrong with a file
         self._lost: dict[Path, int] = {}  # groups that a file notes as lost
@@ -101,7 +113,9 @@ class Run:
 
     @property
     def folder(self) -> Path:
-        """Of a quickstart that was opened in its SFT run, the RL run once there is one."""
+        """Of a quickstart that was opened in its SFT run, the RL run once there is one; of an evaluation records."""
+        if self.evaluation:
+            self.evaluation.refresh()
         if self._folder == self._named / "sft":
             with suppress(NoRun, ValueError):  # a config that cannot be read: the next look tries again
                 self._folder = training_folder(self._named, "rl")
@@ -116,7 +130,8 @@ class Run:
         """What is wrong with each file that cannot be read, and what the records lack."""
         faults = [fault for _, fault in self.faults("*")]
         self.metrics()
-        return faults + self._metrics[2] + list(self._gaps())
+        of_evaluation = self.evaluation.faults if self.evaluation else []
+        return of_evaluation + faults + self._metrics[2] + list(self._gaps())
 
     def _gaps(self) -> Iterator[str]:
         files = store.files_of(self.folder)
@@ -206,7 +221,7 @@ class Run:
         path = self.files().get(key)
         try:
             for row in store.stream(path) if path else ():
-                yield row | {"key": key}
+                yield without_holes(row) | {"key": key}
         except FileNotFoundError:  # removed by retention or a resume since it was listed
             return
         except parquet.Unreadable as error:
@@ -230,6 +245,7 @@ class Run:
     def state(self) -> list[Any]:
         """Changes where a file of the run appears or grows: what a page that is open asks for."""
         paths = [*(self.folder / store.FOLDER).glob("*/"), *self.folder.glob("metrics*.jsonl")]
+        paths = self.evaluation.files if self.evaluation else paths
         return [str(state_of(path)) for path in paths]  # a folder's time changes with its files' names
 
 

@@ -79,7 +79,7 @@ def _sample(row: dict[str, Any], name: str) -> dict[str, Any]:
     kept = "key step problem id domain score outcome outcome_why end_reason fault advantage".split()
     return {
         "id": name,
-        "epoch": row["session"] + 1,
+        "epoch": (row["session"] or 0) + 1,
         "input": row["prompt"] or "",
         "target": row["ground_truth"] or "",
         "messages": messages,

@@ -41,6 +41,12 @@ def number(value: Any) -> str:
     return "–" if value is None else str(value)
 
 
+def milliseconds(*seconds: Any) -> str:
+    """The sum of durations; a dash where one is null or no finite number."""
+    known = all(each is not None and abs(each) < 1e12 for each in seconds)
+    return f"{sum(seconds) * 1000:.0f} ms" if known else "–"
+
+
 def cell(value: Any) -> Any:
     """A value for the page's script: text without teeth, numbers as they are, what is no number as text."""
     return plain(value) if isinstance(value, str) or (isinstance(value, float) and not math.isfinite(value)) else value

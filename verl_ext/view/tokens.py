@@ -1,6 +1,5 @@
 """The token lens: what the actor's update saw of each token of a response, and colours for any column of it."""
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -29,8 +28,8 @@ def colours(column: str, rows: Sequence[dict[str, Any]]) -> tuple[list[str], lis
     """The class of each token's colour ("" where the column is null), and the legend: (class, what it means).
 
     Categories have the classes k0 to k7, in order of appearance; all from the eighth on share k7 where there are more.
-    Numbers have b0 to b6: seven equal steps around NEUTRAL, as far as the finite value that is farthest from it, or
-    `inf`.
+    Numbers have b0 to b6: seven equal steps around NEUTRAL, as far as the value that is farthest from it; `inf` what is
+    not finite, or beyond 1e100.
     """
     values = [row[column] for row in rows]
     known = [value for value in values if value is not None]
@@ -40,7 +39,7 @@ def colours(column: str, rows: Sequence[dict[str, Any]]) -> tuple[list[str], lis
         if len(kinds) > 8:
             means["k7"] = "others"
         return [kinds.get(value, "") for value in values], list(means.items())
-    finite = sorted(filter(math.isfinite, known))
+    finite = sorted(value for value in known if abs(value) < 1e100)  # NaN is not
     middle = NEUTRAL.get(column, finite[len(finite) // 2] if finite else 0.0)
     reach = max((abs(value - middle) for value in finite), default=0.0) or 1.0
     steps = {value: f"b{min(6, int((value - middle + reach) / (2 * reach) * 7))}" for value in finite}
@@ -57,6 +56,8 @@ def foreign(rows: Sequence[dict[str, Any]], turns: Sequence[dict[str, Any]]) -> 
     of another project's agent loop, nobody knows.
     """
     own = {number: turn for number, turn in enumerate(turns) if turn["role"] == "model"}
-    places = {place for turn in own.values() for place in range(turn["start"], turn["start"] + turn["tokens"])}
+    spans = [(turn["start"], turn["tokens"]) for turn in own.values() if None not in (turn["start"], turn["tokens"])]
+    last = max((row["position"] for row in rows if row["position"] is not None), default=-1)
+    places = {place for start, tokens in spans for place in range(max(0, start), min(last + 1, start + tokens))}
     trained = [row for row in rows if row["mask"]] if turns else []
     return [row["position"] for row in trained if row["position"] not in places or row["turn"] not in own]

@@ -1,0 +1,130 @@
+"""An evaluation's folder as records, which the pages ask: `samples.jsonl`, or verl's dumps `<step>.jsonl`.
+
+A dump has a response as one text. Turns and calls are what stands between the protocols' tags, so that a reply which
+the model forged looks like a real one; scores were made of tokens, elsewhere.
+"""
+
+import json
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_ext.evaluation.purposes import is_json_object
+from verl_ext.evaluation.samples import sample_of_dump
+from verl_ext.outcome import Fault, RolloutEnd
+from verl_ext.records import store
+from verl_ext.records.problem import canonical
+from verl_ext.runs import jsonl
+from verl_ext.runs.folder import SAMPLES, sample_files
+
+_REPLY = re.compile(r"<(interpreter|tool_response)>(.*?)(?:</\1>|\Z)", re.DOTALL)
+_CALL = re.compile(r"<(code|tool_call)>(.*?)(?:</\1>|\Z)", re.DOTALL)
+_ERROR = re.compile(r"Traceback \(most recent call last\)|^\w*(?:Error|Exception)\b|\btimed out\b", re.MULTILINE)
+_FAULTS = {str(end): str(end.fault) for end in RolloutEnd}
+
+
+class Evaluation:
+    """Records of an evaluation in a folder of their own, which goes with this process; the evaluation's is only read.
+
+    Attributes:
+        folder: has the records, as a run's folder has them.
+        faults: what is wrong with each file that cannot be read.
+    """
+
+    def __init__(self, source: Path):
+        self._source, self._temporary = source, tempfile.TemporaryDirectory(prefix="retool_view_")
+        self.folder, self.faults = Path(self._temporary.name), list[str]()
+        self._seen: dict[Path, tuple[int, int]] = {}
+
+    @property
+    def files(self) -> list[Path]:
+        return sample_files(self._source)
+
+    def refresh(self) -> None:
+        """Make the records of files that are new or have grown."""
+        seen = {path: (found.st_mtime_ns, found.st_size) for path in self.files if (found := path.stat())}
+        if seen == self._seen:
+            return
+        self.faults.clear()
+        for path in seen:
+            step = 0 if path.name == SAMPLES else int(path.stem)
+            rows: dict[tuple[str, int], dict[str, Any]] = {}  # of several attempts at a sample the last counts
+            try:
+                for row in jsonl.read(path, record_of, "a sample of an evaluation, or a row of verl's validation dump"):
+                    rows[row["uid"], row["session"]] = row | {"step": step}
+            except (jsonl.OtherForm, OSError) as error:
+                self.faults.append(f"{path} is shown up to where it cannot be read: {error}")
+            order = {uid: number for number, uid in enumerate(dict.fromkeys(uid for uid, _ in rows))}
+            numbered = [row | {"index": order[uid]} for (uid, _), row in rows.items()]
+            store.write(store.path_of(self.folder, "trajectories", step, validate=True), "trajectories", numbered)
+        self._seen = seen
+
+
+def record_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A sample as a row of the records.
+
+    Raises:
+        ValueError: it lacks a key, or has a value of the wrong kind.
+    """
+    sample = sample_of_dump(row)
+    uid, session, _ = parts if len(parts := sample.uid.rsplit("_", 2)) == 3 else (sample.uid, "0", "0")
+    turns, calls = _turns_and_calls(sample.output, all_ran_well=not sample.tool_errors)
+    end = sample.failure if sample.failure and sample.finish_reason not in _FAULTS else sample.finish_reason
+    parts_of_reward = {name: value for name, value in row.items() if name.startswith("reward_")}
+    return {
+        "uid": uid,
+        "session": int(session) if session.isdecimal() and len(session) < 10 else 0,
+        "validate": True,
+        "problem": sample.problem or None,
+        "id": sample.id or None,
+        "domain": sample.data_source,
+        "prompt": sample.input or None,
+        "ground_truth": canonical(sample.gts),
+        "turns": turns,
+        "calls": calls,
+        "end_reason": end,
+        "exception": str(row["error"]) if row.get("error") else None,
+        "fault": _FAULTS.get(end, str(Fault.INFRASTRUCTURE) if sample.failure else None),
+        "score": None if sample.failure else sample.score,
+        "acc": None if sample.failure else sample.acc,
+        "reward_parts": json.dumps(parts_of_reward, default=str),
+        "verdict": {"extracted": sample.pred, "normalised": sample.normalised or None}
+        | {name: str(row[key]) for name, key in (("rule", "method"), ("text", "verdict")) if row.get(key)},
+        "model_tokens": min(int(sample.response_tokens), 2**31 - 1),
+        "tool_use": json.dumps(row.get("tool_use") or {}, default=str),
+    }
+
+
+def _turns_and_calls(output: str, *, all_ran_well: bool) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    turns: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    replies, end = [*_REPLY.finditer(output)], 0
+    for number, reply in enumerate([*replies, None]):
+        text = output[end : reply.start()] if reply else output[end:]
+        # Of a hermes reply's message the decoded template leaves the role names.
+        text = text.removeprefix("\nassistant\n").removesuffix("\nuser\n")
+        if reply is None or text.strip():  # else it answers another call of the turn before
+            waiting = [found[2] for found in _CALL.finditer(text)]
+            calls += [{"turn": len(turns), "code": _code(said), "status": "not_run"} for said in waiting]
+            if text.strip():
+                turns.append({"role": "model", "text": text})
+        if reply:
+            said, first = reply[2].strip("\n"), next((call for call in calls if "stdout" not in call), None)
+            turns.append({"role": "tool", "text": reply[0]})
+            failed = not all_ran_well and _ERROR.search(said) is not None
+            if first is not None:
+                first |= {"tool": "tool", "stdout": said, "attempts": 1, "status": "error" if failed else "ok"}
+                first |= {"fault": str(Fault.MODEL)} if failed else {}
+            end = replies[number].end()
+    return turns, calls
+
+
+def _code(said: str) -> str:
+    """The program of a call; the call as it is written where it has none."""
+    if is_json_object(said):
+        arguments = json.loads(said).get("arguments")
+        if isinstance(arguments, dict) and isinstance(arguments.get("code"), str):
+            return arguments["code"]
+    return said.strip("\n")
