@@ -66,6 +66,7 @@ class Evaluation:
 
     data_sources: list[str]
     num_problems: int
+    num_units: int  # of the intervals: problems with a judged sample; those that share an `id` are one
     num_problems_scored: int  # with at least one judged sample; the figures are over these
     num_problems_short: int  # of those, with fewer than k judged samples: best@k and maj@k take what there is
     num_samples: int
@@ -85,6 +86,7 @@ class Difference:
 
     data_sources: list[str]
     num_problems: int
+    num_units: int  # of intervals and tests, as in `Evaluation`
     num_unmatched: int  # problems of either dump that the other has no judged sample of
     k: int
     metrics: dict[str, Estimate | None]
@@ -119,6 +121,7 @@ def evaluate(
         figures[name] = Evaluation(
             data_sources=sources,
             num_problems=len(members),
+            num_units=len(terms[0]),
             num_problems_scored=len(judged),
             num_problems_short=sum(len(group) < k for group in judged.values()),
             num_samples=len(rows),
@@ -157,6 +160,7 @@ def compare(
         figures[name] = Difference(
             data_sources=sources,
             num_problems=len(keys),
+            num_units=len(terms[0][0]),
             num_unmatched=len({key for side in sides for key in side if key[0] in sources}) - len(keys),
             k=k,
             metrics=_with_intervals(resampled[1] - resampled[0], *terms),
@@ -191,6 +195,22 @@ def to_json(figures: Any) -> Any:
 def is_shown(group: str, data_sources: Sequence[str]) -> bool:
     """Whether a group earns a table row: every data source does, a pooled group when it holds more than one."""
     return group not in POOLED or len(data_sources) > 1
+
+
+def unit_of(figures: Evaluation | Difference) -> str:
+    """What intervals and tests are over, in a phrase: "384 problems", or "96 templates of 384 problems"."""
+    problems = figures.num_problems_scored if isinstance(figures, Evaluation) else figures.num_problems
+    return (
+        f"{problems} problems"
+        if figures.num_units == problems
+        else f"{figures.num_units} templates of {problems} problems"
+    )
+
+
+def _units_of(figures: Iterable[Difference]) -> str:
+    """What the rows of a table of tests are paired by."""
+    names = {"problem" if each.num_units == each.num_problems else "template" for each in figures}
+    return " or ".join(sorted(names)) or "problem"
 
 
 def format_estimate(estimate: Estimate | None, *, sign: bool = False) -> str:
@@ -234,10 +254,11 @@ def comparison_tables(
             sides = [format_estimate(side[name].metrics[key]) for side in (before, after)]
             table.append([name, str(each.num_problems), *sides, format_estimate(each.metrics[key], sign=True)])
         tables.append(table)
-    tests = [["difference in acc, paired by problem", "better", "worse", "equal", "p (sign flips)", "p (sign test)"]]
+    columns = ("better", "worse", "equal", "p (sign flips)", "p (sign test)", "of")
+    tests = [[f"difference in acc, paired by {_units_of(shown.values())}", *columns]]
     for name, each in shown.items():
         counts = [str(count) for count in (each.test.better, each.test.worse, each.test.equal)]
-        tests.append([name, *counts, f"{each.test.p_sign_flips:.3g}", f"{each.test.p_sign_test:.3g}"])
+        tests.append([name, *counts, f"{each.test.p_sign_flips:.3g}", f"{each.test.p_sign_test:.3g}", unit_of(each)])
     return [*tables, tests]
 
 

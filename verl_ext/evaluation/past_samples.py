@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verl_ext.evaluation.result import NoSamples
-from verl_ext.evaluation.samples import read_dump
+from verl_ext.evaluation.samples import read_dump, share_of
 from verl_ext.outcome import UNVERIFIED, evaluation_failure
 from verl_ext.records import store
 from verl_ext.records.problem import canonical
@@ -105,9 +105,10 @@ def _recorded(file: Path) -> Iterable[PastSample]:
     named = ("problem", "domain", "id", "ground_truth")
     for row in store.read(file, ("prompt", "end_reason", "acc", *named)).to_pylist():
         if row["prompt"] is not None:  # of a rollout that raised there is none
-            failure = evaluation_failure({"finish_reason": row["end_reason"], UNVERIFIED: row["acc"] is None})
+            acc = share_of(row["acc"])
+            failure = evaluation_failure({"finish_reason": row["end_reason"], UNVERIFIED: acc is None})
             names = (row[name] or "" for name in named)
-            yield PastSample(row["prompt"], None if failure else row["acc"], failure, *names)
+            yield PastSample(row["prompt"], None if failure else acc, failure, *names)
 
 
 def _logged(file: Path) -> Iterable[PastSample]:

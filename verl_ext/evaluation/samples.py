@@ -93,11 +93,16 @@ def read_dump(path: Path) -> list[Sample]:
     return [sample for _, sample in last.values()]
 
 
+def share_of(acc: float | None) -> float | None:
+    """`acc` of records; None where it is none from 0 to 1, which no verdict of a verifier is."""
+    return acc if acc is not None and 0 <= acc <= 1 else None
+
+
 def sample_of(row: Mapping[str, Any]) -> Sample:
     """A row of records as the sample that an evaluation has of the same response."""
     turns = row["turns"] or ()
     ran = [call for call in row["calls"] or () if call["attempts"] is not None]
-    verdict, end = row["verdict"] or {}, row["end_reason"]
+    verdict, end, acc = row["verdict"] or {}, row["end_reason"], share_of(row["acc"])
     return Sample(
         uid=f"{row['uid']}_{row['session']}_0",
         input=plain(row["prompt"] or ""),
@@ -106,7 +111,7 @@ def sample_of(row: Mapping[str, Any]) -> Sample:
         pred=verdict.get("extracted") or "",
         data_source=row["domain"] or "",
         finish_reason=end,
-        acc=row["acc"],
+        acc=acc,
         score=row["score"] or 0.0,
         tool_calls=len(ran),
         tool_errors=sum(call["fault"] == Fault.MODEL for call in ran),
@@ -114,7 +119,7 @@ def sample_of(row: Mapping[str, Any]) -> Sample:
         model_turns=sum(turn["role"] == "model" for turn in turns),
         response_tokens=row["model_tokens"] or 0,
         truncated=end == RolloutEnd.MAX_TOKENS,
-        unverified=row["acc"] is None,
+        unverified=acc is None,
         sandbox_failure=end == RolloutEnd.SANDBOX_FAILURE,
         id=row["id"] or "",
         problem=row["problem"] or "",

@@ -23,7 +23,7 @@ import yaml
 from verl_ext.evaluation import figures as evaluation
 from verl_ext.plots.charts import SCRIPTS, STYLES, Chart, Series, inline, inline_policy
 from verl_ext.plots.text import finalize
-from verl_ext.report.rollouts import pick_rollouts, pick_training_rollouts, split_rollout
+from verl_ext.report.rollouts import pick_rollouts, pick_training_rollouts, split_rollout, worst_problems
 from verl_ext.report.run_record import RunRecord, read_run
 from verl_ext.report.verdict import headline, held_out_source, judge, percent, points
 from verl_ext.runs import durable
@@ -156,6 +156,7 @@ def summarize(run: RunRecord, figures: dict[str, Any]) -> dict[str, Any]:
         "headline": headline(sides),
         "sides": run.sides,
         "evaluation": sides,
+        "worst": worst_problems(run.before, run.after),
         "sft": {
             "steps": max(run.sft.steps, default=0),
             "train_loss": train_loss,

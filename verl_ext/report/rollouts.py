@@ -9,9 +9,11 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from typing import NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from verl_ext.evaluation.figures import is_ood
+from verl_ext.evaluation.question import first_words
 from verl_ext.evaluation.samples import Sample
 
 # A block that the response budget cut off has no closing tag and runs to the end. Around a hermes tool reply verl's
@@ -24,6 +26,7 @@ BLOCK = re.compile(
     re.DOTALL,
 )
 COUNT = 10  # rollouts that a page shows
+WORST = 5  # problems that it names
 Fits = Callable[[Sample], bool]
 ERROR = re.compile(r"Traceback \(most recent call last\)|^[^\S\n]*\w*(?:Error|Exception)\b|\btimed out\b", re.MULTILINE)
 
@@ -119,6 +122,30 @@ def pick_rollouts(
                 picks.setdefault(id(sample), ("another", side, sample))
     chosen = sorted(picks.values(), key=lambda pick: pick[1] == "after")
     return [_evaluation_rollout(why, names[side == "after"], sample) for why, side, sample in chosen]
+
+
+def worst_problems(before: Sequence[Sample], after: Sequence[Sample]) -> list[dict[str, Any]]:
+    """The WORST problems with the smallest mean acc after, or before where there is nothing after; none that is right.
+
+    Of equal ones first what fell most, then by a hash: `question` (its first words), `id`, `data_source`, `samples`
+    (judged ones), `acc`, and `before`, None where it is not known.
+    """
+    means: list[dict[tuple[str, ...], float]] = []
+    judged: dict[tuple[str, ...], list[Sample]] = {}
+    for side in (before, after) if after else ([], before):
+        judged = {}
+        for sample in side:
+            if not sample.failure:
+                judged.setdefault(sample.problem_key(), []).append(sample)
+        means.append({key: fmean(sample.acc for sample in samples) for key, samples in judged.items()})
+    then, now = means
+    wrong = [key for key in now if now[key] < 1]
+    wrong.sort(key=lambda key: (now[key], now[key] - then.get(key, now[key]), _digest(*key)))
+    return [
+        {"question": first_words(next((each.input for each in judged[key] if each.input), "")) or key[1], "id": key[2]}
+        | {"data_source": key[0], "samples": len(judged[key]), "acc": now[key], "before": then.get(key)}
+        for key in wrong[:WORST]
+    ]
 
 
 def pick_training_rollouts(rows: Sequence[dict]) -> list[ShownRollout]:

@@ -4,7 +4,7 @@ import random
 import pytest
 
 from verl_ext.evaluation.estimators import Estimate
-from verl_ext.evaluation.figures import by_k, compare, evaluate, format_comparison, format_evaluation
+from verl_ext.evaluation.figures import by_k, compare, comparison_tables, evaluate, format_comparison, format_evaluation
 from verl_ext.evaluation.samples import read_dump
 from verl_ext.outcome import EVALUATION_FAILURES
 
@@ -68,6 +68,21 @@ def test_problems_of_one_template_are_one_unit_of_intervals_and_tests(samples):
     right = samples([row(f"{t}-{i}", 0, True, id=t) for t in verdicts for i in range(10)])
     test = compare(shared, right, draws=500)["tiny_tools"].test
     assert (test.better, test.worse, test.equal) == (4, 0, 8)
+    sides = [evaluate(each, draws=50) for each in (shared, right)]
+    of_templates = comparison_tables(*sides, compare(shared, right, draws=50))[-1]
+    assert of_templates[0][0] == "difference in acc, paired by template"
+    assert of_templates[1][-1] == "12 templates of 120 problems"
+    mixed = [
+        samples([row(f"{i}", 0, 1, data_source="s", id=f"{i}") for i in range(3)]) + each for each in (shared, right)
+    ]
+    table = comparison_tables(*(evaluate(each, draws=50) for each in mixed), compare(*mixed, draws=50))[-1]
+    assert table[0][0] == "difference in acc, paired by problem or template"
+    assert {line[0]: line[-1] for line in table[1:]} == {
+        "s": "3 problems",
+        "tiny_tools": "12 templates of 120 problems",
+        "in_distribution": "15 templates of 123 problems",
+        "overall": "15 templates of 123 problems",
+    }
 
 
 def test_figures_of_two_problems_by_hand(samples):

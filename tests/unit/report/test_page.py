@@ -57,6 +57,25 @@ def test_summary_and_page_hold_the_figures_of_the_dumps(folder):
         assert printed in text, printed
 
 
+def test_the_five_worst_problems_are_named_by_what_they_ask(folder):
+    """Wrong after: p0 to p6. First those that were right before, p5 and p6; p7 is right, and nothing could judge p8."""
+    before = [row(f"Find p{i}.", i >= 5) for i in range(9)]
+    after = [row(f"Find p{i}.", i == 7, failed=i == 8) for i in range(9)]
+    for side, rows in (("before", before), ("after", after)):
+        write_lines(folder / "eval" / side / "0.jsonl", rows)
+    _, page, summary = written(folder)
+    named = [each["question"] for each in summary["worst"]]
+    assert set(named[:2]) == {"Find p5.", "Find p6."} and len(set(named)) == 5
+    assert not {"Find p7.", "Find p8."} & set(named)
+    assert summary["worst"][0] | {"question": ""} == {
+        "question": "", "id": "", "data_source": "tiny_tools", "samples": 1, "acc": 0.0, "before": 1.0,
+    }  # fmt: skip
+    table = page[page.index("The worst problems") :]
+    assert all(f"<td>{name}</td>" in table for name in named) and "Right before" in table
+    write_lines(folder / "eval" / "after" / "0.jsonl", [row(f"Find p{i}.", 1) for i in range(9)])
+    assert "The worst problems" not in written(folder)[1]
+
+
 def test_braces_in_a_data_source_are_its_name(folder):
     """`accuracy on {name}` was taken for a template."""
     for source in ("{braces}_ood", "{0}_ood", "{_ood", "100%s_ood"):
