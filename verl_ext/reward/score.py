@@ -66,20 +66,21 @@ class Score:
         return self.verdict == UNVERIFIED_VERDICT
 
 
-def score_answer(response_text: str, ground_truth: str) -> Score:
+def score_answer(response_text: str, ground_truth: str, *, unfinished_thinking: bool = False) -> Score:
     """Score one response. Deterministic, safe in any thread, fast where no computer algebra is needed.
 
     Args:
         response_text: what the model wrote, best without tool output; code and tool blocks of both protocols are
             dropped here too.
         ground_truth: the reference answer, plain or LaTeX, without a sentence around it.
+        unfinished_thinking: a box after a `<think>` that is never closed counts, too.
     Raises:
         ValueError: the ground truth is empty.
         RuntimeError: computer algebra is needed and cannot be started.
     """
     if not ground_truth.strip():
         raise ValueError("The ground truth is empty: expected an answer to compare with. Check the data row.")
-    pred = extract_answer(response_text)
+    pred = extract_answer(response_text, unfinished_thinking=unfinished_thinking)
     if pred is None or not pred.strip():
         return Score(0.0, "", "no_answer", "no_box" if pred is None else "empty")
     pred = pred.strip()

@@ -31,14 +31,25 @@ _MINUS = re.compile(r"[=$]\s*-\s*$")
 _POWER = re.compile(r"\s*\^\s*(?:\d+|\{\s*-?\d+\s*\})")
 _JOINT = re.compile(rf"{_LAYOUT}(?:[,;]{_LAYOUT}(?:{_AND})?|{_AND}){_LABEL}")
 MAX_JOINT_CHARS = 40
+# A box that shows how to answer, and holds no answer: empty, dots, a blank or the words that stand for one.
+_PLACEHOLDER = re.compile(
+    r"(?:\s|[{}$.…_~·□-]|\\[,;:! _]|\\(?:q?quad|[cl]?dots[bcimo]?|square|Box|blank|phantom|cdot|underline)(?![a-z])"
+    r"|\\hspace\{[^{}]*\}|\\(?:text|math)(?:bf|it|rm|tt)?(?![a-z]))*+"
+    r"(?:[\[<(]?(?:your |the |my |final |numerical |correct )*(?:answer|result|value|solution|expression)s?"
+    r"(?: here| goes here)?[\]>)]?[\s{}$.…]*)?",
+    re.IGNORECASE,
+)
 
 
-def extract_answer(response_text: str) -> str | None:
+def extract_answer(response_text: str, *, unfinished_thinking: bool = False) -> str | None:
     """The text inside the last complete box (or answer tag), untouched; None where there is none.
 
     The whole text is searched, in time linear in its length. An unclosed box is not an answer.
+
+    Args:
+        unfinished_thinking: a box after a `<think>` that is never closed is an answer, too.
     """
-    spoken = strip_tool_blocks(response_text)
+    spoken = strip_tool_blocks(response_text, unfinished_thinking=unfinished_thinking)
     box = _last_box(spoken)
     if box is not None:
         return box
@@ -47,14 +58,18 @@ def extract_answer(response_text: str) -> str | None:
     return spoken[start + len("<answer>") : end] if start >= 0 else None
 
 
-def strip_tool_blocks(response_text: str) -> str:
+def strip_tool_blocks(response_text: str, *, unfinished_thinking: bool = False) -> str:
     """What the model says after its last `</think>`, without its code, its tool calls and the tools' output.
+
+    Thoughts that are never closed are left out, too, except with `unfinished_thinking`.
 
     Blocks are `<code>`, `<interpreter>`, `<tool_call>`, `<tool_response>` and their likes, fences with a language name
     and the fence of output after one, and other roles' turns of a chat. A block that is never closed reaches to the
     end: a response cut off inside its code has not answered yet. One never opened begins at the start.
     """
     outside = _drop_closed_blocks(response_text).rpartition("</think>")[2]
+    if not unfinished_thinking:
+        outside = outside.partition("<think>")[0]
     unclosed = _BLOCK_OPEN.search(outside)
     outside = outside[: unclosed.start()] if unclosed else outside
     return _STRAY_CLOSE.split(outside)[-1]
@@ -113,6 +128,8 @@ def _last_box(text: str) -> str | None:
                 boxes.append((start, token.end(), text[content_start : token.start()]))
     if not boxes:
         return None
+    while len(boxes) > 1 and _PLACEHOLDER.fullmatch(boxes[-1][2]):  # I used \boxed{} as asked
+        boxes.pop()
     start, end, content = boxes[-1]
     minus, power = _MINUS.search(text, max(0, start - 8), start), _POWER.match(text, end)
     if minus or power:  # x = -\boxed{42}, \boxed{42}^2

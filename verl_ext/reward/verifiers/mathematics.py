@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from verl_ext.reward.score import Score, score_answer
@@ -13,8 +14,12 @@ MAX_WAITING = 256  # answers of one process that are scored at a time; nearly al
 class MathVerifier:
     """Equality of the boxed answer with the ground truth; in a thread, since computer algebra may take seconds."""
 
-    def __init__(self, config: Mapping[str, Any]):
-        del config  # nothing to set
+    def __init__(self, config: Mapping[str, Any], *, unfinished_thinking: bool = False):
+        """
+        Args:
+            unfinished_thinking: a box after a `<think>` that is never closed is an answer, too.
+        """
+        self._score = partial(score_answer, unfinished_thinking=unfinished_thinking)
         # Not asyncio's own threads, of which there are few: answers in the slow lane would hold up all others.
         self._threads = ThreadPoolExecutor(MAX_WAITING, thread_name_prefix="score_answer")
 
@@ -26,4 +31,4 @@ class MathVerifier:
                 "text or a number; several values are one text, such as '1, 2'. Check the data row."
             )
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, score_answer, response_text, str(ground_truth))
+        return await loop.run_in_executor(self._threads, self._score, response_text, str(ground_truth))

@@ -83,7 +83,21 @@ def test_fence_of_prose_is_read(fence):
 def test_only_what_follows_the_last_think_block_is_read():
     assert extract_answer(r"<think>\boxed{1} <code> </think> \boxed{2}") == "2"
     assert extract_answer(r"\boxed{1}</think> I do not know") is None
-    assert extract_answer(r"<think>\boxed{1}") == "1"  # without an end there is nothing else to read
+
+
+def test_box_in_thoughts_that_never_end_is_an_answer_only_if_wanted():
+    for text in (r"<think>\boxed{1}", r"<think>a</think> then <think>so \boxed{1}"):
+        assert extract_answer(text) is None
+        assert extract_answer(text, unfinished_thinking=True) == "1"
+    assert extract_answer(r"\boxed{1} <think> is it \boxed{2}") == "1"
+
+
+def test_box_that_only_shows_the_form_is_passed_over():
+    for form in ("", " ", "...", r"\ldots", r"\text{answer}", "your answer", r"\,", r"\square"):
+        assert extract_answer(rf"\boxed{{7}}. (I used \boxed{{{form}}} as asked.)") == "7"
+    for answer in ("0", r"\emptyset", "x", r"\text{none}"):
+        assert extract_answer(rf"\boxed{{7}}. No, \boxed{{{answer}}}") == answer
+    assert extract_answer(r"\boxed{...}") == "..."
 
 
 def test_what_the_model_says_around_its_code_is_kept_in_order():
