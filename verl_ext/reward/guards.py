@@ -28,10 +28,18 @@ _OPERATIONS = re.compile(r"\\(sum|prod|int|iint|oint|lim|bmod|pmod|mod|gcd|lcm|m
 # What the parser would overlook or misread, and so take 42... for 42. Allowed where the gold has it as often.
 _OVERLOOKED = [
     ("derivative", re.compile("'")),
+    ("differential", re.compile(r"(?<![a-zA-Z\\])d[a-z](?![a-zA-Z])")),
     ("dots", re.compile(r"\\[cl]?dots|\.\.")),
     ("ratio", re.compile(":")),
     ("base", re.compile(r"[\d})]\s*_")),
 ]
+# A number after a factor: `\sqrt{2}\; 1` is two numbers, which the parser would multiply.
+_SECOND_NUMBER = re.compile(
+    r"(?:(?<![\\a-zA-Z])[a-zA-Z]|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|pi|rho|sigma|tau|phi|omega|infty)(?![a-zA-Z])"
+    r"|[)\]}!%])\s*\d|\d\s+\d"
+)
+# After these a number is an argument: \log_{2} 6, \sin^{2} 3.
+_FUNCTION = re.compile(r"\\[a-zA-Z]+\s*(?:[_^]\s*(?:\{[^{}]*\}|\w)\s*)++(?=\d)|\\sqrt\s*\[[^\[\]]*\]\s*(?=\d)")
 
 
 def refusal(pred: str, gold: str) -> str | None:
@@ -55,6 +63,9 @@ def refusal(pred: str, gold: str) -> str | None:
     for reason, pattern in _OVERLOOKED:
         if len(pattern.findall(pred)) != len(pattern.findall(gold)):
             return reason
+    second = [len(_SECOND_NUMBER.findall(_FUNCTION.sub("", side))) for side in (pred, gold)]
+    if second[0] > second[1]:
+        return "two numbers"
     unasked = set(_OPERATIONS.findall(pred)) - set(_OPERATIONS.findall(gold))
     return f"unevaluated {min(unasked)}" if unasked else None
 
