@@ -1,14 +1,18 @@
-"""Answers that are a fixed string, or one letter among choices: no mathematics."""
+"""Answers that are a fixed string, or one letter among choices: no mathematics.
+
+With `unfinished_thinking` what stands after a `<think>` that is never closed counts, too.
+"""
 
 import re
 from collections.abc import Mapping
 from typing import Any
 
+from verl_ext.reward.maths.choices import read_choice
 from verl_ext.reward.maths.extraction import extract_answer, strip_tool_blocks
 from verl_ext.reward.score import Score
 
 _TEXT = re.compile(r"\\text(?:bf|it|rm)?\s*\{([^{}]*)\}")
-_LETTER = re.compile(r"\W*([A-Z])(?:\W.*)?", re.DOTALL)
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 # "the answer is a mystery", "I think", "x = 4" and "isn't" name no choice.
 _CHOICE = (
     r"(?:\(([A-Za-z])\)|(?:([A-HJ-Zb-hj]|I(?!\s+[a-z])|a(?=\s*(?:[.,;!*\n):]|because|\Z)))\b"
@@ -27,13 +31,14 @@ _STATED = [  # of the first form that a response has, the last one counts
 class ExactVerifier:
     """The boxed (or `<answer>`-tagged) text is the ground truth, up to white space and, by default, case."""
 
-    def __init__(self, config: Mapping[str, Any], *, ignore_case: bool = True):
+    def __init__(self, config: Mapping[str, Any], *, ignore_case: bool = True, unfinished_thinking: bool = False):
         self._ignore_case = ignore_case
+        self._unfinished_thinking = unfinished_thinking
 
     async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
         if not str(ground_truth).strip():
             raise ValueError("The ground truth is empty: expected the string to compare with. Check the data row.")
-        pred = extract_answer(response_text)
+        pred = extract_answer(response_text, unfinished_thinking=self._unfinished_thinking)
         if pred is None or not pred.strip():
             return Score(0.0, "", "no_answer", "no_box" if pred is None else "empty")
         folded = self._fold(pred)
@@ -50,29 +55,21 @@ class ChoiceVerifier:
     More than one letter in the box (`C or D`) is wrong.
     """
 
-    def __init__(self, config: Mapping[str, Any]):
-        del config  # nothing to set
+    def __init__(self, config: Mapping[str, Any], *, unfinished_thinking: bool = False):
+        self._unfinished_thinking = unfinished_thinking
 
     async def verify(self, response_text: str, ground_truth: Any, sample: Mapping[str, Any]) -> Score:
-        gold = _letter(str(ground_truth))
-        if gold is None:
+        choice = read_choice(str(ground_truth), _LETTERS)
+        if choice is None:
             raise ValueError(
                 f"The ground truth is {ground_truth!r}: expected one letter such as 'C'. Check the data row."
             )
-        pred = extract_answer(response_text)
+        pred = extract_answer(response_text, unfinished_thinking=self._unfinished_thinking)
         if pred is None:
-            spoken = strip_tool_blocks(response_text)
+            spoken = strip_tool_blocks(response_text, unfinished_thinking=self._unfinished_thinking)
             stated = next((found for form in _STATED if (found := form.findall(spoken))), None)
             if not stated:
                 return Score(0.0, "", "no_answer", "no_choice")
             pred = "".join(stated[-1]).upper()
-        letter = _letter(pred)
-        return Score.graded(float(letter == gold), pred.strip(), "choice", letter or "")
-
-
-def _letter(text: str) -> str | None:
-    """`C`, `(C)`, `C. 12`, `\\text{C}` -> "C"; None without a letter, or with a second one that stands by itself."""
-    text = _TEXT.sub(r" \1 ", text)
-    letters = re.findall(r"(?<![\w\\])[A-Z](?!\w)", text)
-    match = _LETTER.fullmatch(text.strip())
-    return match[1] if match and len(set(letters)) == 1 else None
+        letter, _ = read_choice(pred, _LETTERS) or ("", "")
+        return Score.graded(float(letter == choice[0]), pred.strip(), "choice", letter)

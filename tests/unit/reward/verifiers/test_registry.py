@@ -1,6 +1,8 @@
+import asyncio
+
 import pytest
 
-from verl_ext.reward.verifiers import BUILT_IN, Verifiers
+from verl_ext.reward.verifiers import BUILT_IN, MATH, Verifiers
 
 
 def name_of(verifiers, data_source, ability=""):
@@ -30,3 +32,12 @@ def test_verifier_is_built_once():
 def test_unknown_setting_of_a_verifier_raises_when_it_is_built():
     with pytest.raises(TypeError, match="ignore_cases"):
         Verifiers({}, {"exact": {"path": BUILT_IN["exact"], "ignore_cases": True}}).find("exact", "")
+
+
+@pytest.mark.parametrize("path", [MATH, BUILT_IN["exact"], BUILT_IN["multiple_choice"]])
+def test_box_in_unfinished_thoughts_counts_if_the_verifiers_entry_says_so(path):
+    verdicts = []
+    for settings in ({}, {"unfinished_thinking": True}):
+        verifier = Verifiers({}, {"mine": {"path": path, **settings}}).find("mine", "")
+        verdicts.append(asyncio.run(verifier.verify(r"<think>So \boxed{C}", "C", {})).verdict)
+    assert verdicts == ["no_answer", "correct"]
