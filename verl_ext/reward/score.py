@@ -6,23 +6,29 @@ computer algebra, in a process that can be killed. Rewards and verl are not know
 
 import re
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal
 
 from verl_ext.outcome import UNVERIFIED_VERDICT
 from verl_ext.reward.guards import refusal
 from verl_ext.reward.maths import symbolic
+from verl_ext.reward.maths.choices import read_choice
 from verl_ext.reward.maths.extraction import extract_answer
-from verl_ext.reward.maths.normalisation import normalise
-from verl_ext.reward.maths.rationals import NotANumber, quantity_or_none, read_quantity, split_unit
+from verl_ext.reward.maths.labels import split_label
+from verl_ext.reward.maths.normalisation import BASES, normalise
+from verl_ext.reward.maths.rationals import NotANumber, quantity_or_none, read_quantity
 from verl_ext.reward.maths.structure import Comparison, compare_answers
+from verl_ext.reward.maths.units import changes_a_number, same_unit, split_unit
 
 MAX_ANSWER_CHARS = 2000
 # Comparisons by computer algebra for one answer; beyond it is wrong. Only lists need more than one: at most 64 ordered
 # values (structure.MAX_PARTS), or each of 8 with each other (structure.MAX_UNMATCHED).
 MAX_SYMBOLIC = 64
 
-_CHOICE = re.compile(r"\(?\s*([A-J])\s*(?:[).:]\s*[^,A-J]*)?")  # C, (C), C. and (C) 12, but not C or D
-_BASED = re.compile(r"([0-9A-Z]+)\s*_\s*\{?(\d+)\}?")
+_BASED = re.compile(
+    r"(-?)\s*([0-9A-F]+(?:\.[0-9A-F]+)?)\s*(?:_\s*(?:base[\s-]*)?|(?:in )?base[\s-]*)(\d+|[a-z]+)", re.IGNORECASE
+)
+MAX_CANONICAL_BITS = 4000  # of a number that is written out for logs
 _CLOCK = re.compile(r"(\d+(?:\s*:\s*\d+)+)\s*([ap]\.?m\.?)?", re.IGNORECASE)
 _RATIO = re.compile(r"(\d+)\s*(?:/|\\text\s*\{\s*to\s*\}|to)\s*(\d+)|\\frac\{(\d+)\}\{(\d+)\}")
 _CONSTANT = re.compile(r"\+\s*[cCkK]$")  # of an integral
@@ -85,13 +91,27 @@ def score_answer(response_text: str, ground_truth: str, *, unfinished_thinking: 
         return Score(0.0, "", "no_answer", "no_box" if pred is None else "empty")
     pred = pred.strip()
     comparison = compare(pred, ground_truth.strip())
-    if comparison.method == "integer":
-        normalised = str(int(pred))
-    else:
-        normalised = "" if comparison.method in _NOT_NORMALISED else normalise(pred)  # which `compare` has cached
+    normalised = "" if comparison.method in _NOT_NORMALISED else canonical(pred)
     if comparison.equal is None:
         return Score(None, pred, UNVERIFIED_VERDICT, comparison.method, normalised)
     return Score.graded(float(comparison.equal), pred, comparison.method, normalised)
+
+
+@lru_cache(maxsize=4096)
+def canonical(pred: str) -> str:
+    r"""One spelling for equal answers as far as that is cheap: 0.5, 1/2 and `x = \frac12` are `\frac{1}{2}`."""
+    if re.fullmatch(r"-?\d{1,18}", pred):
+        return str(int(pred))
+    text = normalise(pred)  # which `compare` has cached
+    value = split_label(text)[1]
+    quantity = quantity_or_none(value, MAX_CANONICAL_BITS)
+    if quantity is None or quantity.calculated:
+        return value
+    top, bottom = quantity.value.numerator, quantity.value.denominator
+    if max(top.bit_length(), bottom.bit_length()) > MAX_CANONICAL_BITS:
+        return value
+    number = str(top) if bottom == 1 else rf"\frac{{{top}}}{{{bottom}}}"
+    return number + "%" * quantity.percent
 
 
 def compare(pred: str, gold: str) -> Comparison:
@@ -103,15 +123,25 @@ def compare(pred: str, gold: str) -> Comparison:
     for first, second in _CLASHES:
         if first.search(pred) and second.search(gold) or first.search(gold) and second.search(pred):
             return Comparison(False, "unit")
+    if gold[:1] in "(ABCDEFGHIJ\\OoTt$" and (choice := read_choice(gold)):
+        return _compare_choice(pred, *choice)
     pred, gold = normalise(pred), normalise(gold)
     if not pred:
         return Comparison(False, "empty")
     if gold.endswith("C") and _CONSTANT.search(gold):
         pred = _CONSTANT.sub("+C", pred)
-    if re.fullmatch(r"[A-J]", gold):
-        choice = _CHOICE.fullmatch(pred)
-        return Comparison(bool(choice) and choice[1] == gold, "choice")
     return _compare_quantities(pred, gold) or compare_answers(pred, gold, _ValueComparison())
+
+
+def _compare_choice(pred: str, letter: str, option: str) -> Comparison:
+    """The letter decides, and without one the text of the option; of two texts that are numbers, both must agree."""
+    choice = read_choice(pred) or read_choice(normalise(pred))
+    if choice is None:
+        if not option or re.search(r"(?<![\\a-zA-Z])[a-zA-Z]{3}", option):  # words are compared as they are
+            return Comparison(bool(option) and _fold(pred) == _fold(option), "choice")
+        return compare(pred, option)
+    numbers = [quantity_or_none(normalise(text)) for text in (choice[1], option)]
+    return Comparison(choice[0] == letter and (None in numbers or numbers[0] == numbers[1]), "choice")
 
 
 class _ValueComparison:
@@ -130,7 +160,7 @@ class _ValueComparison:
         if (words := _compare_words(pred, gold)) and words.equal:
             return words
         (pred_value, pred_unit), (gold_value, gold_unit) = split_unit(pred), split_unit(gold)
-        if not (pred_unit and gold_unit) or pred_unit == gold_unit:  # else they differ as words do
+        if same_unit(pred_unit, gold_unit):  # else they differ as words do
             pred, gold = pred_value, gold_value
         if decided := _compare_words(pred, gold):
             return decided
@@ -152,11 +182,12 @@ class _ValueComparison:
 
 def _compare_quantities(pred: str, gold: str) -> Comparison | None:
     """Decide where the gold is a rational number and the answer is one too, or tries to be."""
-    gold_quantity = quantity_or_none(gold)
+    nouns = _nouns_of(gold)
+    gold_quantity = quantity_or_none(gold, nouns=nouns)
     if gold_quantity is None:
         return None
     try:
-        pred_quantity = read_quantity(pred)
+        pred_quantity = read_quantity(pred, nouns=nouns)
     except NotANumber:
         return Comparison(False, "malformed number")
     if pred_quantity is None:
@@ -166,25 +197,45 @@ def _compare_quantities(pred: str, gold: str) -> Comparison | None:
     return Comparison(pred_quantity.equals(gold_quantity), "number")
 
 
+def _nouns_of(gold: str) -> set[str]:
+    """Words of the ground truth, which may be counted in the answer, too."""
+    return {word for word in re.findall("[a-z]{3,}", gold.lower()) if not changes_a_number(word)}
+
+
 def _compare_notations(pred: str, gold: str) -> Comparison | None:
     """Numbers in another base (204_5), clock times and ratios (7:32): the same digits in the same places.
 
     The ratio 3:2 may be written as 3/2, and 3/2 as 3:2; two fractions are for others to compare.
     """
     for read in (_read_based, _read_clock):
-        if read(pred) or read(gold):
-            return Comparison((read(pred) or _read_ratio(pred)) == (read(gold) or _read_ratio(gold)), "notation")
+        one, other = read(pred), read(gold)
+        if one and other or (one or other) and read is _read_clock:
+            return Comparison((one or _read_ratio(pred)) == (other or _read_ratio(gold)), "notation")
+        if one or other:  # 29_{10} is 29
+            number, plain = (one, gold) if one else (other, pred)
+            return Comparison(number[1] == "base 10" and number[0][0] == plain, "notation")
     return None
 
 
 def _read_based(text: str) -> tuple[list[str], str] | None:
-    match = _BASED.fullmatch(text.strip("() ").replace(")_", "_"))
-    return ([match[1]], f"base {match[2]}") if match else None
+    plain = re.sub(r"\\text(?![a-zA-Z])|^\\overline(?=\{\w+\}\s*_)|[(){}\[\]]", "", text)
+    match = _BASED.fullmatch(plain.strip())
+    base = BASES.get(match[3].lower(), match[3]) if match else ""
+    if not str(base).isdigit() or not 2 <= int(base) <= 36 or not any(map(str.isdigit, match[2])):
+        return None
+    if any(int(digit, 36) >= int(base) for digit in match[2] if digit != "."):
+        return None
+    return [match[1] + (match[2].upper().lstrip("0") or "0")], f"base {base}"
 
 
 def _read_clock(text: str) -> tuple[list[str], str] | None:
     match = _CLOCK.fullmatch(re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).strip())
-    return (re.findall(r"\d+", match[1]), (match[2] or "").replace(".", "").lower()) if match else None
+    if not match:
+        return None
+    first, *others = re.findall(r"\d+", match[1])
+    half = (match[2] or "").replace(".", "").lower()
+    hour = int(first) % 12 + 12 * (half == "pm") if half else int(first)
+    return [str(hour), *others], ""
 
 
 def _read_ratio(text: str) -> tuple[list[str], str] | None:

@@ -20,6 +20,21 @@ _CONDITION = re.compile(
 )
 _SET = re.compile(r"\\(?:cup|cap|setminus|backslash|mathbb|emptyset|infty)(?![a-zA-Z])|^\\\{.*(?:\||:|\\colon).*\\\}$")
 
+_REALS = re.compile(r"\\mathbb\s*\{?\s*R\s*\}?|\(-\\infty\s*,\s*\\infty\s*\)")
+_IN_REALS = re.compile(rf"([a-zA-Z])\s*\\in\s*(?:{_REALS.pattern})")
+_DIFFERENCE = re.compile(
+    rf"(?:(?P<variable>[a-zA-Z])\s*\\in\s*)?(?:{_REALS.pattern})\s*\\setminus\s*"
+    r"\\\{(?P<points>[^{}]*(?:\{[^{}]*\}[^{}]*)*)\\\}"
+)
+_ALL_EXCEPT = re.compile(
+    r"\s*(?:[a-z]\s*(?:is|can be)\s+)?(?:all|any) reals?(?: numbers?| values?)?(?: of [a-z])?,?\s*"
+    r"(?:except|but|other than|excluding)(?: for)?\s+(?:[a-z]\s*=\s*)?(?P<points>.*[^\s.])",
+    re.IGNORECASE,
+)
+_NOT_IN = re.compile(r"([a-zA-Z])\s*\\notin\s*\\\{(.*)\\\}")
+_MEMBER = re.compile(r"([a-zA-Z])\s*\\in\s*([(\[])([^()\[\]]*)([)\]])")
+_INFINITE = {r"\infty", r"+\infty"}
+
 # (end, 0 if the end itself is in and 1 if not, likewise for the other end); plus and minus infinity are floats.
 Piece = tuple[Fraction | float, int, Fraction | float, int]
 
@@ -27,9 +42,10 @@ Piece = tuple[Fraction | float, int, Fraction | float, int]
 def condition_of(text: str) -> str:
     """`\\{x \\mid -3<x<4\\}` as `-3<x<4`: a set of reals by one condition on its variable; any other text as it is."""
     match = _CONDITION.fullmatch(text)
-    if match and RELATION.search(match["rest"]) and set(_LETTER.findall(match["rest"])) == {match["variable"]}:
-        return match["rest"].strip()
-    return text
+    if not match or not (RELATION.search(match["rest"]) or r"\notin" in match["rest"]):
+        return text
+    letters = set(_LETTER.findall(_REALS.sub("", match["rest"])))
+    return match["rest"].strip() if letters == {match["variable"]} else text
 
 
 def intervals_of(text: str) -> tuple[str, str] | None:
@@ -41,18 +57,44 @@ def intervals_of(text: str) -> tuple[str, str] | None:
     intervals, variables = [], set()
     for alternative in split_top_level(text, r"\lor"):
         parts = split_top_level(alternative, r"\land")
-        conditions = [_bounds_of(part) for part in (parts if len(parts) > 1 else split_top_level(alternative))]
-        if None in conditions:
+        texts = parts if len(parts) > 1 else split_top_level(alternative)
+        holes = [hole for part in texts if r"\ne" in part and (hole := exclusions_of(part))]
+        conditions = [_bounds_of(part) for part in texts if not (r"\ne" in part and exclusions_of(part))]
+        if None in conditions or not conditions:
             return None
-        variables |= {condition.variable for condition in conditions}
+        variables |= {condition.variable for condition in conditions} | {variable for variable, _ in holes}
         conditions = [each for each in conditions if not each.is_any_number] or conditions[:1]
         both = _both(conditions)
-        if len(conditions) > 1 and (len(parts) > 1 or both and len(conditions) == 2 and _holds_numbers(both)):
+        bounded = both and len(conditions) == 2 and _holds_numbers(both)
+        if len(conditions) > 1 and (len(parts) > 1 or bounded or holes):
             conditions = [both]
         if None in conditions:
             return None
+        if holes and (pieces := _without(conditions[0], [points[2:-2] for _, points in holes])) is not None:
+            intervals += pieces
+            continue
+        if holes:
+            return None
         intervals += [f"{c.opening}{c.low},{c.high}{c.closing}" for c in conditions]
-    return (variables.pop(), r"\cup ".join(intervals)) if len(variables) == 1 else None
+    return (variables.pop(), r"\cup ".join(intervals)) if len(variables) == 1 and intervals else None
+
+
+def _without(interval: "_Bounds", points: list[str]) -> list[str] | None:
+    """The interval without some points, as intervals; None if its ends or the points are not all rational."""
+    numbers = {text: _read_end(text) for text in points}
+    low, high = _read_end(interval.low), _read_end(interval.high)
+    if None in numbers.values() or low is None or high is None:
+        return None
+    opening, start, closing, pieces = interval.opening, interval.low, interval.closing, []
+    for text, number in sorted(numbers.items(), key=lambda item: item[1]):
+        if number == low:
+            opening = "("
+        elif number == high:
+            closing = ")"
+        elif low < number < high:
+            pieces.append(f"{opening}{start},{text})")
+            opening, start = "(", text
+    return [*pieces, f"{opening}{start},{interval.high}{closing}"]
 
 
 class _Bounds(NamedTuple):
@@ -73,6 +115,11 @@ def _bounds_of(part: str) -> _Bounds | None:
     """`1 < x \\le 3`, `x > 1` or `x = 5` as bounds; None for anything else, such as `1 < x > 3`."""
     sides, signs = [side.strip() for side in RELATION.split(part)], RELATION.findall(part)
     if not signs:
+        if inside := _MEMBER.fullmatch(part):
+            ends = split_top_level(inside[3])
+            return _Bounds(inside[1], inside[2], *ends, inside[4]) if len(ends) == 2 else None
+        if real := _IN_REALS.fullmatch(part):
+            return _Bounds(real[1], "(", r"-\infty", r"\infty", ")")
         point = re.fullmatch(r"([a-zA-Z])\s*=([^=]+)", part)
         return _Bounds(point[1], "[", point[2].strip(), point[2].strip(), "]") if point else None
     if not all(sides) or r"\ne" in signs or len({sign in ("<", r"\le") for sign in signs}) != 1:
@@ -104,13 +151,86 @@ def _both(conditions: list[_Bounds]) -> _Bounds | None:
     return _Bounds(lows[0].variable, lows[0].opening, lows[0].low, highs[0].high, highs[0].closing)
 
 
+def _split_conditions(text: str) -> list[str]:
+    return [each for part in split_top_level(text, r"\land") for each in split_top_level(part) if each]
+
+
+def exclusions_of(text: str) -> tuple[str, str] | None:
+    r"""All reals but some, as (variable, those as a set): `x \in \mathbb{R}, x \ne 2`, `(-\infty,2)\cup (2,\infty)`.
+
+    The variable is "" where none is named. None for anything else, such as `x \ne 2 \lor x \ne 3`.
+    """
+    if difference := _DIFFERENCE.fullmatch(text):
+        return (difference["variable"] or "").strip(), rf"\{{{difference['points']}\}}"
+    if _REALS.fullmatch(text):
+        return "", r"\mathbb{R}"
+    if spoken := _ALL_EXCEPT.fullmatch(re.sub(r"\\text(?![a-zA-Z])|[{}]", "", text)):
+        return "", rf"\{{{spoken['points']}\}}"
+    if r"\ne" in text or r"\notin" in text:
+        return _excluded_by(text)
+    if r"\cup" not in text or r"\infty" not in text:
+        return None
+    following = {}
+    for piece in pieces_of_union(text):
+        ends = split_top_level(piece[1:-1])
+        if piece[:1] != "(" or piece[-1:] != ")" or len(ends) != 2 or key(ends[0]) in following:
+            return None
+        following[key(ends[0])] = ends[1]
+    points, at = [], following.pop(r"-\infty", r"\infty")
+    while key(at) in following:
+        points.append(at)
+        at = following.pop(key(at))
+    return ("", rf"\{{{','.join(points)}\}}") if points and not following and key(at) in _INFINITE else None
+
+
+def _all_but(text: str) -> tuple[str, str] | None:
+    """`exclusions_of`, of `x < 2 \\lor x > 2` too."""
+    if not re.search(r"\\(?:ne|notin|setminus|cup|lor)(?![a-zA-Z])|,.*[<>]|\breals?\b|\\mathbb|\\infty\s*\)", text):
+        return None
+    if found := exclusions_of(text):
+        return found
+    interval = intervals_of(text) if RELATION.search(text) else None
+    outside = exclusions_of(interval[1]) if interval else None
+    return (interval[0], outside[1]) if outside else None
+
+
+def _excluded_by(text: str) -> tuple[str, str] | None:
+    """`x \\ne 2, x \\ne 3`, `x \\ne 2,3`, `x \\notin \\{2,3\\}`; `x \\in \\mathbb{R}` beside them says nothing more."""
+    variables, points = set(), []
+    for condition in _split_conditions(text):
+        if real := _IN_REALS.fullmatch(condition):
+            variables.add(real[1])
+            continue
+        if outside := _NOT_IN.fullmatch(condition):
+            variables.add(outside[1])
+            points.append(outside[2])
+            continue
+        sides = [side.strip() for side in condition.split(r"\ne")]
+        if len(sides) == 1 and points and not RELATION.search(condition) and "=" not in condition:
+            points.append(condition)  # x \ne 2, 3
+            continue
+        if len(sides) != 2 or RELATION.search("".join(sides)) or r"\l" in condition:
+            return None
+        if re.fullmatch("[a-zA-Z]", sides[1]) and not re.fullmatch("[a-zA-Z]", sides[0]):
+            sides.reverse()
+        if not re.fullmatch("[a-zA-Z]", sides[0]) or not sides[1]:
+            return None
+        variables.add(sides[0])
+        points.append(sides[1])
+    return (variables.pop(), rf"\{{{','.join(points)}\}}") if len(variables) == 1 and points else None
+
+
 def same_notation(pred: str, gold: str) -> tuple[str, str]:
     """Both as intervals, where one is an inequality in one variable and the other one, too, or a set of reals.
 
+    All reals but some become the set of those, whatever they are: `x \\ne 2` and `(-\\infty,2)\\cup (2,\\infty)`.
     Likewise beside an inequality of absolute values in the same variable, which computer algebra solves. Anything else
     comes back with commas for "and" and "or": `x < 3` beside `y < 3`, or beside the number 3.
     """
     pred, gold = condition_of(pred), condition_of(gold)
+    excluded = _all_but(pred), _all_but(gold)
+    if all(excluded) and (excluded[0][0] == excluded[1][0] or not all(variable for variable, _ in excluded)):
+        return excluded[0][1], excluded[1][1]
     read = [intervals_of(side) if RELATION.search(side) else None for side in (pred, gold)]
     if all(read):
         return (read[0][1], read[1][1]) if read[0][0] == read[1][0] else (_listed(pred), _listed(gold))
@@ -141,6 +261,14 @@ def is_set(text: str) -> bool:
 def is_braced(text: str) -> bool:
     r"""Whether one pair of set braces is around all of it: `\{1,2\}`, but not `\{1\}\cup\{2\}`."""
     return text.startswith(r"\{") and text.endswith(r"\}") and closing_index(text[1:]) == len(text) - 2
+
+
+def joined_points(text: str) -> str:
+    r"""`\{2\}\cup \{3\}` as `\{2,3\}`; any other text as it is."""
+    parts = split_top_level(text, r"\cup")
+    if len(parts) == 1 or not all(is_braced(part) and not re.search(r"\||:", part) for part in parts):
+        return text
+    return rf"\{{{','.join(part[2:-2] for part in parts)}\}}"
 
 
 def pieces_of_union(text: str) -> list[str]:

@@ -8,11 +8,12 @@ import re
 from functools import lru_cache
 from itertools import accumulate
 
+from verl_ext.reward.maths.notation import write_latex
 from verl_ext.reward.maths.unicode_signs import to_latex
 
 MAX_WRAPPERS = 8  # brackets around a whole answer that are dropped
 
-_BASES = {word: number for number, word in enumerate("two three four five six seven eight nine ten".split(), 2)}
+BASES = {word: number for number, word in enumerate("two three four five six seven eight nine ten".split(), 2)}
 
 _FUNCTIONS = "sin|cos|tan|cot|sec|csc"
 
@@ -22,11 +23,19 @@ _MACROS |= {"lbrace": r"\{", "rbrace": r"\}", "backslash": r"\setminus ", "bigcu
 _MACROS |= {"nless": r"\ge ", "ngtr": r"\le ", "nleq": ">", "ngeq": "<"}
 _MACROS |= {"vee": r"\lor ", "wedge": r"\land ", "times": r"\cdot ", "ast": r"\cdot "}
 _MACROS |= dict.fromkeys(("lvert", "rvert", "vert", "mid"), "|") | dict.fromkeys(("lVert", "rVert", "Vert"), r"\|")
+
+
+def _said(words: str) -> str:
+    """A pattern of words, in `\\text` or not."""
+    return rf"(?i:\\text\s*\{{\s*{words}\s*\.?\s*\}}|{words})"
+
+
+_IN_TEXT = r"\\text\s*\{([^{}]*)\}\s*(\^\s*(?:\d|\{\d\}))?"
 # What changes how an answer looks, not what it says. Each line works on what the lines above it left.
-_REWRITES = [
+_LAYOUT = [
     (re.compile(pattern), replacement)
     for pattern, replacement in [
-        # layout
+        (r"\{\s*:\s*\}|\\colon(?![a-zA-Z])|\\math(?:ord|bin|rel)\s*\{\s*:\s*\}", ":"),
         (r"(?<=\d)(?:\{,\}|,?\\!|\\,|\\ |~|')+\s*(?=\d{3}(?!\d))", ""),  # 12\,000  1{,}234  32,\!349  1'234
         (r"(?<!\\)\\[\[\]()]|(?<!\\)\$", ""),
         (r"\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\.?", ""),
@@ -36,37 +45,44 @@ _REWRITES = [
         (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|underline|boxed|fbox)\s*\{(\d+)\}", r"\1"),
         (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|underline|boxed|fbox)(?![a-zA-Z])", ""),
         (r"\\(?:mbox|text(?:rm|bf|it|normal|up)|emph|operatorname\*?|mathrm)(?![a-zA-Z])", r"\\text"),
-        (rf"\\text\s*\{{\s*({_FUNCTIONS}|ln|log|exp)\s*\}}", r"\\\1 "),
+        (rf"\\frac\s*\{{\s*{_IN_TEXT}\s*\}}\s*\{{\s*{_IN_TEXT}\s*\}}", r"\\text{\1\2/\3\4}"),
         # numbers, units of one letter, choices
-        (r"\\text\s*\{([^a-zA-Z{}]*|\s*[a-zA-Z]\s*|\s*\([a-zA-Z]\)\s*)\}", r" \1"),
-        # one spelling per symbol
+        (r"\\text\s*\{((?:[^a-zA-Z{}]|\b(?:and|or)\b)*|\s*[a-zA-Z]\s*|\s*\([a-zA-Z]\)\s*)\}", r" \1"),
+        (r"\*\*", "^"),
+        (r"\+/-|(?:^|(?<==))\s*\+-", r"\\pm "),
+        (r"(?<=[)\]}])\s*U\s*(?=[(\[{\\])", r"\\cup "),
+        (r"(?<![\\a-zA-Z])([a-zA-Z]|\([a-z, ]+\))\s+in\s+(?=[({\[\\])", r"\1\\in "),
+    ]
+]
+# After notation.py has written arguments in braces: one spelling per symbol.
+_SYMBOLS = [
+    (re.compile(pattern), replacement)
+    for pattern, replacement in [
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\{([^{}]*)\\over(?![a-zA-Z])([^{}]*)\}", r"\\frac{\1}{\2}"),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (r"\{([^{}]*)\\choose(?![a-zA-Z])([^{}]*)\}|(?<![a-zA-Z\\])C\((\d+),\s*(\d+)\)", r"\\binom{\1\3}{\2\4}"),
-        (r"\^\s*\\frac(\{[^{}]*\}\{[^{}]*\})", r"^{\\frac\1}"),
         (rf"\\({'|'.join(_MACROS)})(?![a-zA-Z])", lambda m: _MACROS[m[1]]),
         (r"\\mathbb\s*([A-Z])(?![a-zA-Z])", r"\\mathbb{\1}"),
         (r"(\\mathbb\{[A-Z]\})\s*-\s*(?=\\\{)", r"\1\\setminus "),
         (r"\\not\s*(?:=|\\eq(?![a-zA-Z]))", r"\\ne "),
         (r"\\leq(?:slant|q)?(?![a-zA-Z])|<=", r"\\le "),
         (r"\\geq(?:slant|q)?(?![a-zA-Z])|>=", r"\\ge "),
-        (r"\\neq(?![a-zA-Z])|!=", r"\\ne "),
+        (r"\\neq(?![a-zA-Z])|(?<![\d)])!=", r"\\ne "),
+        (r"\\(?:simeq|approxeq|thickapprox|doteq)(?![a-zA-Z])", r"\\approx "),
         (r"\\lt(?![a-zA-Z])", "<"),
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"\\in(?![a-zA-Z])", r"\\in "),
         (r"\\var(epsilon|theta|kappa|rho|sigma|phi)(?![a-zA-Z])", r"\\\1"),
         (r"\+?\s*\\inf(?:in|ty|inity)(?![a-zA-Z])", r"\\infty "),
         (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
-        (r"\*\*", "^"),
+        (rf"^\s*{_said('(?:the )?empty set')}\s*$", r"\\emptyset "),
+        (rf"^\s*((?:[a-z] *\\in *)?){_said('(?:the set of )?all real(?:s| numbers)')}\s*$", r"\1\\mathbb{R}"),
         (r"\*", r"\\cdot "),
-        (rf"_\s*(\{{\s*)?\\text\s*\{{\s*({'|'.join(_BASES)})\s*\}}(?(1)\s*\}})", lambda m: f"_{_BASES[m[2]]}"),
-        # ASCII notation
-        (r"(?<![\\a-zA-Z])sqrt\s*(\d+(?:\.\d+)?|[a-zA-Z](?![a-zA-Z]))", r"\\sqrt{\1}"),
-        (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|cot|sec|csc|ln|log|exp|arcsin|arccos|arctan)(?![a-zA-Z])", r"\\\1"),
-        (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+        (rf"_\s*(\{{\s*)?\\text\s*\{{\s*({'|'.join(BASES)})\s*\}}(?(1)\s*\}})", lambda m: f"_{BASES[m[2]]}"),
     ]
 ]
+_GROUPED = r"\d{1,3}(?:,\d{3})+"
 # After degrees have become part of the argument of a function.
 _UNITS = [
     (re.compile(pattern), replacement)
@@ -78,20 +94,17 @@ _UNITS = [
         ),
         (r"\\%|\\text\{\s*(?:percent|pct)\.?\s*\}|(?<=\d)\s*(?:percent(?:age)?|per cent|pct)\b", "%"),
         (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degrees?(?![a-zA-Z])", ""),
-        (r"\\\$|^\s*(?:USD|EUR|GBP|Rs\.?)\s*(?=\d)", ""),
+        (r"(?:\bUS ?)?\\\$|^\s*(?:USD|EUR|GBP|Rs\.?)\s*(?=\d)", ""),
         # separators of several values
-        (r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)or(?=\d)", ","),
+        (rf"^\s*{_GROUPED}(?:\s*(?:and|or)\s*{_GROUPED})+\s*$", lambda m: m[0].replace(",", "")),
+        (
+            r"(?!^)(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![\\a-zA-Z])(?:and|or)(?![a-zA-Z])|(?<=\d)or(?=\d))(?=\s*[^\s.])",
+            ",",
+        ),
         (r",(?:\s*,)+", ","),
         (r"\s+", " "),
     ]
 ]
-# Commands with arguments, and what TeX takes for one where there are no braces: a digit, a letter, a command.
-_COMMAND = re.compile(r"\\(?:[dtc]?frac|[dt]?binom|(?P<root>sqrt))(?![a-zA-Z])\s*(?(root)(?:\[[^\[\]]*\])?)")
-_TOKEN = re.compile(
-    r"\s*(?:(?P<group>(?=\{))|[\da-zA-Z]|(?P<command>(?=\\(?:[dtc]?frac|[dt]?binom|sqrt)(?![a-zA-Z])))"
-    r"|\\(?:alpha|beta|gamma|delta|theta|lambda|mu|pi|rho|sigma|tau|phi|omega)(?![a-zA-Z]))"
-)
-MAX_COMMANDS = 400  # more are left as they are: each costs a look for its closing braces
 RELATION = re.compile(r"<|>|\\(?:le|ge|ne)(?![a-zA-Z])")
 _AND, _OR = (
     re.compile(
@@ -99,6 +112,14 @@ _AND, _OR = (
     )
     for word in ("and", "or")
 )
+_ROW_END = re.compile(r"\\\\(?:\s*\[[^\[\]]*\])?")
+_SYSTEM = re.compile(  # equations or inequalities one below the other, most with a brace before them
+    r"(?P<brace>(?:\\left\s*)?\\\{\s*)?\\begin\s*\{(?P<name>[dr]?cases|align(?:ed)?\*?|gathered|split|array|matrix)\}"
+    r"(?:\s*\{[lcr|\s]*\})?(?P<rows>(?:(?!\\begin|\\end).)*)\\end\s*\{(?P=name)\}(?(brace)(?:\s*\\right\s*\.)?)",
+    re.DOTALL,
+)
+_ALIGNED = re.compile(r"\s*&\s*(?==|<|>|\\[lg]e|\\ne)|(?<=[=<>])\s*&\s*")
+_AMPERSAND = {False: re.compile(r"(?:\s*\\?&(?:amp;)?)+\s*"), True: re.compile(r"\s*\\&\s*")}
 DEGREES_AS_RADIANS = r"\cdot\frac{\pi }{180}"
 _DEGREES = re.compile(
     r"\s*(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|\\(?:degrees?|deg)(?![a-zA-Z])"
@@ -111,8 +132,11 @@ _ARGUMENT = re.compile(
 )
 # ]0,1[ for (0,1), where brackets that open outwards leave the end out; no LaTeX command is between them.
 _OUTWARD = re.compile(r"^(?=\]|.*\[$)([\[\]])([^\[\](){}]*,[^\[\](){}]*)([\[\]])$")
+_END = re.compile(r"(?:[\s,;:\\]|(?<!\.)\.(?!\.))+$")  # dots leave the rest open, and stay
 # "The final answer is", "Answer:", and an equals sign without a left side.
-_PREAMBLE = re.compile(r"^(?:(?:the )?(?:final )?answer(?: is(?! not)| ?:| ?=)[: ]*|= ?)(?=.)", re.IGNORECASE)
+_PREAMBLE = re.compile(
+    r"^(?:(?:the )?(?:final )?answer(?: is(?! not)| ?:| ?=)[: ]*|= ?)(?=.)|^both (?=.*,)", re.IGNORECASE
+)
 
 
 @lru_cache(maxsize=4096)
@@ -121,14 +145,21 @@ def normalise(answer: str) -> str:
 
     Does not judge: nonsense comes back as nonsense.
     """
-    text = _write_braces(to_latex(answer))
-    for pattern, replacement in _REWRITES:
+    text = to_latex(answer)
+    if r"\begin" in text:
+        text = _SYSTEM.sub(_write_system, text)
+    if "&" in text:
+        text = _AMPERSAND[r"\begin" in text].sub(" and ", text)
+    for pattern, replacement in _LAYOUT:
         text = pattern.sub(replacement, text)
-    text = _degrees_as_radians(text)
+    text = write_latex(text)
+    for pattern, replacement in _SYMBOLS:
+        text = pattern.sub(replacement, text)
+    text = _degrees_as_radians(text.strip())
     text = _write_connectives(text)
     for pattern, replacement in _UNITS:
         text = pattern.sub(replacement, text)
-    text = _PREAMBLE.sub("", re.sub(r"[\s.,;:\\]+$", "", text).lstrip(" ,:"))
+    text = _PREAMBLE.sub("", _END.sub("", text).lstrip(" ,:"))
     pieces = re.split(r"\s*\\cup(?![a-zA-Z])\s*", text)
     text = r"\cup ".join(
         _OUTWARD.sub(lambda m: "[("[m[1] == "]"] + m[2] + "])"[m[3] == "["], piece) for piece in pieces
@@ -139,34 +170,15 @@ def normalise(answer: str) -> str:
     return unwrap_group(text.replace(";", ","))
 
 
-def _write_braces(text: str) -> str:
-    r"""`\frac\pi2` as `\frac{\pi}{2}` and `\sqrt x` as `\sqrt{x}`; from the right, as the inner command comes first."""
-    for command in reversed(list(_COMMAND.finditer(text))[:MAX_COMMANDS]):
-        start, written = command.end(), []
-        for _ in range(1 if command["root"] else 2):
-            token = _TOKEN.match(text, start)
-            end = _token_end(text, token) if token else -1
-            if end < 0:
-                break
-            argument = text[start:end].strip()
-            written.append(argument if token["group"] is not None else f"{{{argument}}}")
-            start = end
-        if written:
-            text = f"{command[0].rstrip()}{''.join(written)}".join((text[: command.start()], text[start:]))
-    return text
-
-
-def _token_end(text: str, token: re.Match[str]) -> int:
-    """Where a token of TeX ends, its braces or arguments included; -1 where a brace stays open."""
-    end, groups = token.end(), int(token["group"] is not None)
-    if token["command"] is not None:
-        command = _COMMAND.match(text, end)
-        end, groups = command.end(), 1 if command["root"] else 2
-    for _ in range(groups):
-        if text[end : end + 1] != "{" or (length := closing_index(text[end:]) + 1) == 0:
-            return -1
-        end += length
-    return end
+def _write_system(match: re.Match[str]) -> str:
+    """The rows of a system as a list; a matrix, or a function that is defined piecewise, stays."""
+    if match["name"] in ("array", "matrix") and not match["brace"]:
+        return match[0]
+    rows = [_ALIGNED.sub("", row).strip(" &,;.\n") for row in _ROW_END.split(match["rows"])]
+    rows = [cell.strip(" ,;") for row in rows if row for cell in row.split("&")]
+    if any(not (RELATION.search(row) or "=" in row) or _AND.search(row) or _OR.search(row) for row in rows):
+        return match[0]
+    return (" and " if RELATION.search(match["rows"]) else ", ").join(rows)
 
 
 def _write_connectives(text: str) -> str:
@@ -230,6 +242,8 @@ def closing_index(text: str) -> int:
 
 def split_top_level(text: str, separator: str = ",") -> list[str]:
     """Parts of `text` between separators that stand outside every bracket, stripped. `[0,1)` counts as a pair."""
+    if separator not in text:
+        return [text.strip()]
     parts, depth, start = [], 0, 0
     for index, char in enumerate(text):
         if depth == 0 and index >= start and text.startswith(separator, index):

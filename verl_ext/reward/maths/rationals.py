@@ -5,8 +5,11 @@ Sizes are limited before anything is computed, so that `9^{9^9}` or `100000!` co
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
+
+from verl_ext.reward.maths.units import read_phrase, same_unit
 
 MAX_CHARS = 4000  # of a number as written; Python itself refuses to read more than 4300 digits
 MAX_POWER_BITS = 2_000_000  # 2^{1000000} still counts
@@ -14,38 +17,6 @@ MAX_OPERAND_BITS = 200_000  # of what is added, multiplied or divided: a gcd is 
 MAX_FACTORIAL = 10_000
 MAX_DEPTH = 40
 
-# One unit between bars, its canonical spelling first. Two different known units make two quantities different.
-_UNITS = """
-m meter meters metre metres 米|cm centimeter centimeters centimetre centimetres 厘米|mm millimeter millimeters
-km kilometer kilometers kilometre kilometres 千米 公里|in inch inches|ft foot feet|yd yard yards|mi mile miles
-s sec second seconds 秒|min minute minutes 分钟|h hr hrs hour hours 小时|day days 天|week weeks|month months
-year years 岁 年|g gram grams 克|kg kilogram kilograms 千克|lb lbs pound pounds|oz ounce ounces|ton tons 吨
-L l liter liters litre litres 升|mL ml milliliter milliliters|gal gallon gallons|degree degrees deg 度|rad radians
-unit units 单位|degC|degF|dollar dollars USD|cent cents|yuan RMB 元|euro euros|mph|km/h kmh kph|m/s mps|Hz|J|N|W|V|K
-sq|cu|人|分|种|次|个
-"""
-_UNIT_OF = {word: unit.split()[0] for unit in re.split(r"[|\n]", _UNITS) for word in unit.split()}
-_MAGNITUDES = {"hundred": 2, "thousand": 3, "万": 4, "million": 6, "亿": 8, "billion": 9, "trillion": 12}
-_NOT_UNITS = set(
-    "and or nor if not no to mod modulo more less than of over else with for plus minus times divided by choose "
-    "half halves third thirds quarter quarters fourth fourths fifth fifths sixth sixths seventh sevenths "
-    "eighth eighths ninth ninths tenth tenths eleventh elevenths twelfth twelfths fifteenths "
-    "sixteenths twentieths fiftieths hundredths thousandths millionths billionths dozen dozens score "
-    "squared cubed factorial root power base pi infinity negative positive zero except but either neither "
-    "is isn't was are be equals wrong incorrect false invalid maybe perhaps probably possibly otherwise "
-    "approximately approx about around roughly almost nearly least most greater smaller below above under between "
-    "sin cos tan cot sec csc log ln exp sqrt arcsin arccos arctan sinh cosh tanh".split()
-)
-_TAIL = re.compile(
-    r"(?P<number>.*[\d})!%])(?P<gap>\s*)"
-    r"(?:\\text\s*\{(?P<text>[^{}]*)\}|(?P<bare>[a-zA-Z\u4e00-\u9fff][a-zA-Z\u4e00-\u9fff/ .]*))"
-    r"(?:\s*\^\s*(?:\d|\{\d\}))?",
-    re.DOTALL,
-)
-_UNIT_AFTER_EXPRESSION = re.compile(
-    r"(?P<value>.*\S)\s*\\text\s*\{(?P<text>[^{}]*)\}(?:\s*\^\s*(?:\d|\{\d\}))?", re.DOTALL
-)
-_QUALIFIERS = ("square", "sq", "cubic", "cu")
 _TOKEN = re.compile(
     r"""\s*(?:
     (?P<mixed> (\d++)(?: \s*\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\} | \s+(\d+)\s*/\s*(\d+) ))
@@ -59,12 +30,18 @@ _TOKEN = re.compile(
 )
 
 
+_GROUPED = re.compile(  # 1,234 or 1 234, by itself or before words
+    r"[-+]?\s*\d{1,3}(?:(?:,\d{3})+|(?:\s\d{3})+)(?:\.\d+)?(?=\s*(?:%|\\text|[a-zA-Z\u4e00-\u9fff]|$))"
+)
+_WORDS = re.compile(r"\s*(?:\\text\s*\{|[a-zA-Z(/\u4e00-\u9fff‰])")
+
+
 @dataclass(frozen=True)
 class Quantity:
     """An exact number: `value` without its unit; `percent` if it carried a % sign (28% has the value 28).
 
-    `unit` is the canonical spelling of a known unit, "" for none or an unknown one. `calculated` says that sums or
-    products were left to the reader (58*20+87), unlike in a fraction, a power or scientific notation.
+    `unit` is the canonical spelling of a unit or noun, "" without one. `calculated` says that sums or products were
+    left to the reader (58*20+87), unlike in a fraction, a power or scientific notation.
     """
 
     value: Fraction
@@ -74,7 +51,7 @@ class Quantity:
 
     def equals(self, other: "Quantity") -> bool:
         """Same number: a unit or % that only one side has is ignored, and 28% is 28 as well as 0.28."""
-        if self.unit and other.unit and self.unit != other.unit:
+        if not same_unit(self.unit, other.unit):
             return False
         if self.value == other.value:
             return True
@@ -92,92 +69,59 @@ class _Foreign(Exception):
     """Something other than a rational number, such as a letter or a root: not for this parser."""
 
 
-def read_quantity(text: str, power_bits: int = MAX_POWER_BITS) -> Quantity | None:
+def read_quantity(text: str, power_bits: int = MAX_POWER_BITS, nouns: Collection[str] = ()) -> Quantity | None:
     """The number that a normalised answer is, or None where it is something else (words, letters, roots, lists).
 
     Args:
         power_bits: a power of more bits is too large.
+        nouns: words that may be counted here, whatever they are.
     Raises:
         NotANumber: `text` has nothing but digits and operators and is still malformed or too large.
     """
-    text, unit, exponent = _split_unit(text.strip())
-    percent = text.endswith("%")
-    text = text.removesuffix("%").strip()
-    if re.fullmatch(r"[-+]?\s*\d{1,3}(?:(?:,\d{3})+|(?:\s\d{3})+)(?:\.\d+)?", text):
-        text = re.sub(r"[,\s]", "", text)
+    text = text.strip()
+    if grouped := _GROUPED.match(text):
+        text = re.sub(r"[,\s]", "", grouped[0]) + text[grouped.end() :]
+    words = ""
     try:
-        parser = _Parser(text, power_bits)
+        tokens, end = _tokenise(text)
+        if text[end:] and tokens and tokens[-1] in ("(", "/"):  # 5 (cm), 5/day
+            tokens, end = tokens[:-1], text.rindex(tokens[-1], 0, end)
+        percent = text[end : end + 1] == "%"
+        words = text[end + percent :]
+        if words and not (tokens and _WORDS.match(words)):
+            return None
+        parser = _Parser(tokens, power_bits)
         value = parser.parse()
     except _Foreign:
         return None
     except (ValueError, ZeroDivisionError) as error:
+        if words:
+            return None
         raise NotANumber(f"{text[:60]!r} is not a number: {error}") from error
-    return Quantity(value * 10**exponent, percent, unit, parser.calculated)
+    if not words:
+        return Quantity(value, percent, "", parser.calculated)
+    in_text = words[0] in " (" or words.startswith("\\text")
+    phrase = read_phrase(words, in_text=in_text, one=0 < abs(value) <= 1, nouns=nouns)
+    return phrase and Quantity(value * phrase.factor, percent, phrase.unit, parser.calculated)
 
 
-def quantity_or_none(text: str, power_bits: int = MAX_POWER_BITS) -> Quantity | None:
+def quantity_or_none(text: str, power_bits: int = MAX_POWER_BITS, nouns: Collection[str] = ()) -> Quantity | None:
     """`read_quantity`, where what is malformed or too large is no number either."""
     try:
-        return read_quantity(text, power_bits)
+        return read_quantity(text, power_bits, nouns)
     except NotANumber:
         return None
-
-
-def _split_unit(text: str) -> tuple[str, str, int]:
-    """`10 million dollars` -> ("10", "dollar", 6). What cannot be a unit stays with the number."""
-    match = _TAIL.fullmatch(text)
-    if not match:
-        return text, "", 0
-    in_text = match["text"] is not None
-    words = (match["text"] if in_text else match["bare"]).replace(".", "").split()
-    exponent = 0
-    if words and words[0] in _MAGNITUDES:
-        exponent = _MAGNITUDES[words.pop(0)]
-    elif words and words[0][0] in _MAGNITUDES:  # 5万元
-        exponent, words[0] = _MAGNITUDES[words[0][0]], words[0][1:]
-
-    def is_unit(word: str) -> bool:
-        if word in _UNIT_OF or word.lower() in _UNIT_OF:
-            return in_text or match["gap"] != "" or len(word) > 1 or not word.isascii()  # "5m" may be 5 times m
-        if word.lower() in _NOT_UNITS or not word.replace("/", "").isalpha():
-            return False
-        return in_text or match["gap"] != "" and len(word) >= 4  # "42 apples", but not "3 xyz"
-
-    if not all(map(is_unit, words)):
-        return text, "", 0
-    unit = _UNIT_OF.get(words[0], _UNIT_OF.get(words[0].lower(), "")) if len(words) == 1 else ""
-    return match["number"].rstrip(), unit, exponent
-
-
-def split_unit(text: str) -> tuple[str, str]:
-    r"""`36\pi\text{ cm}^3` -> (`36\pi`, "cm"), for what is no rational number; "" without a unit that is known.
-
-    Letters without a font are factors: `2\pi hr` is an area.
-    """
-    match = _UNIT_AFTER_EXPRESSION.fullmatch(text)
-    words = match["text"].replace(".", "").split() if match and r"\text" not in match["value"] else []
-    units = [_UNIT_OF.get(word, _UNIT_OF.get(word.lower())) for word in words if word.lower() not in _QUALIFIERS]
-    return (match["value"], units[0]) if len(units) == 1 and units[0] else (text, "")
 
 
 class _Parser:
     """Recursive descent: sum > product > sign > power > factorial > number, bracket or \\frac."""
 
-    def __init__(self, text: str, power_bits: int):
-        if len(text) > MAX_CHARS:
-            raise ValueError(f"{len(text)} characters, at most {MAX_CHARS}")
+    def __init__(self, tokens: list[Fraction | str], power_bits: int):
         self._power_bits = power_bits
-        self.tokens: list[Fraction | str] = []
+        self.tokens = tokens
         self.calculated = False
         self._index = 0
         self._depth = 0
-        position = 0
-        while text[position:].strip():
-            match = _TOKEN.match(text, position)
-            if not match:
-                raise _Foreign
-            self.tokens.append(_read_token(match))
-            position = match.end()
 
     def parse(self) -> Fraction:
         value = self._sum()
@@ -265,6 +209,17 @@ class _Parser:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
+
+
+def _tokenise(text: str) -> tuple[list[Fraction | str], int]:
+    """The tokens of the number that `text` begins with, and where something else begins."""
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"{len(text)} characters, at most {MAX_CHARS}")
+    tokens, position = [], 0
+    while match := _TOKEN.match(text, position):
+        tokens.append(_read_token(match))
+        position = match.end()
+    return tokens, position
 
 
 def _read_token(match: re.Match[str]) -> Fraction | str:

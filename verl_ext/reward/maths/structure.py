@@ -10,15 +10,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import NamedTuple
 
-from verl_ext.reward.maths.intervals import is_braced, is_set, pieces_of_union, read_reals, same_notation
-from verl_ext.reward.maths.normalisation import (
-    DEGREES_AS_RADIANS,
-    RELATION,
-    closing_index,
-    key,
-    split_top_level,
-    unwrap_group,
-)
+from verl_ext.reward.maths.intervals import is_braced, is_set, joined_points, pieces_of_union, read_reals, same_notation
+from verl_ext.reward.maths.labels import is_calculation, is_label, split_indexed, split_label
+from verl_ext.reward.maths.normalisation import RELATION, closing_index, key, split_top_level, unwrap_group
 from verl_ext.reward.maths.rationals import quantity_or_none
 
 MAX_PARTS = 64
@@ -41,6 +35,7 @@ _MATRIX = re.compile(
 # A row may end with the space to the next; and some data sets lost one of the two backslashes.
 _ROW_END = re.compile(r"\\\\(?:\s*\[\s*-?[\d.]+\s*(?:pt|em|ex|mm|cm|in)\s*\])?|\\(?=-?\d)")
 _PLUS_MINUS = re.compile(r"\\(?:pm|mp)(?![a-zA-Z])")
+_DECIMAL = re.compile(r"-?\d[\d,]*(?:\.(?P<places>\d+))?(?:\s*\\cdot\s*10\s*\^\s*\{?(?P<power>-?\d{1,4})\}?)?")
 _VECTOR = re.compile(rf"(?P<factor>{_FACTOR % ''})(?P<vector>\(.*\))", re.DOTALL)
 
 
@@ -56,7 +51,6 @@ _NO_VALUE = re.compile(r"\[|.*\\(?:emptyset|cup|mathbb|infty)(?![a-zA-Z])", re.D
 
 # A union may be written as a difference of sets, which is not comparable part by part.
 _DIFFERENCE = re.compile(r"\\(?:setminus|backslash|cap)(?![a-zA-Z])|\\mathbb")
-_CONNECTIVE = re.compile(r"\\l(?:or|and)(?![a-zA-Z])")
 
 CompareValues = Callable[[str, str], Comparison]
 
@@ -82,15 +76,39 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, elem
         compare_values: decides for two single values; it sees whole equations and inequalities too.
         element: they are parts of something: there `\\{1\\}` is not 1, while a whole answer may be either.
     """
-    if r"\approx" in pred and r"\approx" not in gold:
-        exact, rounded = pred.split(r"\approx", 1)
-        pred = f"{exact}={rounded}" if _is_label(exact) and "=" not in exact else exact.strip()
     if key(pred) == key(gold):
         return Comparison(True, "string")
-    (pred_label, pred_value), (gold_label, gold_value) = split_label(pred), split_label(gold)
+    if r"\approx" in gold:
+        gold = _exact_side(gold)[0]
+    if r"\approx" not in pred:
+        return _compare_labelled(pred, gold, compare_values, element)
+    exact, rounded = _exact_side(pred)
+    compared = compare_answers(exact, gold, compare_values, element=element)
+    if compared.equal and not all(_is_rounding(exact, each, compare_values) for each in rounded):
+        return Comparison(False, "approximation")
+    return compared
+
+
+def _compare_labelled(pred: str, gold: str, compare_values: CompareValues, element: bool) -> Comparison:
+    """Compare what stands right of the labels, where a side has one."""
+    (pred_label, pred_value), (gold_label, gold_value) = split_label(pred), split_label(gold, trusted=True)
+    if not pred_label and is_calculation(pred):  # \sin 30^\circ = 1/2
+        left, *right = split_top_level(pred, "=")
+        if len(right) == 1 and not split_top_level(gold, "=")[1:]:
+            compared = compare_values(right[0], gold)
+            return compare_values(left, gold) if compared.equal else compared
     if pred_label and not _is_consistent(pred, pred_value, compare_values):
         return Comparison(False, "chain")
+    if pred_label and not gold_label:
+        gold_label, gold_value = split_indexed(gold, pred_label) or ("", gold)
+    elif gold_label and not pred_label:
+        pred_label, pred_value = split_indexed(pred, gold_label) or ("", pred)
     same = pred_label and gold_label and key(pred_label) == key(gold_label)
+    if same and any(
+        r"\in " in one and value[:1] in ("(", "[") and r"\in " not in other
+        for one, value, other in ((pred, pred_value, gold), (gold, gold_value, pred))
+    ):
+        return Comparison(False, "structure")  # x in (2,3) is not x = 2 or x = 3
     # Without a label, a side has its text for a value; `2x = 6` is one side's equation, and no value.
     bare = bool(pred_label) != bool(gold_label) and not split_top_level(gold if pred_label else pred, "=")[1:]
     if same or bare:
@@ -99,7 +117,12 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, elem
         pred = _label_each(pred_label, pred_value) or pred
     elif not pred_label and gold_label[:1] == "(":
         gold = _label_each(gold_label, gold_value) or gold
-    pred, gold = same_notation(pred, gold)
+    return _compare_sets(pred, gold, compare_values, element)
+
+
+def _compare_sets(pred: str, gold: str, compare_values: CompareValues, element: bool) -> Comparison:
+    """Compare inequalities, domains and unions in one notation; lists, tuples and matrices part by part."""
+    pred, gold = same_notation(joined_points(pred), joined_points(gold))
     if bool(RELATION.search(pred)) != bool(RELATION.search(gold)):
         # -3 < x < 4 is no list -3, 4, which math-verify takes it for.
         sets = is_set(gold if RELATION.search(pred) else pred)
@@ -118,47 +141,35 @@ def compare_answers(pred: str, gold: str, compare_values: CompareValues, *, elem
         braced, other, bare = (pred_parts, gold_parts, gold) if is_braced(pred) else (gold_parts, pred_parts, pred)
         if element or _NO_VALUE.match(bare):
             return Comparison(False, "structure")
+        if len(braced.items) == 1 < len(other.items) and not other.ordered and braced.items[0][:1] != "{":
+            return Comparison(False, "count")
         if len(braced.items) == 1:  # \{(1,2)\} and (1,2)
             whole = other.items[0] if len(other.items) == 1 and not other.ordered else bare
             pair = (braced.items[0], whole) if is_braced(pred) else (whole, braced.items[0])
             return compare_answers(*pair, compare_values, element=True)
-    if not pred_parts.ordered and len(pred_parts.items) > len(gold_parts.items) > 1:
-        pred_parts = _once(pred_parts)
-    if len(pred_parts.items) != len(gold_parts.items) or len(gold_parts.items) > MAX_PARTS:
+    if r"\{" in (pred[:2], gold[:2]) and (pred_parts.ordered or gold_parts.ordered):
+        return Comparison(False, "structure")  # a set has no order, a tuple does
+    return _compare_parts(pred_parts, gold_parts, compare_values)
+
+
+def _compare_parts(pred: Parts, gold: Parts, compare_values: CompareValues) -> Comparison:
+    if not pred.ordered and len(pred.items) > len(gold.items) > 1:
+        pred = _once(pred)
+    if len(pred.items) != len(gold.items) or len(gold.items) > MAX_PARTS:
         return Comparison(False, "count")
-    if pred_parts.kind != gold_parts.kind and {pred_parts.kind, gold_parts.kind} != {"values", "()"}:
+    if pred.kind != gold.kind and {pred.kind, gold.kind} != {"values", "()"}:
         return Comparison(False, "structure")
-    if pred_parts.ordered != gold_parts.ordered:  # y=5, x=3 is (3,5)
-        pred_parts, gold_parts = _by_label(pred_parts), _by_label(gold_parts)
-    if pred_parts.ordered or gold_parts.ordered:
-        if r"\{" in (pred[:2], gold[:2]):  # a set has no order, a tuple does
-            return Comparison(False, "structure")
-        undecided = None
-        for one, other in zip(pred_parts.items, gold_parts.items, strict=True):
-            compared = compare_answers(unwrap_group(one), unwrap_group(other), compare_values, element=True)
-            if compared.equal is False:
-                return compared
-            undecided = undecided if compared.equal else compared
-        return undecided or Comparison(True, "structure")
-    return _equal_in_any_order(pred_parts.items, gold_parts.items, compare_values)
-
-
-def split_label(text: str) -> tuple[str, str]:
-    r"""`x = 3` -> ("x", "3"), `f(x) = y = 3` -> ("f(x)", "3"), `x \in S` -> ("x", "S"); ("", text) for anything else.
-
-    A label names what is asked for: a letter in it, and nothing to work out (no power or coefficient, no sum but of
-    letters: `m+n = 42`). The equations `2x = 6` and `x^2 = 9` have none. `3 = x` is read as `x = 3`.
-    """
-    if _CONNECTIVE.search(text):  # x=5 or x<1
-        return "", text
-    label, *values = split_top_level(text, "=")
-    if not values:
-        label, *values = split_top_level(text, r"\in ")
-    if len(values) == 1 and re.fullmatch("[a-zA-Z]", values[0]) and not re.search("[a-zA-Z=]", label):
-        label, values = values[0], [label]
-    several = len(values) > 1 and len(split_top_level(text)) > 1  # x=1, y=2
-    several = several or any(part.endswith(label) for part in values[:-1])  # x=1 x=2
-    return (label, values[-1]) if values and values[-1] and _is_label(label) and not several else ("", text)
+    if pred.ordered != gold.ordered:  # y=5, x=3 is (3,5)
+        pred, gold = _by_label(pred), _by_label(gold)
+    if not (pred.ordered or gold.ordered):
+        return _equal_in_any_order(pred.items, gold.items, compare_values)
+    undecided = None
+    for one, other in zip(pred.items, gold.items, strict=True):
+        compared = compare_answers(unwrap_group(one), unwrap_group(other), compare_values, element=True)
+        if compared.equal is False:
+            return compared
+        undecided = undecided if compared.equal else compared
+    return undecided or Comparison(True, "structure")
 
 
 def _is_consistent(chain: str, value: str, compare_values: CompareValues) -> bool:
@@ -167,19 +178,44 @@ def _is_consistent(chain: str, value: str, compare_values: CompareValues) -> boo
     return all(compare_values(number, value).equal for number in numbers)
 
 
+def _exact_side(text: str) -> tuple[str, list[str]]:
+    r"""`x = \frac13 \approx 0.333` -> (`x = \frac13`, ["0.333"]); `x \approx 0.333` -> ("x=0.333", [])."""
+    exact, *rounded = (side.strip() for side in text.split(r"\approx"))
+    if "=" not in exact and is_label(exact):
+        return f"{exact}={rounded[0]}", rounded[1:]
+    return exact, rounded
+
+
+def _is_rounding(exact: str, rounded: str, compare_values: CompareValues) -> bool:
+    """Whether a decimal is an exact value, rounded or cut off at its last digit; a tuple, part by part."""
+    exact = split_label(exact)[1]
+    parts = split_parts(exact), split_parts(rounded)
+    if None not in parts:
+        pairs = zip(parts[0].items, parts[1].items, strict=False)
+        same = parts[0].kind == parts[1].kind and len(parts[0].items) == len(parts[1].items) <= MAX_PARTS
+        return same and all(_is_rounding(one, other, compare_values) for one, other in pairs)
+    decimal = _DECIMAL.match(rounded)
+    approximation = quantity_or_none(rounded, MAX_FACTOR_BITS) if decimal else None
+    if approximation is None or approximation.calculated:
+        return False
+    places = len(decimal["places"] or "") - int(decimal["power"] or 0)
+    if (value := quantity_or_none(exact)) is not None:
+        off, unit = abs(value.value) - abs(approximation.value), Fraction(10) ** -places
+        return value.value * approximation.value >= 0 and -unit <= 2 * off < 2 * unit
+    scale = f"10^{{{places}}}"
+    number = approximation.value * 10**places
+    return number.denominator == 1 and any(
+        compare_values(rf"\lfloor {scale}\cdot({exact}){half}\rfloor", str(number)).equal
+        for half in (r"+\frac{1}{2}", "")
+    )
+
+
 def _label_each(labels: str, values: str) -> str | None:
     """`(x,y)`, `(1,2)` -> `x=1,y=2`."""
     names, items = split_top_level(labels[1:-1]), split_top_level(values[1:-1])
     if values[:1] != "(" or len(names) != len(items):
         return None
     return ",".join(f"{name}={item}" for name, item in zip(names, items, strict=True))
-
-
-def _is_label(text: str) -> bool:
-    if re.fullmatch(r"[a-zA-Z](?:\s*\+\s*[a-zA-Z])+", text):
-        return True
-    text = text.replace(DEGREES_AS_RADIANS, "")  # \sin 30^\circ
-    return bool(re.search(r"[^\W\d_]", text)) and not re.search(r"^\s*\d|[-+^<>]|\\cdot|\\sqrt", text)
 
 
 def split_parts(text: str) -> Parts | None:

@@ -31,7 +31,7 @@ def test_spellings_meet(spelling, canonical):
 def test_conditions_that_letters_set_are_kept():
     assert normalise(r"\leftarrow x") == r"\leftarrow x"  # not \left
     assert normalise(r"\frac{n}{k}!") == r"\frac{n}{k}!"  # not a full stop
-    assert normalise("floor or") == "floor"  # "or" in a word is no separator
+    assert normalise("floor or") == "floor or"  # no separator, neither in a word nor without a second value
 
 
 @pytest.mark.parametrize(
