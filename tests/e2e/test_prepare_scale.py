@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ext.datasets.problems import FEATURES
+from verl_ext.datasets.problems import features
 from verl_ext.datasets.rows import write_parquet
 
 REPO = Path(__file__).resolve().parents[2]
@@ -53,7 +53,7 @@ def test_the_published_size_is_prepared_within_4_gb(tmp_path, distinct):
 
     source, out = tmp_path / "source.parquet", tmp_path / "out.parquet"
     cached = [row(number) for number in range(DISTINCT)]
-    write_parquet((cached[i % DISTINCT] if distinct == DISTINCT else row(i) for i in range(ROWS)), source, FEATURES)
+    write_parquet((cached[i % DISTINCT] if distinct == DISTINCT else row(i) for i in range(ROWS)), source, features())
 
     command = [
         sys.executable,

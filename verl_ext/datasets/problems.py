@@ -4,6 +4,7 @@ Used by data/prepare_dapo_math_17k.py, prepare_aime.py and prepare_jsonl.py. Onl
 """
 
 import contextlib
+import functools
 import math
 import re
 import textwrap
@@ -13,9 +14,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
-
-import datasets
+from typing import TYPE_CHECKING, Any
 
 from verl_ext.datasets.rows import DataError, progress_bar, read_rows, write_parquet
 from verl_ext.datasets.rows import field as column_of
@@ -23,20 +22,10 @@ from verl_ext.datasets.text import PROMPTS, EvaluationProblems, bare_problem, ha
 from verl_ext.reward.score import compare, score_answer
 from verl_ext.settings import REPO
 
+if TYPE_CHECKING:
+    import datasets
+
 BUILT_IN = REPO / "data" / "aime"
-FEATURES = datasets.Features(
-    {
-        "data_source": datasets.Value("string"),
-        "prompt": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
-        "ability": datasets.Value("string"),
-        "reward_model": {"style": datasets.Value("string"), "ground_truth": datasets.Value("string")},
-        "extra_info": {
-            "index": datasets.Value("int64"),  # row of this file
-            "split": datasets.Value("string"),
-            "id": datasets.Value("string"),  # as the source names the problem
-        },
-    }
-)
 # Columns of (problem, answer) in public data sets, tried in this order.
 KNOWN_COLUMNS = (
     ("prompt.0.content", "reward_model.ground_truth"),  # verl's own; of several messages the last user's
@@ -47,6 +36,24 @@ KNOWN_COLUMNS = (
     ("input", "output"),
 )
 _ID_COLUMNS = ("id", "ID", "extra_info.index")
+
+
+@functools.cache
+def features() -> "datasets.Features":
+    """verl's RL columns."""
+    import datasets  # 0.8 s, which who only reads problems does not pay
+
+    text = datasets.Value("string")
+    return datasets.Features(
+        {
+            "data_source": text,
+            "prompt": [{"role": text, "content": text}],
+            "ability": text,
+            "reward_model": {"style": text, "ground_truth": text},
+            # `index` is the row of this file, `id` the source's name of the problem
+            "extra_info": {"index": datasets.Value("int64"), "split": text, "id": text},
+        }
+    )
 
 
 @dataclass(slots=True)
@@ -99,7 +106,7 @@ def check_row(row: dict[str, Any], where: str, prompt_key: str) -> tuple[list[di
     """Messages and answer of a row in verl's RL columns.
 
     Raises:
-        DataError: one of them lacks, or is of another type, or the last message is not the user's; names the row.
+        DataError: one of them lacks, is empty or of another type, or the last message is not the user's; names the row.
     """
     messages = column_of(row, prompt_key, where, list)
     for number in range(len(messages)):
@@ -107,6 +114,8 @@ def check_row(row: dict[str, Any], where: str, prompt_key: str) -> tuple[list[di
         column_of(row, f"{prompt_key}.{number}.content", where)
     column_of(row, "data_source", where)
     answer = column_of(row, "reward_model.ground_truth", where, (str, int, float, list))
+    if answer in ("", []) or (isinstance(answer, str) and not answer.strip()):
+        raise DataError(f"{where}, column reward_model.ground_truth: it is empty, so that no answer could be right.")
     if not messages or messages[-1]["role"] != "user":
         raise DataError(f"{where}, column {prompt_key}: the last message is not the user's.")
     return messages, answer
@@ -172,7 +181,7 @@ def write_problems(problems: Sequence[Problem], path: Path, *, data_source: str,
         raise DataError(f"No problem is left to write to {path}. See above why they were dropped.")
     columns = {"data_source": data_source, "split": split, "protocol": protocol}
     rows = (problem_row(problem, index, **columns) for index, problem in enumerate(problems))
-    count = write_parquet(rows, path, FEATURES)
+    count = write_parquet(rows, path, features())
     first = problem_row(problems[0], 0, **columns)
     print(f"{path}: {count:,} rows. The first:")
     for column in ("data_source", "ability", "reward_model", "extra_info"):
@@ -182,7 +191,7 @@ def write_problems(problems: Sequence[Problem], path: Path, *, data_source: str,
 
 
 def problem_row(problem: Problem, index: int, *, data_source: str, split: str, protocol: str) -> dict[str, Any]:
-    """A row of FEATURES; `protocol` as in `write_problems`."""
+    """A row of `features`; `protocol` as in `write_problems`."""
     return {
         "data_source": data_source,
         "prompt": [{"role": "user", "content": PROMPTS[protocol].format(problem=problem.text)}],

@@ -6,12 +6,14 @@ Nothing is held in memory beyond a batch. `field` checks what a row must hold, a
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import datasets
-from datasets.utils import tqdm
+from tqdm.auto import tqdm
 
 from verl_ext.runs import jsonl, parquet
+
+if TYPE_CHECKING:
+    import datasets
 
 progress_bar = partial(tqdm, delay=2, mininterval=1)  # seconds: what is done at once shows none
 _JSON_SUFFIXES = (".jsonl", ".json")
@@ -34,7 +36,7 @@ def read_rows(source: str, *, split: str = "train") -> Iterator[tuple[str, dict[
     files = _files(source)
     with progress_bar(desc=f"read {source}", unit=" rows") as progress:
         for file in files or [None]:
-            for where, row in _lines(file) if file and file.suffix in _JSON_SUFFIXES else _table(source, file, split):
+            for where, row in lines(file) if file and file.suffix in _JSON_SUFFIXES else _table(source, file, split):
                 progress.update()
                 yield where, row
 
@@ -61,7 +63,7 @@ def field(row: dict[str, Any], column: str, where: str, kind: type | tuple[type,
     return value
 
 
-def write_parquet(rows: Iterable[dict[str, Any]], path: Path, features: datasets.Features) -> int:
+def write_parquet(rows: Iterable[dict[str, Any]], path: Path, features: "datasets.Features") -> int:
     """Write rows of the given columns; returns their number. The file appears when it is complete."""
     return parquet.write(path, progress_bar(rows, desc=f"write {path}", unit=" rows"), features.arrow_schema)
 
@@ -83,7 +85,8 @@ def _files(source: str) -> list[Path]:
     return []
 
 
-def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(where, row) of the lines of a JSONL file that are not empty, as `read_rows`."""
     for number, line, row in jsonl.lines(file):
         where = f"{file}, line {number}"
         if isinstance(row, ValueError) and line.strip():
@@ -94,6 +97,8 @@ def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _table(source: str, file: Path | None, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    import datasets  # 0.8 s
+
     try:
         if file:
             table = datasets.load_dataset("parquet", data_files=str(file), split="train", streaming=True)

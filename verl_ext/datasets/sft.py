@@ -8,7 +8,7 @@ that stands inside the assistant's text.
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ from omegaconf import DictConfig, ListConfig
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from verl_ext.protocols.base import SegmentEncoder, ToolProtocol, checked_kwargs, render
+from verl_ext.protocols.base import SegmentEncoder, checked_kwargs
 from verl_ext.protocols.by_name import make_protocol
-from verl_ext.protocols.trace import Segment, split_trace
+from verl_ext.protocols.trace import Segment, rendered_trace
 from verl_ext.runs import parquet
 from verl_ext.settings import SftData
 from verl_ext.settings.checks import check
@@ -101,7 +101,7 @@ class RetoolSFTDataset(Dataset):
     def _segments(self, number: int, messages: Any, tools: Any) -> list[Segment] | None:
         """Prompt and response of one row; None where it is a bad one that is left out."""
         try:
-            return segments_of(messages, tools, self._protocol, self.tokenizer, self._template_kwargs)
+            return rendered_trace(messages, tools, self._protocol, self.tokenizer, self._template_kwargs)
         except ValueError as error:
             if self.bad_rows == "error":
                 raise ValueError(
@@ -142,28 +142,6 @@ class RetoolSFTDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids, mask = (torch.tensor(each)[: self.max_length] for each in tokens_of(self.segments[index], self._encoder))
         return {"input_ids": ids, "position_ids": torch.arange(len(ids)), "loss_mask": mask}
-
-
-def segments_of(
-    messages: Any,
-    tools: Any,
-    protocol: ToolProtocol,
-    tokenizer: PreTrainedTokenizerBase,
-    template_kwargs: Mapping[str, Any],
-) -> list[Segment]:
-    """Return a conversation as the rollout would have it: the prompt by the chat template, and the response.
-
-    Raises:
-        ValueError: as `split_trace`; or the chat template refuses the prompt's messages.
-    """
-    texts: list[str] = []
-
-    def shown(prompt: list[dict], schemas: list | None) -> str:
-        texts.append(render(tokenizer, prompt, template_kwargs, tools=schemas))
-        return texts[0]
-
-    _, _, response = split_trace(messages, tools, protocol, tokenizer.eos_token, render=shown)
-    return [Segment(texts, False), *response]
 
 
 def tokens_of(segments: Sequence[Segment], encoder: SegmentEncoder) -> tuple[list[int], list[int]]:

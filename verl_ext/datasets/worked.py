@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from verl_ext.datasets import arithmetic
-from verl_ext.datasets.problems import FEATURES, Problem, Report, problem_row, shortened, write_problems
+from verl_ext.datasets.problems import Problem, Report, features, problem_row, shortened, write_problems
 from verl_ext.datasets.rows import DataError, write_parquet
 from verl_ext.datasets.shortcuts import describe_shortcuts
 from verl_ext.datasets.text import PROMPTS, EvaluationProblems, same_problem_key, template_key
@@ -146,7 +146,7 @@ def write_task(
         for source, problems in evaluation.items()
         for index, problem in enumerate(problems)
     ]
-    write_parquet(rows, out / "eval.parquet", FEATURES)
+    write_parquet(rows, out / "eval.parquet", features())
     counts = ", ".join(f"{source} {len(problems):,}" for source, problems in evaluation.items())
     print(f"{out / 'eval.parquet'}: {len(rows):,} rows ({counts})")
     rates = describe_shortcuts({source: [(p.text, p.answer) for p in each] for source, each in evaluation.items()})

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from verl.tools.base_tool import BaseTool
 from verl.utils import hf_tokenizer
 
-from verl_ext.datasets.sft import segments_of, tokens_of
+from verl_ext.datasets.sft import tokens_of
 from verl_ext.doctor.finding import Finding, all_well, fail, ok, warn
 from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.environments import toolbox
@@ -29,6 +29,7 @@ from verl_ext.protocols.base import (
 )
 from verl_ext.protocols.by_name import make_protocol
 from verl_ext.protocols.thinking import opens_thinking
+from verl_ext.protocols.trace import rendered_trace
 from verl_ext.rollout.scripted import Tokens, roll_out
 from verl_ext.settings import CONFIGS, compose_run
 
@@ -181,7 +182,7 @@ def sft_tokens(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, li
     trace = TRACE
     if opens_thinking(render(tokenizer, TRACE[:1], template_kwargs(run), tools=schemas)):
         trace = [each | THOUGHT if each["role"] == "assistant" else each for each in TRACE]
-    segments = segments_of(trace, tools, protocol, tokenizer, template_kwargs(run))
+    segments = rendered_trace(trace, tools, protocol, tokenizer, template_kwargs(run))
     return tokens_of(segments, SegmentEncoder(tokenizer)), schemas
 
 

@@ -4,6 +4,8 @@ A protocol (code.py, hermes.py) says what a call looks like in the model's text,
 (RL, evaluation) and the data set (SFT) use the same protocol, so that they cannot drift apart.
 """
 
+from __future__ import annotations  # transformers, which takes 1.3 s, is imported where it is used
+
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +14,14 @@ from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from jinja2 import TemplateError
-from transformers import AddedToken, PreTrainedTokenizerBase
 
 from verl_ext.protocols.thinking import without_thinking
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CODE_TOOL = "code_interpreter"
 CODE_SCHEMA = {  # as in the published run, verl-recipe@48ea0a7 retool/sandbox_fusion_tool_config.yaml
@@ -255,6 +259,8 @@ def _plain_tokenizer(tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedToke
     A copy, because `split_special_tokens` is a state that all threads share, and spares tokens that are not special.
     Copying takes 1 s with a vocabulary of 150,000.
     """
+    from transformers import AddedToken
+
     added = {number: token for number, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
     copy = deepcopy(tokenizer)
     copy.add_tokens([AddedToken(token.content, special=True) for token in added.values()], special_tokens=True)

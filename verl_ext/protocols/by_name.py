@@ -1,13 +1,16 @@
 """The tool protocols by name, as `retool.protocol` (RL) and `data.retool.protocol` (SFT) choose them."""
 
-from collections.abc import Mapping
-from typing import Any
+from __future__ import annotations
 
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from verl_ext.protocols.base import ToolProtocol
 from verl_ext.protocols.code import CodeProtocol
 from verl_ext.protocols.hermes import HermesProtocol
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def make_protocol(

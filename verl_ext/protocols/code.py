@@ -1,13 +1,16 @@
 """The literal `<code>` / `<interpreter>` protocol of ReTool (arXiv:2504.11536): all in one turn of the assistant."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from verl_ext.protocols.base import CODE_TOOL, Call, ChatReply, MalformedCall, strip_fence
 from verl_ext.protocols.thinking import THINK_STOP, is_thinking, without_thinking
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CODE_START, CODE_STOP = "<code>", "</code>"
 _QUOTES = ("`", '"', "'")

@@ -4,16 +4,19 @@ verl's own parser (experimental/agent_loop/tool_parser.py, 0.9.1) drops a call t
 ends. Here the model is told what was wrong.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from verl_ext.protocols.base import CODE_TOOL, Call, ChatReply, MalformedCall, strip_fence
 from verl_ext.protocols.call_json import loads, short, what_is_wrong
 from verl_ext.protocols.thinking import THINK_START, THINK_STOP, without_thinking
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 CALL_START, CALL_STOP = "<tool_call>", "</tool_call>"
 MAX_SURPLUS = 64  # calls of a turn beyond those that are run, which are answered and counted; a model may repeat a tag

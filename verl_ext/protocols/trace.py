@@ -5,14 +5,16 @@ ReTool-SFT, with tool calls as objects and the interpreter as role `tool`; and i
 answers in the assistant's text. Each form can be turned into either protocol.
 """
 
+from __future__ import annotations
+
+import functools
+import importlib.util
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
-
-from verl.tools.schemas import OpenAIFunctionToolSchema
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_ext.protocols.base import (
     CODE_SCHEMA,
@@ -21,10 +23,15 @@ from verl_ext.protocols.base import (
     MalformedCall,
     ToolProtocol,
     format_output,
+    render,
     strip_fence,
 )
 from verl_ext.protocols.code import CODE_STOP, CodeProtocol, split_call
 from verl_ext.protocols.thinking import THINK_START, THINK_STOP, opens_thinking
+from verl_ext.settings import VERL
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PROMPT_ROLES = ("system", "user")
 TOOL_ROLES = ("interpreter", "tool")
@@ -76,7 +83,7 @@ def split_trace(
         ValueError: it is no such conversation, or has a call that the agent loop would refuse; says why.
     """
     messages, keep_nulls = messages_of(messages), isinstance(messages, str)
-    schemas = _schemas(tools)
+    schemas = schemas_of(tools)
     length = next((i for i, m in enumerate(messages) if m.get("role") not in PROMPT_ROLES), len(messages))
     if length == 0:
         raise ValueError(f"expected a {' or '.join(PROMPT_ROLES)} message first")
@@ -105,6 +112,28 @@ def split_trace(
             before = reply[-1]
             thinking = opens_thinking(before)
     return prompt, shown, segments
+
+
+def rendered_trace(
+    messages: Any,
+    tools: Any,
+    protocol: ToolProtocol,
+    tokenizer: PreTrainedTokenizerBase,
+    template_kwargs: Mapping[str, Any],
+) -> list[Segment]:
+    """Return a conversation as the rollout would have it: the prompt by the chat template, and the response.
+
+    Raises:
+        ValueError: as `split_trace`; or the chat template refuses the prompt's messages.
+    """
+    texts: list[str] = []
+
+    def shown(prompt: list[dict], schemas: list | None) -> str:
+        texts.append(render(tokenizer, prompt, template_kwargs, tools=schemas))
+        return texts[0]
+
+    _, _, response = split_trace(messages, tools, protocol, tokenizer.eos_token, render=shown)
+    return [Segment(texts, False), *response]
 
 
 def messages_of(value: Any) -> list[dict]:
@@ -258,16 +287,26 @@ def _call(call: Any, schemas: dict, keep_nulls: bool) -> Call:
     return Call(name, arguments, 0)
 
 
-def _schemas(tools: Any) -> dict[str, dict]:
+def schemas_of(tools: Any) -> dict[str, dict]:
+    """Name -> schema of tools in OpenAI's form, a list or JSON text; of the interpreter where there are none."""
     tools = _without_nulls(_plain(_json(tools, "tools") if isinstance(tools, str) else tools))
     if not tools:
         return {CODE_TOOL: CODE_SCHEMA}
     try:  # as verl's tools give their schemas to a rollout's prompt: what else they say is left out
         functions = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
-        schemas = [OpenAIFunctionToolSchema.model_validate(function) for function in functions]
+        schemas = [_tool_model().model_validate(function) for function in functions]
     except (ValueError, TypeError) as error:
         raise ValueError(f"expected tools in OpenAI's form, but found {str(tools)[:200]} ({error})") from None
     return {schema.function.name: schema.model_dump(exclude_unset=True, exclude_none=True) for schema in schemas}
+
+
+@functools.cache
+def _tool_model() -> Any:
+    """verl's `OpenAIFunctionToolSchema`, from its file: to import verl takes 5 s, more than the doctor's quick part."""
+    spec = importlib.util.spec_from_file_location("verl_tools_schemas", VERL / "tools" / "schemas.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.OpenAIFunctionToolSchema
 
 
 def _json(text: str, what: str) -> Any:

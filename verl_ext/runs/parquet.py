@@ -122,6 +122,21 @@ def stream(path: Path, columns: Sequence[str] | None = None, check: Check = _tak
             yield from batch.to_pylist()
 
 
+def batches(path: Path, columns: Sequence[str], size: int) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """(number of its first row, batch) of some columns, `size` rows at a time at the most. Raises as `read`."""
+    with _opened(path, _takes_any) as file:
+        start = 0
+        for batch in file.iter_batches(size, columns=list(columns)):
+            yield start, batch
+            start += len(batch)
+
+
+def columns_of(path: Path) -> pa.Schema:
+    """Names and types of the columns, by the file's footer. Raises as `read`."""
+    with _opened(path, _takes_any) as file:
+        return file.schema_arrow
+
+
 def count_rows(path: Path) -> int:
     """By the file's footer.
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from verl_ext.datasets.problems import FEATURES, read_problems
+from verl_ext.datasets.problems import features, read_problems
 from verl_ext.datasets.rows import DataError, field, read_rows, write_parquet
 
 
@@ -22,7 +22,7 @@ ROW = {
 
 def test_parquet_gives_back_what_was_written_and_leaves_no_part(tmp_path):
     path = tmp_path / "new" / "a.parquet"
-    assert write_parquet([ROW, ROW | {"data_source": "e"}], path, FEATURES) == 2
+    assert write_parquet([ROW, ROW | {"data_source": "e"}], path, features()) == 2
     assert [row for _, row in read_rows(str(path))] == [ROW, ROW | {"data_source": "e"}]
     assert [where for where, _ in read_rows(str(path))] == [f"{path}, row 0", f"{path}, row 1"]
     assert list(path.parent.iterdir()) == [path]
@@ -30,20 +30,20 @@ def test_parquet_gives_back_what_was_written_and_leaves_no_part(tmp_path):
 
 def test_a_broken_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "a.parquet"
-    write_parquet([ROW], path, FEATURES)
+    write_parquet([ROW], path, features())
 
     def rows():
         yield ROW | {"data_source": "new"}
         raise KeyError("broken")
 
     with pytest.raises(KeyError):
-        write_parquet(rows(), path, FEATURES)
+        write_parquet(rows(), path, features())
     assert [row for _, row in read_rows(str(path))] == [ROW]
 
 
 def test_a_folder_is_read_file_by_file_and_lines_are_counted_with_empty_ones(tmp_path):
     write(tmp_path / "b.jsonl", {"x": 1}, "", {"x": 2})
-    write_parquet([ROW], tmp_path / "a.parquet", FEATURES)
+    write_parquet([ROW], tmp_path / "a.parquet", features())
     found = list(read_rows(str(tmp_path)))
     assert [where.rpartition("/")[2] for where, _ in found] == [
         "a.parquet, row 0",
