@@ -56,7 +56,7 @@ TRAINING = [
     "openai>=3.52,<4",
     # Languages of responses (IFEval): small, deterministic, the model in the package.
     "py3langid>=0.4,<0.5",
-    # The report: one HTML page from a template, and the resolved configs it quotes.
+    # The report: one HTML page from a template, and the resolved configs it quotes; chat templates in the doctor.
     "Jinja2>=3.1,<4",
     "MarkupSafe>=3,<4",
     "PyYAML>=6,<7",

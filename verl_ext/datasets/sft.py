@@ -20,14 +20,12 @@ from transformers import PreTrainedTokenizerBase
 
 from verl_ext.protocols.base import SegmentEncoder, checked_kwargs
 from verl_ext.protocols.by_name import make_protocol
-from verl_ext.protocols.trace import Segment, rendered_trace
+from verl_ext.protocols.trace import ANY_NUMBER, Segment, rendered_trace
 from verl_ext.runs import parquet
 from verl_ext.settings import SftData
 from verl_ext.settings.checks import check
 
 logger = logging.getLogger(__name__)
-
-_ANY_NUMBER = 1000  # of calls in a turn: their limit is the rollout's
 
 
 class RetoolSFTDataset(Dataset):
@@ -72,7 +70,7 @@ class RetoolSFTDataset(Dataset):
         self._template_kwargs = checked_kwargs(tokenizer, config.get("apply_chat_template_kwargs"))
         self._encoder = SegmentEncoder(tokenizer)
         self._protocol = make_protocol(
-            config.retool.protocol, tokenizer, self._template_kwargs, max_parallel_calls=_ANY_NUMBER
+            config.retool.protocol, tokenizer, self._template_kwargs, max_parallel_calls=ANY_NUMBER
         )
         columns = config.messages_key, config.get("tools_key", "tools")
         rows = list(islice(_rows(files, *columns), max_samples if max_samples > 0 else None))

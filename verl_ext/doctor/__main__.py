@@ -2,24 +2,20 @@
 
 import argparse
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ext.doctor import batch, checkpoints, config, data, machine, memory, names, sandbox, values, versions
-from verl_ext.doctor.finding import Finding, Level, fail, warn
+from verl_ext.doctor import checks, config, memory
+from verl_ext.doctor.finding import Finding, Level
 from verl_ext.doctor.run import Run
 from verl_ext.doctor.schema import required_keys
-from verl_ext.runs.machine import Machine
 from verl_ext.settings import CONFIGS, REPO, compose_run
-
-Check = Callable[[], Iterable[Finding]]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -52,71 +48,10 @@ def examine(args: argparse.Namespace) -> Iterator[Finding]:
         yield replace(config.explain(error, args.config_name, folder), topic="config")
         return
     run = Run(args.config_name, composed, required, args.nnodes, args.nproc_per_node, REPO)
-    failed: set[str] = set()  # topics
-
-    def look(topic: str, check: Check) -> Iterator[Finding]:
-        """The findings of a check; one that breaks is a finding, too, and stops no run.
-
-        Where a setting is a FAIL already, such as a text for a number, a check that breaks on it says nothing.
-        """
-        is_told = bool(failed & {"config", "values"})
-        try:
-            for finding in check():
-                if finding.level == Level.FAIL:
-                    is_told = True
-                    failed.add(topic)
-                yield replace(finding, topic=topic)
-        except Exception as error:
-            if not is_told:
-                text = f"a check broke: {type(error).__name__}: {error} -> Report it: this is a bug of verl_ext.doctor."
-                yield replace(warn(text), topic=topic)
-
-    here: list[Machine] = []
-    yield from look("machine", lambda: here.append(Machine.here()) or ())
-    quick: list[tuple[str, Check]] = [
-        ("versions", lambda: versions.check_versions(run)),
-        ("versions", lambda: versions.check_external_modules(dict(os.environ))),
-        ("config", lambda: config.check_config(run)),
-        ("names", lambda: names.check_names(run)),
-        ("values", lambda: values.check_values(run)),
-        ("batch", lambda: batch.check_batch(run)),
-        ("time-outs", lambda: sandbox.check_timeouts(run)),
-        ("machine", lambda: machine.check_gpus(run, here[0])),
-        ("machine", lambda: machine.check_limits(run, here[0])),
-        ("machine", lambda: machine.check_ray(run, here[0])),
-        ("data", lambda: data.check_files(run)),
-        ("data", lambda: data.check_agent_names(run)),
-        ("data", lambda: data.check_protocol(run)),
-        ("memory", lambda: memory.check_memory(run, here[0], args.gpu_gib)),
-        ("checkpoints", lambda: checkpoints.check_steps(run)),
-        ("checkpoints", lambda: checkpoints.check_disk(run)),
-        ("checkpoints", lambda: checkpoints.check_resume(run)),
-        ("sandbox", lambda: sandbox.check_reachable(run)),
-    ]
-    for topic, check in quick:
-        if here or topic not in ("machine", "memory"):
-            yield from look(topic, check)
+    exam = checks.Examination(run, args.quick, args.gpu_gib, args.load_seconds)
+    yield from checks.examine(exam)
     if args.simulate:
-        yield from look("memory", lambda: memory.check_simulation(run))
-    if args.quick:
-        return
-    yield from look("config", lambda: config.check_reward(run))
-    from verl_ext.doctor import template  # imports verl
-
-    try:
-        tokenizer = template.load_tokenizer(run)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        why = (str(error) or type(error).__name__).splitlines()[0]
-        text = f"""no tokenizer at {run.model_path}: {why}
-            -> Set MODEL_PATH of the launcher to a model folder; tokenizer, template and data were not checked."""
-        yield replace(fail(text), topic="template")
-    else:
-        yield from look("template", lambda: template.check_tokenizer(run, tokenizer))
-        if "template" not in failed:  # the others build on it
-            yield from look("template", lambda: template.check_agreement(run, tokenizer))
-            yield from look("data", lambda: data.check_rows(run, tokenizer))
-    if "sandbox" not in failed:
-        yield from look("sandbox", lambda: sandbox.check_load(run, seconds=args.load_seconds))
+        yield from checks.look(exam, "memory", lambda: memory.check_simulation(run))
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:

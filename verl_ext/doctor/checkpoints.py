@@ -23,7 +23,15 @@ LARGER_DISK = "set trainer.default_local_dir (OUTPUT_DIR) to a larger disk."
 
 def steps_per_epoch(run: Run) -> int | None:
     """As verl 0.9.1 counts them: trainer_base.py:765 for RL, the length of the data loader for SFT."""
-    if (rows := count_rows(run.files("train"))) is None or run.is_rl:
+    return _batches(run, "train")
+
+
+def _batches(run: Run, split: str) -> int | None:
+    """Whole batches of a split; None where its rows cannot be counted."""
+    rows = count_rows(run.files(split))
+    if rows is not None and (most := run.get(f"data.{split}_max_samples", -1)) > 0:
+        rows = min(rows, most)
+    if rows is None or run.is_rl:
         return rows and rows // run.batch
     return rows // run.data_parallel // max(1, run.batch // run.data_parallel)
 
@@ -39,12 +47,18 @@ def check_steps(run: Run) -> Iterator[Finding]:
     """Whether the data are enough for the steps."""
     epoch, total, epochs = steps_per_epoch(run), total_steps(run), run.get("trainer.total_epochs", 1)
     if epoch == 0:
-        yield fail(f"""{count_rows(run.files("train"))} rows are less than a batch of {run.batch}: no step
+        most = run.get("data.train_max_samples", -1)
+        limit = f" and data.train_max_samples={most}" * (most > 0)
+        yield fail(f"""{count_rows(run.files("train"))} rows{limit} are less than a batch of {run.batch}: no step
             -> Lower data.train_batch_size, or add data.""")
     elif epoch is not None and total > epoch * epochs:
         yield warn(f"""trainer.total_training_steps={total}, but {epochs} epoch(s) of {epoch} steps end at
             {epoch * epochs}, and a learning-rate schedule would not reach its end
             -> Set trainer.total_epochs to {-(-total // epoch)}, or lower the steps.""")
+    if not run.is_rl and _batches(run, "val") == 0:
+        yield fail(f"""{count_rows(run.files("val"))} rows of data.val_files are less than a batch of {run.batch}: verl
+            drops a part of a batch, so that val/loss would be the mean of nothing
+            -> Add rows, lower data.train_batch_size, or set data.val_files=null.""")
 
 
 def check_disk(run: Run) -> Iterator[Finding]:

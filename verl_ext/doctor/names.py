@@ -3,16 +3,18 @@
 They are read from verl's sources and ours, by patterns: registrations, lists and comparisons. Nothing is imported.
 """
 
+import ast
 import difflib
 import functools
 import importlib.util
 import re
 import symtable
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from verl_ext.doctor.finding import Finding, all_well, fail
@@ -27,7 +29,6 @@ ALGOS = VERL / "trainer/ppo/core_algos.py"
 TRAINERS = VERL / "trainer/ppo/v1"
 ENGINES = VERL / "workers/engine"
 CHECKPOINT_ENGINES = "CheckpointEngineRegistry.register"
-PACKAGES_OF_LOGGERS = ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio")  # named as what they import
 
 
 # What the sources say -----------------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ FILES = (
 
 def check_names(run: Run) -> Iterator[Finding]:
     text = "every name that a setting chooses by is registered, and every class that one names is there"
-    yield from all_well([*_check_settings(run), *_check_loggers(run), *_check_classes(run)], text)
+    yield from all_well([*_check_settings(run), *_check_classes(run)], text)
 
 
 def did_you_mean(word: str, known: Iterable[str], fallback: str = "") -> str:
@@ -180,28 +181,15 @@ def _not_among(message: str, name: Any, known: Iterable[str]) -> Finding:
     return fail(f"{message}, expected a name that is registered -> {among}")
 
 
-def _check_loggers(run: Run) -> Iterator[Finding]:
-    for name in run.listed("trainer.logger"):
-        if name in PACKAGES_OF_LOGGERS and importlib.util.find_spec(name) is None:
-            yield fail(f"""trainer.logger names {name}, whose package is not installed
-                -> pip install {name}, or leave it out.""")
-
-
 def _check_classes(run: Run) -> Iterator[Finding]:
     named = [(run.get(module), key, run.get(key)) for module, key in CLASSES]
     if run.get("reward.reward_manager.source") == "register":  # by a name, not a class
         named.pop(0)
     named += [(value.rpartition(".")[0], key, value.rpartition(".")[2]) for key in DOTTED if (value := run.get(key))]
     for key, section, class_key in FILES:
-        if not (path := run.get(key)):
-            continue
-        if not (run.folder / path).is_file():
-            yield fail(f"{key} is {path}, expected a file, counted from {run.folder} -> Correct the path.")
-            continue
-        yaml = OmegaConf.to_container(OmegaConf.load(run.folder / path))
-        for entry in yaml[section] if section else yaml:
-            module, _, name = entry[class_key].rpartition(".")
-            named.append((module, f"{path}: {class_key}", name))
+        found = yield from _entries(run, key, section, class_key)
+        named += found
+    yield from _check_functions(run)
     for module, key, name in named:
         if not module or not name:
             continue
@@ -211,6 +199,38 @@ def _check_classes(run: Run) -> Iterator[Finding]:
             public = {each for each in known if not each.startswith("_")}
             hint = did_you_mean(name, public, f"Take one of {', '.join(sorted(public))}.")
             yield fail(f"{key} is {name!r}, expected a name that {module} defines -> {hint}")
+
+
+def _entries(run: Run, key: str, section: str, class_key: str) -> Generator[Finding, None, list[tuple[str, str, str]]]:
+    """(module, where it is named, class) of each entry of a YAML that a setting names."""
+    if not (path := run.get(key)):
+        return []
+    if not (run.folder / path).is_file():
+        yield fail(f"{key} is {path}, expected a file, counted from {run.folder} -> Correct the path.")
+        return []
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(run.folder / path))
+        names = [entry[class_key].rpartition(".") for entry in (tree[section] if section else tree)]
+    except (OSError, ValueError, yaml.YAMLError, KeyError, TypeError, AttributeError) as error:
+        form = f"a list{f' {section!r}' * bool(section)} whose entries have {class_key!r}"
+        yield fail(f"""{key} is {path}, expected {form}, but it has none: {type(error).__name__} {error}
+            -> Correct it after {"configs/tools/" if section else "verl_ext/rollout/agent_loops.yaml"}.""")
+        return []
+    return [(module, f"{path}: {class_key}", name) for module, _, name in names]
+
+
+def _check_functions(run: Run) -> Iterator[Finding]:
+    """The file of functions that are tools."""
+    key = f"{ROLLOUT}.multi_turn.function_tool_path"
+    if not (path := run.get(key)):
+        return
+    try:
+        ast.parse((run.folder / path).read_text(encoding="utf-8"))
+    except OSError as error:
+        yield fail(f"""{key} is {path}, expected a file, counted from {run.folder}: {error.strerror}
+            -> Correct the path.""")
+    except (SyntaxError, ValueError) as error:
+        yield fail(f"{key} is {path}, expected Python: {error} -> Correct the file.")
 
 
 def module_file(run: Run, path: str) -> Path | None:

@@ -1,205 +1,266 @@
-"""The data: there, of the right form, without duplicates or evaluation problems, and short enough."""
+"""The rows of the data: of the right form, without duplicates or evaluation problems, and short enough.
 
+The quick part looks at samples of the files, with a tokenizer that transformers does not make; the rest at every row.
+"""
+
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from verl_ext.datasets.peek import first_rows
+from verl_ext.datasets.peek import count_rows
+from verl_ext.datasets.problems import check_row, evaluation_problems
+from verl_ext.datasets.prompts import prompt_length
+from verl_ext.datasets.rows import DataError, read_rows
+from verl_ext.datasets.text import bare_problem, same_problem_key
 from verl_ext.doctor.finding import Finding, fail, ok, warn
-from verl_ext.doctor.names import agent_loops, did_you_mean
-from verl_ext.doctor.run import ROLLOUT, Run
+from verl_ext.doctor.run import Run
+from verl_ext.doctor.template import protocol_of, template_kwargs, tool_schemas
+from verl_ext.doctor.tokens import PlainEncoder, QuickTokenizer
+from verl_ext.protocols.base import SegmentEncoder
+from verl_ext.protocols.trace import messages_of, rendered_trace
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_SHOWN = 3
-FIRST_ROWS = 64  # of a file, that the quick part reads
-TAGS = {"code": "<code>", "hermes": "<tool_call>"}  # of a call; prompts that ask for calls of one protocol have its tag
-PARTS = {"system": "prompt", "user": "prompt", "assistant": "trace"}  # role -> what its messages are
+QUICK_BYTES = 2**20  # of texts that the quick part makes into tokens, the longest first: half a second
+Rows = Iterable[tuple[str, dict[str, Any]]]  # (where, row)
 
 
-def check_files(run: Run) -> Iterator[Finding]:
-    for split, path in run.all_files():
-        if not path.is_file():
-            yield fail(f"""data.{split}_files: {path} does not exist
-                -> Make it with data/prepare_*.py (recipe/README.md), or set TRAIN_FILE or VAL_FILE of the launcher.""")
-    if not run.files("train"):
-        yield fail("data.train_files names no file -> Set TRAIN_FILE of the launcher.")
+def check_rows(
+    run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer | None", *, is_quick: bool = False
+) -> Iterator[Finding]:
+    """Quiet about files of which `check_files` speaks.
 
-
-def check_protocol(run: Run) -> Iterator[Finding]:
-    """Whether the first rows' prompts, and traces of SFT, are written for the tool protocol of the run."""
-    setting = "retool.protocol" if run.is_rl else "data.retool.protocol"
-    key = run.get("data.prompt_key", "prompt") if run.is_rl else run.get("data.messages_key", "messages")
-    loops = agent_loops(run) if run.is_rl else {None: run.protocol}
-    default_loop = run.get(f"{ROLLOUT}.agent.default_agent_loop")
-    for split, path in run.all_files():
-        rows, seen = 0, Counter()  # (part, protocol) -> rows that have its tag, and not that of their own
-        for row in first_rows(path, [key, "agent_name"], FIRST_ROWS):
-            own, messages = loops.get(row.get("agent_name") or default_loop if run.is_rl else None), row.get(key)
-            if own not in TAGS or not isinstance(messages, list):
-                continue
-            rows += 1
-            texts: dict[str, str] = dict.fromkeys(PARTS.values(), "")
-            for message in messages:
-                if part := PARTS.get(message.get("role")):
-                    texts[part] += f" {message.get('content')}"
-            seen.update(
-                (part, name)
-                for part, text in texts.items()
-                for name, tag in TAGS.items()
-                if tag in text and TAGS[own] not in text
-            )
-        for (part, name), number in seen.items():
-            text = f"""{split}: {number} of the first {rows} {part}s of {path.name} have {TAGS[name]}, the tag of the
-                protocol {name}, and not that of {setting}={run.protocol}"""
-            if 2 * number > rows and part == "prompt":
-                yield fail(f"{text} -> Set {setting}={name}, or make the data anew with --protocol {run.protocol}.")
-            elif 2 * number > rows:  # RetoolSFTDataset writes them anew
-                yield warn(f"{text}; their calls are rewritten -> If that is not meant: {setting}={name}.")
-
-
-def check_agent_names(run: Run) -> Iterator[Finding]:
-    """Whether the agent loops that the data name are registered."""
-    loops = agent_loops(run)
-    for split, path in run.all_files() if run.is_rl else ():
-        names = Counter(row.get("agent_name") for row in first_rows(path, ["agent_name"], None))
-        for name, number in names.items():
-            if name is not None and name not in loops:
-                yield fail(f"""{split}: agent_name is {name!r} in {number} rows of {path.name}, which
-                    {run.get(f"{ROLLOUT}.agent.agent_loop_config_path")} does not register
-                    -> {did_you_mean(str(name), loops)} There are {", ".join(sorted(loops))}.""")
-
-
-def check_rows(run: Run, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Finding]:
-    """Reads every row; quiet about files that `check_files` misses."""
+    Args:
+        tokenizer: without one, nothing is said of lengths, and of SFT's rows nothing.
+        is_quick: look at samples only.
+    """
     check = _check_problems if run.is_rl else _check_traces
     for split in ("train", "val"):
-        if files := [path for path in run.files(split) if path.is_file()]:
-            yield from check(run, tokenizer, split, files)
+        files, samples = [], []
+        for path in run.files(split):
+            with suppress(DataError, OSError):
+                if run.sample(path).rows and run.text_column in run.sample(path).columns.names:
+                    files.append(path)
+                    samples.append(run.sample(path))
+        if not files or (tokenizer is None and not run.is_rl):
+            continue
+        rows: Rows = chain.from_iterable(each.rows for each in samples)
+        total = sum(each.total for each in samples) if is_quick else None
+        if not is_quick:
+            rows = chain.from_iterable(read_rows(str(path)) for path in files)
+        yield from check(run, tokenizer, split, rows, total)
 
 
-def _check_traces(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, files: list[Path]) -> Iterator[Finding]:
-    """As RetoolSFTDataset reads them: rows that are no trace, or too long."""
-    from omegaconf import OmegaConf
+class Lengths:
+    """Finds the texts that are too long; in the quick part among the longest, as far as `QUICK_BYTES` go.
 
-    from verl_ext.datasets.sft import RetoolSFTDataset
+    Args:
+        count: tokens of a text; 0 if its bytes show that it is short enough. Raises ValueError if it is refused.
+    """
 
-    lenient = {"retool": {"protocol": run.protocol, "bad_rows": "drop"}, "truncation": "drop"}
-    config = OmegaConf.merge(run.config.data, lenient)
+    def __init__(self, count: Callable[[Any], int] | None, limit: int, *, is_quick: bool):
+        self._count, self._limit, self._is_quick = count, limit, is_quick
+        self._waiting: list[tuple[int, str, Any]] = []
+        self._long: list[tuple[int, Any]] = []
+        self.refused: list[str] = []  # where a text is that the chat template refuses, and why
+
+    def add(self, where: str, text: Any, size: int) -> None:
+        """`size` in bytes."""
+        if self._is_quick:
+            self._waiting.append((size, where, text))
+        else:
+            self._measure(where, text)
+
+    def long(self) -> list[tuple[int, Any]]:
+        """(tokens, text) of each that is longer than the limit."""
+        left = QUICK_BYTES
+        for size, where, text in sorted(self._waiting, key=lambda each: -each[0]):
+            if left > 0:
+                self._measure(where, text)
+                left -= size
+        self._waiting = []
+        return self._long
+
+    def _measure(self, where: str, text: Any) -> None:
+        try:
+            length = self._count(text) if self._count else 0
+        except ValueError as error:
+            self.refused.append(f"{where}: {error}")
+            return
+        if length > self._limit:
+            self._long.append((length, text))
+
+
+class Overlaps:
+    """Finds training rows that ask what AIME or a validation file asks."""
+
+    def __init__(self, run: Run, split: str, *, is_quick: bool):
+        self.rows: list[str] = []  # where they are
+        self._held_out: set[str] = set()
+        self._evaluation = evaluation_problems([]) if split == "train" else None
+        for path in run.files("val") if self._evaluation else []:
+            with suppress(DataError, OSError):  # of which `check_files` speaks
+                rows = run.sample(path).rows if is_quick else read_rows(str(path))
+                self._held_out |= {same_problem_key(_problem(row.get(run.text_column))) for _, row in rows}
+
+    def add(self, where: str, problem: str, key: str) -> None:
+        if self._evaluation and (key in self._held_out or self._evaluation.find_overlap(problem)):
+            self.rows.append(where)
+
+    def findings(self, split: str) -> Iterator[Finding]:
+        if self.rows:
+            yield warn(f"""{split}: {len(self.rows)} problem(s) are also in AIME 2024, AIME 2025 or data.val_files
+                ({self.rows[0]}) -> data/prepare_*.py drop them (--evaluation adds files).""")
+
+
+def _problem(messages: Any) -> str:
+    """What the last user message of a prompt or a trace's prompt asks; "" where there is none."""
+    with suppress(ValueError):  # of which the row's own check speaks
+        texts = [each.get("content") for each in messages_of(messages) if each.get("role") == "user"]
+        return bare_problem(texts[-1]) if texts and isinstance(texts[-1], str) else ""
+    return ""
+
+
+def _readable(rows: Rows) -> Rows:
+    """Raises DataError for a text with half a character, which JSON can spell and no tokenizer takes."""
+    for where, row in rows:
+        try:
+            json.dumps(row, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start : error.end].encode("ascii", "backslashreplace").decode()
+            raise DataError(
+                f"{where}: a text has {half}, half a character (a lone surrogate), which verl cannot read. Remove it"
+            ) from None
+        yield where, row
+
+
+def _check_traces(
+    run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer", split: str, rows: Rows, total: int | None
+) -> Iterator[Finding]:
+    """As RetoolSFTDataset reads them: rows that are no trace, or too long. `total` is of rows that are a sample."""
+    is_quick, protocol, kwargs = total is not None, protocol_of(run, tokenizer), template_kwargs(run)
+    encoder = PlainEncoder(tokenizer) if isinstance(tokenizer, QuickTokenizer) else SegmentEncoder(tokenizer)
+    limit, tools_key = run.longest, run.get("data.tools_key", "tools")
+    lengths = Lengths(lambda trace: sum(len(encoder.encode(each.parts)) for each in trace), limit, is_quick=is_quick)
+    overlaps, bad, seen, number = Overlaps(run, split, is_quick=is_quick), [], Counter(), 0
     try:
-        dataset = RetoolSFTDataset([str(path) for path in files], tokenizer, config)
-    except (ValueError, KeyError) as error:
-        what = error if isinstance(error, ValueError) else f"no column {error}"
-        yield fail(f"{split}: {what} -> data/prepare_retool_sft.py writes the right form.")
+        for where, row in _readable(rows):
+            number += 1
+            messages = row.get(run.text_column)
+            problem = _problem(messages)
+            overlaps.add(where, problem, same_problem_key(problem))
+            try:
+                trace = rendered_trace(messages, row.get(tools_key), protocol, tokenizer, kwargs)
+            except ValueError as error:
+                bad.append(f"{where.rpartition(', ')[2]}: {error}")
+                continue
+            text = "".join(part for segment in trace for part in segment.parts)
+            seen[text] += 1
+            if (size := len(text.encode())) > limit:  # no text has more tokens than bytes
+                lengths.add(where, trace, size)
+    except DataError as error:
+        yield fail(f"{split}: {error} -> data/prepare_retool_sft.py writes the right form.")
         return
-    long = [reason for _, reason in dataset.dropped if "more than data.max_length" in reason]
-    bad = [f"row {row}: {reason}" for row, reason in dataset.dropped if reason not in long]
-    whole = len(dataset) + len(dataset.dropped)
+    of = _of(number, total)
     if bad:
         say = warn if run.get("data.retool.bad_rows") == "drop" else fail
-        yield say(f"""{split}: {len(bad)} of {whole} rows are no traces ({"; ".join(bad[:MAX_SHOWN])})
+        yield say(f"""{split}: {len(bad)} of {of} rows are no traces ({"; ".join(bad[:MAX_SHOWN])})
             -> Correct them, or set data.retool.bad_rows=drop.""")
-    if long:
+    if long := lengths.long():
         say = fail if run.get("data.truncation") == "error" else warn
-        yield say(f"""{split}: {len(long)} of {whole} traces are longer than data.max_length={run.longest} ({long[0]})
-            -> Raise data.max_length, or set data.truncation=drop.""")
-    texts = {"".join(part for each in segments for part in each.parts) for segments in dataset.segments}
-    if copies := len(dataset) - len(texts):
-        yield warn(f"""{split}: {copies} of {whole} traces are there before, word for word
+        yield say(f"""{split}: {len(long)} of {of} traces are longer than data.max_length={limit} (the longest has
+            {max(length for length, _ in long)} tokens) -> Raise data.max_length, or set data.truncation=drop.""")
+    if copies := sum(seen.values()) - len(seen):
+        yield warn(f"""{split}: {copies} of {of} traces are there before, word for word
             -> data/prepare_retool_sft.py drops them.""")
-    yield ok(f"{split}: {len(dataset)} of {whole} rows are traces of the protocol {run.protocol}")
+    yield from overlaps.findings(split)
+    left = number - len(bad) - (len(long) if run.get("data.truncation") == "drop" else 0)
+    yield from _too_few(run, split, left, number == (total or number))
+    yield ok(f"{split}: {left} of {of} rows are traces of the protocol {run.protocol}")
 
 
-def _check_problems(run: Run, tokenizer: "PreTrainedTokenizerBase", split: str, files: list[Path]) -> Iterator[Finding]:
-    from verl_ext.datasets.problems import check_row, evaluation_problems, read_problems
-    from verl_ext.datasets.rows import DataError, read_rows
-    from verl_ext.datasets.text import bare_problem, same_problem_key
-
-    prompt_key, limit = run.get("data.prompt_key", "prompt"), run.get("data.max_prompt_length")
-    length_of, length_for_verl = (_prompt_length(run, tokenizer, limit, as_verl=each) for each in (False, True))
+def _check_problems(
+    run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer | None", split: str, rows: Rows, total: int | None
+) -> Iterator[Finding]:
+    """As a rollout gets them. `total` is of rows that are a sample."""
+    is_quick, limit, is_train = total is not None, run.get("data.max_prompt_length"), split == "train"
+    count, count_as_verl = (_counter(run, tokenizer, limit, as_verl=each) for each in (False, True))
+    lengths, overlaps = Lengths(count, limit, is_quick=is_quick), Overlaps(run, split, is_quick=is_quick)
     answers: dict[str, set[str]] = {}
-    rows, cut, long, overlaps, refused = 0, 0, [], [], []
-    evaluation, is_train = evaluation_problems([]), split == "train"
-    held_out: set[str] = set()  # problems of the validation files
-    for path in filter(Path.is_file, run.files("val") if is_train else []):
-        with suppress(DataError):  # told where that file's turn comes
-            held_out |= {same_problem_key(each.text) for each in read_problems(str(path))}
+    number = 0
     try:
-        for where, row in (each for path in files for each in read_rows(str(path))):
-            rows += 1
-            messages, answer = check_row(row, where, prompt_key)
+        for where, row in _readable(rows):
+            number += 1
+            messages, answer = check_row(row, where, run.text_column)
             problem = bare_problem(messages[-1]["content"])
             key = same_problem_key(problem)
             answers.setdefault(key, set()).add(str(answer))
-            if is_train and (key in held_out or evaluation.find_overlap(problem)):
-                overlaps.append(where)
-            try:
-                length = length_of(messages)
-            except ValueError as error:
-                refused.append(f"{where}: {error}")
-                continue
-            if length > limit:
-                long.append(length)
-                cut += length_for_verl(messages) <= limit
+            overlaps.add(where, problem, key)
+            lengths.add(where, messages, sum(len(message["content"].encode()) for message in messages))
     except DataError as error:
         yield fail(f"{split}: {error} -> data/prepare_jsonl.py writes verl's columns from any JSONL.")
         return
-    if not rows:
-        yield fail(f"{split}: {', '.join(map(str, files))} has no row -> Make it anew.")
-        return
-    if is_train and (copies := rows - len(answers)):
-        yield warn(f"""{split}: {rows:,} rows are {len(answers):,} different problems: {copies:,} are there before
+    of = _of(number, total)
+    if is_train and (copies := number - len(answers)):
+        yield warn(f"""{split}: {of} rows are {len(answers):,} different problems: {copies:,} are there before
             -> The prepare scripts of data/ keep each once; DAPO-Math-17k has each 100 times.""")
     if conflicts := sum(len(each) > 1 for each in answers.values()):
         yield warn(f"""{split}: {conflicts} problem(s) are there with different answers
             -> data/prepare_*.py drop them.""")
-    if overlaps:
-        yield warn(f"""{split}: {len(overlaps)} problem(s) are also in AIME 2024, AIME 2025 or data.val_files
-            ({overlaps[0]}) -> data/prepare_*.py drop them (--evaluation adds files).""")
+    yield from overlaps.findings(split)
+    long, refused, is_all = lengths.long(), lengths.refused, number == (total or number)
     if refused:
-        yield fail(f"""{split}: {len(refused)} of {rows} prompts cannot be rendered ({refused[0]})
+        yield fail(f"""{split}: {len(refused)} of {of} prompts cannot be rendered ({refused[0]})
             -> Leave these rows out, or join their messages; their rollouts would raise.""")
     if long:
+        cut = sum(count_as_verl(messages) <= limit for _, messages in long)
         dropped = run.get("data.filter_overlong_prompts")
-        say = warn if dropped and len(long) < rows and not cut else fail
+        say = warn if dropped and len(long) < number and not cut else fail
         advice = "verl drops them."
         if not dropped:
-            advice = "Raise it, or filter_overlong_prompts=true."
+            advice = """A rollout would cut off their beginning. Raise data.max_prompt_length, or set
+                data.filter_overlong_prompts=true."""
         elif cut:
             advice = f"""verl does not drop {cut} of them, as it does not count the interpreter's schema: a rollout
                 would cut their heads off. Raise it, or set multi_turn.tool_config_path to
                 configs/tools/code_interpreter.yaml."""
-        yield say(f"""{split}: {len(long)} of {rows} prompts are longer than data.max_prompt_length={limit} (the longest
-            has {max(long)} tokens, tools included) -> {advice}""")
-    fit = f"{rows - len(long) - len(refused):,} within" if long or refused else "all within"
-    yield ok(f"{split}: {rows:,} rows, {len(answers):,} problems; prompts: {fit} {limit} tokens, tools included")
+        yield say(f"""{split}: {len(long)} of {of} prompts are longer than data.max_prompt_length={limit} (the longest
+            has {max(length for length, _ in long)} tokens, tools included) -> {advice}""")
+    left = number - len(long) if run.get("data.filter_overlong_prompts") else number
+    yield from _too_few(run, split, left, is_all)
+    if tokenizer is not None:
+        fit = f"{number - len(long) - len(refused):,} within" if long or refused else "all within"
+        yield ok(f"{split}: {of} rows, {len(answers):,} problems; prompts: {fit} {limit} tokens, tools included")
 
 
-def _prompt_length(
-    run: Run, tokenizer: "PreTrainedTokenizerBase", limit: int, *, as_verl: bool
-) -> Callable[[list[dict[str, Any]]], int]:
-    """Counts the tokens of a prompt as the rollout renders it; 0 where its bytes alone show that it fits.
+def _of(number: int, total: int | None) -> str:
+    """`1,032 (of 17,917)`, where the rows are a sample."""
+    return f"{number:,}" if total in (None, number) else f"{number:,} (of {total:,})"
+
+
+def _too_few(run: Run, split: str, left: int, is_all: bool) -> Iterator[Finding]:
+    """`check_steps` counts the rows that are there, not those that are left."""
+    there = count_rows(run.files(split))
+    if split == "train" and is_all and there and left < run.batch <= there:
+        yield fail(f"""{split}: {left} rows are left, less than a batch of {run.batch}: no step
+            -> Lower data.train_batch_size, add data, or raise the limit of tokens.""")
+
+
+def _counter(
+    run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer | None", limit: int, *, as_verl: bool
+) -> Callable[[list[dict[str, Any]]], int] | None:
+    """Counts the tokens of a prompt; None without a tokenizer.
 
     Args:
         as_verl: as verl's filter counts them (rl_dataset.py:199, 0.9.1), with the tools of the run's files alone.
     """
-    from verl_ext.doctor.template import load_tools, protocol_of, template_kwargs, tool_schemas
-    from verl_ext.protocols.base import render
-
-    schemas, kwargs = tool_schemas(run), template_kwargs(run)
-    if as_verl:
-        schemas = {tool.name: schemas[tool.name] for tool in load_tools(run)}
-    schemas = protocol_of(run, tokenizer).schemas(schemas)
-
-    empty = [{"role": "user", "content": ""}]
-    room = limit - len(render(tokenizer, empty, kwargs, tools=schemas).encode())  # no text has more tokens than bytes
-
-    def length(messages: list[dict[str, Any]]) -> int:
-        if len(messages) == 1 and len(messages[0]["content"].encode()) <= room:
-            return 0
-        return len(tokenizer.encode(render(tokenizer, messages, kwargs, tools=schemas), add_special_tokens=False))
-
-    return length
+    if tokenizer is None:
+        return None
+    schemas = tool_schemas(run, tokenizer, of_files_only=as_verl)
+    shown = protocol_of(run, tokenizer).schemas(schemas)
+    return prompt_length(tokenizer, shown, template_kwargs(run), limit)

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_ext.datasets.peek import Sample, sample
 from verl_ext.memory.shape import ModelShape, read_positions, read_shape
 from verl_ext.settings import Retool, SftData, SftRetool
 from verl_ext.settings.checks import Problem, problems
@@ -37,6 +38,7 @@ class Run:
     nnodes: int | None = None  # of an SFT run, which torchrun is told and the configuration is not; RL has it there
     nproc_per_node: int | None = None  # the same for its ranks (GPUs) on a node
     folder: Path = field(default_factory=Path.cwd)  # that relative paths of the configuration count from
+    _samples: dict[Path, Sample] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.is_rl = "actor_rollout_ref" in self.config
@@ -71,6 +73,18 @@ class Run:
         """A value that may be a list or one of its items; empty where it is absent."""
         value = self.get(key) or []
         return value if isinstance(value, list) else [value]
+
+    @property
+    def text_column(self) -> str:
+        """Of the data: prompts of RL, traces of SFT."""
+        return self.get("data.prompt_key", "prompt") if self.is_rl else self.get("data.messages_key", "messages")
+
+    def sample(self, path: Path) -> Sample:
+        """Some rows of a file, which is read once. Raises DataError where it cannot be."""
+        if path not in self._samples:
+            others = ("data_source", "reward_model") if self.is_rl else (self.get("data.tools_key", "tools"),)
+            self._samples[path] = sample(path, self.text_column, [self.text_column, *others])
+        return self._samples[path]
 
     def own_problems(self, *kinds: str) -> Iterator[Problem]:
         """What is wrong with the sections that are verl_ext's own; the start of a run refuses the same."""

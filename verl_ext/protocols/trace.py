@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 PROMPT_ROLES = ("system", "user")
 TOOL_ROLES = ("interpreter", "tool")
+ANY_NUMBER = 1000  # of calls in a turn of a trace: their limit is the rollout's
 
 # ReTool-SFT was made by a format string that nobody formatted: its prompts ask for \boxed{{...}}.
 _DOUBLED = re.compile(r"\\boxed\{\{([^{}]*)\}\}")

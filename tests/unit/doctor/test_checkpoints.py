@@ -196,5 +196,5 @@ def test_room_for_a_model_of_unknown_size_is_no_ok(make_run, told, tmp_path):
 
 def test_missing_files(make_run, told, rows):
     run = make_run("qwen2-32b_dapo", rows(3), "data.val_files=/nowhere/val.parquet")
-    assert "data.val_files: /nowhere/val.parquet does not exist" in told(check_files(run), Level.FAIL)[0]
-    assert list(check_files(make_run("qwen2-32b_dapo", rows(3), rows(3, "data.val_files")))) == []
+    assert "data.val_files: /nowhere/val.parquet does not exist" in told(check_files(run), Level.FAIL)[-1]
+    assert list(check_files(make_run("qwen2-32b_dapo", rows(3), rows(3, "data.val_files"), "data.prompt_key=x"))) == []

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -32,14 +33,17 @@ def inputs(tiny_tools, tokenizer, tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture
-def alone(monkeypatch, tmp_path):
+def alone(monkeypatch):
     """No Ray cluster and no lock but an empty one, whatever runs on this machine."""
     from verl_ext.doctor import versions
 
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setenv("VERL_PLATFORM", "cpu")
-    monkeypatch.setattr(versions, "compare_installed", lambda pins: [])
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as short:  # Ray's sockets have no room in `tmp_path`
+        monkeypatch.setenv("RAY_TMPDIR", short)
+        monkeypatch.delenv("TMPDIR", raising=False)
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setenv("VERL_PLATFORM", "cpu")
+        monkeypatch.setattr(versions, "compare_installed", lambda pins: [])
+        yield
 
 
 @pytest.mark.timeout(600)  # 19 s alone, and four times as long beside other work
@@ -77,16 +81,17 @@ def test_a_dead_sandbox_fails_and_is_not_loaded(inputs, alone, capsys):
     assert lines[2].startswith("doctor: tiny_dapo, quick checks: ") and "0 WARN, 1 FAIL" in lines[2]
 
 
-def test_without_a_tokenizer_the_rest_is_said_to_be_unchecked(inputs, alone, monkeypatch, capsys, tmp_path):
+@pytest.mark.parametrize("options", [(), ("--quick",)])
+def test_without_a_tokenizer_the_rest_is_said_to_be_unchecked(options, inputs, alone, monkeypatch, capsys, tmp_path):
     from verl_ext.doctor import sandbox
 
     monkeypatch.setattr(sandbox, "check_reachable", lambda run: [])
     monkeypatch.setattr(sandbox, "check_load", lambda run, seconds: [])
     (tmp_path / "empty").mkdir()
-    status = main(["--config-name", "tiny_dapo", *inputs, f"actor_rollout_ref.model.path={tmp_path}/empty"])
+    status = main([*options, "--config-name", "tiny_dapo", *inputs, f"actor_rollout_ref.model.path={tmp_path}/empty"])
     printed = capsys.readouterr().out
     assert status == 1 and f"FAIL  template    no tokenizer at {tmp_path}/empty" in printed
-    assert "tokenizer, template and data were not checked" in printed
+    assert "template and lengths of texts were not checked" in printed
 
 
 @pytest.mark.parametrize(

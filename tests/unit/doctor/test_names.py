@@ -156,15 +156,33 @@ def test_a_class_of_a_file_of_ones_own(run, told, only_ok, tmp_path):
     assert "expected a name that mine.py defines -> Did you mean Mine?" in text
 
 
-def test_a_logger_whose_package_is_missing(run, told, monkeypatch):
-    monkeypatch.setattr(names.importlib.util, "find_spec", lambda name: None)
-    run = run("qwen2-32b_dapo", "trainer.logger=[console,swanlab]")
-    assert "names swanlab, whose package is not installed" in told(names._check_loggers(run), Level.FAIL)[0]
-
-
 def test_what_is_like_nothing_is_not_guessed():
     known = ["trainer.save_freq", "actor_rollout_ref.actor.optim.lr", "actor_rollout_ref.rollout.temperature"]
     assert did_you_mean("actor_rollout_ref.actor.optim.lrr", known) == "Did you mean actor_rollout_ref.actor.optim.lr?"
     assert did_you_mean("rollout.temprature", known) == "Did you mean actor_rollout_ref.rollout.temperature?"
     assert did_you_mean("mine.threshold", known, "Remove it.") == "Remove it."
     assert did_you_mean("anything", []) == ""
+
+
+MULTI_TURN = "actor_rollout_ref.rollout.multi_turn"
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "message"),
+    [
+        ("tool_config_path", None, "tool_config_path is mine, expected a file"),
+        ("tool_config_path", "tool: []\n", "expected a list 'tools' whose entries have 'class_name', but it has none"),
+        ("tool_config_path", "tools: [{name: x}]\n", "whose entries have 'class_name'"),
+        ("tool_config_path", "tools: 3\n", "expected a list 'tools'"),
+        ("tool_config_path", "tools: [\n", "expected a list 'tools'"),
+        ("tool_config_path", "", "expected a list 'tools'"),
+        ("function_tool_path", None, "function_tool_path is mine, expected a file"),
+        ("function_tool_path", "def f(:\n", "function_tool_path is mine, expected Python: invalid syntax"),
+    ],
+)
+def test_files_of_tools_that_are_missing_or_of_another_form(key, text, message, make_run, told, tmp_path):
+    if text is not None:
+        (tmp_path / "mine").write_text(text)
+    loops = f"actor_rollout_ref.rollout.agent.agent_loop_config_path={ROOT}/verl_ext/rollout/agent_loops.yaml"
+    texts = told(check_names(make_run("qwen2-32b_dapo", loops, f"{MULTI_TURN}.{key}=mine")), Level.FAIL)
+    assert len(texts) == 1 and message in texts[0], texts

@@ -1,0 +1,90 @@
+"""Whether SFT makes the tokens that a rollout makes. Imports verl, transformers and torch."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+from transformers import PreTrainedTokenizerBase
+
+from verl_ext.datasets.sft import tokens_of
+from verl_ext.doctor.finding import Finding, fail, ok, warn
+from verl_ext.doctor.run import Run
+from verl_ext.doctor.template import (
+    CHAT_MODEL,
+    OUTPUT,
+    QUESTION,
+    TRACE,
+    load_tools,
+    protocol_of,
+    template_kwargs,
+    tool_schemas,
+)
+from verl_ext.protocols.base import SegmentEncoder, render
+from verl_ext.protocols.thinking import opens_thinking
+from verl_ext.protocols.trace import rendered_trace, schemas_of
+from verl_ext.rollout.scripted import Tokens, roll_out
+from verl_ext.settings import CONFIGS, compose_run
+
+THOUGHT = {"reasoning_content": QUESTION}  # of the model, behind a chat template that opens <think>
+
+
+def check_agreement(run: Run, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    """Whether SFT and rollout make the same tokens and masks of one trace, and whether both YAMLs name one protocol.
+
+    The rollout is the real agent loop between a scripted server, which samples what the trace has, and a scripted
+    sandbox.
+    """
+    stem = run.name.partition("_dapo")[0].removesuffix("_sft")
+    other = f"{stem}_sft" if run.is_rl else f"{stem}_dapo"  # the YAML of the same model's other stage
+    partner = Run(other, compose_run(other), folder=run.folder) if (CONFIGS / f"{other}.yaml").is_file() else None
+    rl, sft = (run, partner) if run.is_rl else (partner, run)
+    if rl is None:
+        return
+    for setting, of in (("protocol", lambda each: each.protocol), ("data.apply_chat_template_kwargs", template_kwargs)):
+        if sft is not None and of(rl) != of(sft):
+            yield warn(f"""{setting} is {of(rl)!r} in {rl.name} and {of(sft)!r} in {sft.name} -> Train the SFT model
+                with the same, e.g. data.retool.protocol={rl.protocol}; unless it is no SFT model of ours.""")
+    of_model = {"tokenizer": tokenizer, "protocol": run.protocol, "model_path": str(run.model_path)}
+    try:
+        tokens, schemas = sft_tokens(run, tokenizer)
+        rollout = asyncio.run(roll_out(rl.config, QUESTION, OUTPUT, tokens, tools=load_tools(rl), **of_model))
+        is_shown = run.protocol == "hermes"  # the other protocol has no turns of tools
+        whole = render(tokenizer, TRACE, template_kwargs(run), tools=schemas) if is_shown else None
+    except ValueError as error:
+        yield fail(f"SFT or rollout refuses a trace with a call: {error} -> {CHAT_MODEL}")
+        return
+    ids, mask = tokens
+    if difference := first_difference(tokenizer, tokens, rollout):
+        yield fail(f"""SFT and rollout make different tokens of the same trace: {difference}
+            -> Compare data.apply_chat_template_kwargs and the tool YAML (schemas) of both.""")
+        return
+    yield ok(f"SFT and rollout make the same {len(ids)} tokens of a trace with a call, {sum(mask)} of them trained on")
+    text = tokenizer.decode(ids)
+    if whole is not None and not whole.startswith(text):
+        at = len(os.path.commonprefix([whole, text]))
+        yield warn(f"""the chat template renders the finished conversation otherwise, from {whole[at : at + 40]!r} where
+            the rollout has {text[at : at + 40]!r}
+            -> Servers that render the whole conversation at every turn show the model another text than RL does.""")
+
+
+def sft_tokens(run: Run, tokenizer: PreTrainedTokenizerBase) -> tuple[Tokens, list | None]:
+    """TRACE as RetoolSFTDataset makes it, and the tools in its prompt. Raises ValueError where that refuses it."""
+    tools = list(tool_schemas(run, tokenizer).values()) if run.is_rl else None
+    protocol, kwargs = protocol_of(run, tokenizer), template_kwargs(run)
+    schemas = protocol.schemas(schemas_of(tools))
+    trace = TRACE
+    if opens_thinking(render(tokenizer, TRACE[:1], kwargs, tools=schemas)):
+        trace = [each | THOUGHT if each["role"] == "assistant" else each for each in TRACE]
+    segments = rendered_trace(trace, tools, protocol, tokenizer, kwargs)
+    return tokens_of(segments, SegmentEncoder(tokenizer)), schemas
+
+
+def first_difference(tokenizer: PreTrainedTokenizerBase, sft: Tokens, rollout: Tokens) -> str | None:
+    """Where the two differ first, in words; None where they are equal."""
+    pairs = list(zip(*sft, strict=True)), list(zip(*rollout, strict=True))
+    if pairs[0] == pairs[1]:
+        return None
+    at = len(os.path.commonprefix(pairs))
+    texts = [repr(tokenizer.decode([i for i, _ in each[at : at + 8]])) for each in pairs]
+    masks = ["".join(str(own) for _, own in each[at : at + 8]) for each in pairs]
+    return f"at token {at} SFT has {texts[0]} (mask {masks[0]}), the rollout {texts[1]} (mask {masks[1]})"

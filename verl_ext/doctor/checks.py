@@ -1,0 +1,150 @@
+"""All checks, in the order in which they run, each with what it needs; which of that is cheap makes the quick part."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from verl_ext.doctor import (
+    batch,
+    checkpoints,
+    config,
+    data,
+    machine,
+    memory,
+    names,
+    places,
+    sandbox,
+    template,
+    values,
+    versions,
+)
+from verl_ext.doctor.finding import Finding, Level, fail, warn
+from verl_ext.doctor.run import Run
+from verl_ext.doctor.tokens import NoTokenizer, quick_tokenizer
+from verl_ext.runs.machine import Machine
+
+
+class Need(Enum):
+    """What a check takes; the quick part has three seconds of CPU time."""
+
+    SETTINGS = "the composed configuration, and the sources that it names"
+    MACHINE = "what this machine says of itself"
+    FILES = "the run's files, of which the quick part reads samples"
+    TOKENIZER = "files, and the model's tokenizer, which the quick part makes without transformers"
+    SERVER = "one request to each server"
+    VERL = "an import of verl and torch"
+    LOAD = "seconds of load on a server"
+
+
+EXPENSIVE = (Need.VERL, Need.LOAD)
+
+
+@dataclass
+class Examination:
+    """What the checks are given."""
+
+    run: Run
+    is_quick: bool
+    gpu_gib: float | None = None
+    load_seconds: float = 5.0
+    failed: set[str] = field(default_factory=set)  # topics
+    why_no_tokenizer: str = ""
+
+    @cached_property
+    def machine(self) -> Machine:
+        return Machine.here()
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """As transformers makes it, or a `QuickTokenizer`; None without one, of which `_check_tokenizer` speaks."""
+        run, path = self.run, self.run.get(f"{self.run.model}.tokenizer_path") or self.run.model_path
+        try:
+            if self.is_quick:
+                return quick_tokenizer(str(path), run.folder, run.get(f"{run.model}.custom_chat_template"))
+            return template.load_tokenizer(run)
+        except (NoTokenizer, OSError, ValueError, TypeError, KeyError) as error:
+            self.why_no_tokenizer = (str(error) or type(error).__name__).splitlines()[0]
+            return None
+
+
+def _check_tokenizer(exam: Examination) -> Iterator[Finding]:
+    if exam.tokenizer is not None:
+        yield from template.check_tokenizer(exam.run, exam.tokenizer)
+    elif exam.why_no_tokenizer:
+        yield fail(f"""no tokenizer at {exam.run.model_path}: {exam.why_no_tokenizer}
+            -> Set MODEL_PATH of the launcher to a model folder; template and lengths of texts were not checked.""")
+
+
+def _check_agreement(exam: Examination) -> Iterable[Finding]:
+    from verl_ext.doctor import agreement  # imports verl
+
+    return agreement.check_agreement(exam.run, exam.tokenizer) if exam.tokenizer is not None else ()
+
+
+def _check_rows(exam: Examination) -> Iterable[Finding]:
+    from verl_ext.doctor import rows  # 0.4 s, of which SFT and RL without files need nothing
+
+    usable = None if "template" in exam.failed else exam.tokenizer
+    return rows.check_rows(exam.run, usable, is_quick=exam.is_quick)
+
+
+# (topic, what it needs, the check). After a FAIL of its topic an expensive check is left out.
+CHECKS: tuple[tuple[str, Need, Callable[[Examination], Iterable[Finding]]], ...] = (
+    ("versions", Need.SETTINGS, lambda exam: versions.check_versions(exam.run)),
+    ("versions", Need.SETTINGS, lambda exam: versions.check_external_modules(dict(os.environ))),
+    ("config", Need.SETTINGS, lambda exam: config.check_config(exam.run)),
+    ("names", Need.SETTINGS, lambda exam: names.check_names(exam.run)),
+    ("values", Need.SETTINGS, lambda exam: values.check_values(exam.run)),
+    ("batch", Need.SETTINGS, lambda exam: batch.check_batch(exam.run)),
+    ("time-outs", Need.SETTINGS, lambda exam: sandbox.check_timeouts(exam.run)),
+    ("machine", Need.MACHINE, lambda exam: machine.check_gpus(exam.run, exam.machine)),
+    ("machine", Need.MACHINE, lambda exam: machine.check_limits(exam.run, exam.machine)),
+    ("machine", Need.MACHINE, lambda exam: machine.check_ray(exam.run, exam.machine)),
+    ("machine", Need.FILES, lambda exam: places.check_temporary(exam.run, os.environ)),
+    ("names", Need.FILES, lambda exam: places.check_loggers(exam.run, os.environ)),
+    ("data", Need.FILES, lambda exam: data.check_files(exam.run)),
+    ("data", Need.FILES, lambda exam: data.check_agent_names(exam.run)),
+    ("data", Need.FILES, lambda exam: data.check_protocol(exam.run)),
+    ("memory", Need.MACHINE, lambda exam: memory.check_memory(exam.run, exam.machine, exam.gpu_gib)),
+    ("checkpoints", Need.FILES, lambda exam: checkpoints.check_steps(exam.run)),
+    ("checkpoints", Need.FILES, lambda exam: places.check_output(exam.run)),
+    ("checkpoints", Need.FILES, lambda exam: checkpoints.check_disk(exam.run)),
+    ("checkpoints", Need.FILES, lambda exam: checkpoints.check_resume(exam.run)),
+    ("sandbox", Need.SERVER, lambda exam: sandbox.check_reachable(exam.run)),
+    ("config", Need.VERL, lambda exam: config.check_reward(exam.run)),
+    ("template", Need.TOKENIZER, _check_tokenizer),
+    ("template", Need.VERL, _check_agreement),
+    ("data", Need.TOKENIZER, _check_rows),
+    ("sandbox", Need.LOAD, lambda exam: sandbox.check_load(exam.run, seconds=exam.load_seconds)),
+)
+
+
+def examine(exam: Examination) -> Iterator[Finding]:
+    """The findings of all checks, or of the cheap ones, as they come."""
+    yield from look(exam, "machine", lambda: [exam.machine] and [])
+    is_seen = "machine" in vars(exam)
+    for topic, need, check in CHECKS:
+        is_left_out = need in EXPENSIVE and (exam.is_quick or topic in exam.failed)
+        if not is_left_out and (is_seen or need is not Need.MACHINE):
+            yield from look(exam, topic, lambda check=check: check(exam))
+
+
+def look(exam: Examination, topic: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """The findings of a check; one that breaks is a finding, too, and stops no run.
+
+    If a setting is a FAIL already, such as a text for a number, a check that breaks on it says nothing.
+    """
+    is_told = bool(exam.failed & {"config", "values"})
+    try:
+        for finding in check():
+            if finding.level == Level.FAIL:
+                is_told = True
+                exam.failed.add(topic)
+            yield replace(finding, topic=topic)
+    except Exception as error:
+        if not is_told:
+            text = f"a check broke: {type(error).__name__}: {error} -> Report it: this is a bug of verl_ext.doctor."
+            yield replace(warn(text), topic=topic)

@@ -1,0 +1,133 @@
+"""The files of the data: there, readable, with columns that fit each other; for the run's protocol and agent loops."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_ext.datasets.peek import Sample, first_rows
+from verl_ext.doctor.finding import Finding, fail, warn
+from verl_ext.doctor.names import agent_loops, did_you_mean
+from verl_ext.doctor.run import ROLLOUT, Run
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+PATTERNS = ("*", "[", "::")  # in a path `datasets`, by which verl reads RL's files, takes them for a pattern or a chain
+FIRST_ROWS = 64  # of a file, that the quick part reads
+TAGS = {"code": "<code>", "hermes": "<tool_call>"}  # of a call; prompts that ask for calls of one protocol have its tag
+PARTS = {"system": "prompt", "user": "prompt", "assistant": "trace"}  # role -> what its messages are
+
+
+def check_files(run: Run) -> Iterator[Finding]:
+    """Whether each file can be read, has rows and what verl needs of columns; and whether a split's files fit."""
+    if not run.files("train"):
+        yield fail("data.train_files names no file -> Set TRAIN_FILE of the launcher.")
+    for split in ("train", "val"):
+        samples: dict[Path, Sample] = {}
+        for path in run.files(split):
+            if problem := _why_not(run, split, path):
+                yield problem
+            else:
+                samples[path] = run.sample(path)
+        yield from _check_types(split, samples) if run.is_rl else ()
+
+
+def _why_not(run: Run, split: str, path: Path) -> Finding | None:
+    """What is wrong with a file as a whole."""
+    from verl_ext.datasets.rows import DataError  # 0.3 s
+
+    key, kinds = f"data.{split}_files", (".parquet", ".jsonl", ".json") if run.is_rl else (".parquet",)
+    if not path.is_file():
+        return fail(f"""{key}: {path} does not exist
+            -> Make it with data/prepare_*.py (recipe/README.md), or set TRAIN_FILE or VAL_FILE of the launcher.""")
+    if path.suffix not in kinds:
+        return fail(f"{key}: {path}, expected a name that ends in {' or '.join(kinds)} -> Convert or rename it.")
+    if run.is_rl and (found := [each for each in PATTERNS if each in str(path)]):
+        return fail(f"""{key}: {path} has {" and ".join(found)}, which `datasets` takes for a pattern, and finds no file
+            -> Rename the file or its folder.""")
+    try:
+        found = run.sample(path)
+    except DataError as error:
+        return fail(f"{key}: {error} -> Make it anew, or correct it.")
+    if not found.rows:
+        return fail(f"{key}: {path} has no row -> Make it anew.")
+    if (text := run.text_column) not in found.columns.names:
+        hint = did_you_mean(text, found.columns.names)
+        return fail(f"""{key}: {path} has no column {text!r}, expected it beside {", ".join(found.columns.names)}
+            -> {hint} Name it by data.{"prompt_key" if run.is_rl else "messages_key"}, or rename the column.""")
+    return None
+
+
+def _check_types(split: str, samples: dict[Path, Sample]) -> Iterator[Finding]:
+    """As `datasets` joins the files of a split: shared columns have one type."""
+    seen: dict[str, tuple[Path, pa.DataType]] = {}
+    for path, sample in samples.items():
+        for column in sample.columns:
+            first, kind = seen.setdefault(column.name, (path, column.type))
+            if different := _difference(column.name, kind, column.type):
+                yield fail(f"""data.{split}_files: {different} in {path}, and another type in {first}: verl cannot join
+                    them -> Write both with the same types: data/prepare_*.py, or the column cast in pandas.""")
+                return
+
+
+def _difference(name: str, one: "pa.DataType", other: "pa.DataType") -> str:
+    """`reward_model.ground_truth is int64`, where two types of a column cannot be joined; "" where they can."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        pairs = (
+            (each.name, one.field(each.name).type, each.type) for each in other if one.get_field_index(each.name) >= 0
+        )
+        return next(filter(None, (_difference(f"{name}.{field}", *types) for field, *types in pairs)), "")
+    return "" if one == other or _is_null(one) or _is_null(other) else f"{name} is {other}"
+
+
+def _is_null(kind: "pa.DataType") -> bool:
+    import pyarrow as pa
+
+    return pa.types.is_null(kind) or (pa.types.is_list(kind) and _is_null(kind.value_type))
+
+
+def check_protocol(run: Run) -> Iterator[Finding]:
+    """Whether the first rows' prompts, and traces of SFT, are written for the tool protocol of the run."""
+    setting = "retool.protocol" if run.is_rl else "data.retool.protocol"
+    key = run.text_column
+    loops = agent_loops(run) if run.is_rl else {None: run.protocol}
+    default_loop = run.get(f"{ROLLOUT}.agent.default_agent_loop")
+    for split, path in run.all_files():
+        rows, seen = 0, Counter()  # (part, protocol) -> rows that have its tag, and not that of their own
+        for row in first_rows(path, [key, "agent_name"], FIRST_ROWS):
+            own, messages = loops.get(row.get("agent_name") or default_loop if run.is_rl else None), row.get(key)
+            if own not in TAGS or not isinstance(messages, list):
+                continue
+            rows += 1
+            texts: dict[str, str] = dict.fromkeys(PARTS.values(), "")
+            for message in messages:
+                if part := PARTS.get(message.get("role")):
+                    texts[part] += f" {message.get('content')}"
+            seen.update(
+                (part, name)
+                for part, text in texts.items()
+                for name, tag in TAGS.items()
+                if tag in text and TAGS[own] not in text
+            )
+        for (part, name), number in seen.items():
+            text = f"""{split}: {number} of the first {rows} {part}s of {path.name} have {TAGS[name]}, the tag of the
+                protocol {name}, and not that of {setting}={run.protocol}"""
+            if 2 * number > rows and part == "prompt":
+                yield fail(f"{text} -> Set {setting}={name}, or make the data anew with --protocol {run.protocol}.")
+            elif 2 * number > rows:  # RetoolSFTDataset writes them anew
+                yield warn(f"{text}; their calls are rewritten -> If that is not meant: {setting}={name}.")
+
+
+def check_agent_names(run: Run) -> Iterator[Finding]:
+    """Whether the agent loops that the data name are registered."""
+    loops = agent_loops(run)
+    for split, path in run.all_files() if run.is_rl else ():
+        names = Counter(row.get("agent_name") for row in first_rows(path, ["agent_name"], None))
+        for name, number in names.items():
+            if name is not None and name not in loops:
+                yield fail(f"""{split}: agent_name is {name!r} in {number} rows of {path.name}, which
+                    {run.get(f"{ROLLOUT}.agent.agent_loop_config_path")} does not register
+                    -> {did_you_mean(str(name), loops)} There are {", ".join(sorted(loops))}.""")

@@ -1,0 +1,103 @@
+"""Where a run writes, and what it signs in with: its folder, temporary files and their sockets, wandb's key."""
+
+import configparser
+import netrc
+import tempfile
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from verl_ext.doctor.finding import Finding, fail, ok
+from verl_ext.doctor.run import Run
+
+SOCKET_BYTES = 107  # of the path of a Unix socket, which the kernel keeps in 108 bytes
+# What is put behind the folder of temporary files.
+RAY_SOCKET = "/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1"  # ray/_private/node.py, 2.60
+VLLM_SOCKET = "/" + 36 * "x"  # a UUID: vllm/utils/network_utils.py
+PROCESS_SOCKET = "/pymp-12345678/listener-12345678"  # Python's multiprocessing
+PACKAGES_OF_LOGGERS = ("wandb", "mlflow", "swanlab", "tensorboard", "clearml", "trackio")  # named as what they import
+UNSIGNED = ("offline", "disabled", "dryrun")
+
+
+def check_output(run: Run) -> Iterator[Finding]:
+    """Whether the run's folder can be made and written to."""
+    folder = run.output_folder
+    existing = next(path for path in (folder, *folder.parents) if path.exists() or path.is_symlink())
+    if why := _why_not_writable(existing):
+        yield fail(f"""trainer.default_local_dir is {folder}, which cannot be written: {why}
+            -> Set it (OUTPUT_DIR of the launcher) to a folder that this user may write to.""")
+
+
+def check_temporary(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether the folders of temporary files are there, and short enough for the sockets in them."""
+    of_python = environment.get("TMPDIR") or "/tmp"
+    of_ray = run.get("ray_kwargs.ray_init._temp_dir") or environment.get("RAY_TMPDIR") or of_python
+    uses = [("TMPDIR", of_python, PROCESS_SOCKET, "Python's processes")]
+    if run.is_rl:
+        rpc = environment.get("VLLM_RPC_BASE_PATH")
+        uses = [("VLLM_RPC_BASE_PATH" if rpc else "TMPDIR", rpc or of_python, VLLM_SOCKET, "vLLM")]
+        if not environment.get("RAY_ADDRESS"):  # else Ray's sockets are there already
+            name = "RAY_TMPDIR" if environment.get("RAY_TMPDIR") else "TMPDIR"
+            uses.append((name, of_ray, RAY_SOCKET, "Ray"))
+    told: set[str] = set()
+    for name, folder, socket, who in uses:
+        length, most = len(folder.rstrip("/").encode()), SOCKET_BYTES - len(socket)
+        # Ray makes its folder; Python takes another one without a word, so that what is set there has no effect.
+        existing = next(path for path in (Path(folder), *Path(folder).absolute().parents) if path.exists())
+        if folder in told:
+            continue
+        if why := _why_not_writable(existing if who == "Ray" and name != "TMPDIR" else Path(folder)):
+            told.add(folder)
+            yield fail(f"{name} is {folder}, which cannot be written: {why} -> Make the folder, or unset {name}.")
+        elif length > most:
+            told.add(folder)
+            yield fail(f"""{name} is {folder}, a path of {length} bytes, expected at most {most}: the kernel cuts off
+                the names of sockets (AF_UNIX) that {who} makes there -> Set {name} to a short folder, such as /tmp.""")
+    if not told:
+        yield ok(f"temporary files are in {', '.join(dict.fromkeys(folder for _, folder, *_ in uses))}")
+
+
+def _why_not_writable(folder: Path) -> str:
+    """Found out by a file without a name, of which nothing is left; "" where it can be made."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return f"{folder}: {error.strerror or error}"
+
+
+def check_loggers(run: Run, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether the loggers' packages are installed, and wandb has a key where it needs one."""
+    for name in run.listed("trainer.logger"):
+        if name in PACKAGES_OF_LOGGERS and find_spec(name) is None:
+            yield fail(f"""trainer.logger names {name}, whose package is not installed
+                -> pip install {name}, or leave it out.""")
+        elif name == "wandb" and not _signs_in(run.folder, environment):
+            yield fail("""trainer.logger names wandb, which has no API key here and cannot ask for one in a run
+                -> Set WANDB_API_KEY, call `wandb login` once, or set WANDB_MODE=offline.""")
+
+
+def _signs_in(folder: Path, environment: Mapping[str, str]) -> bool:
+    """As wandb 0.31 looks for a key (sdk/lib/wbauth): in variables, its settings and the file of `wandb login`."""
+    home = Path(environment.get("HOME", "~")).expanduser()
+    settings = configparser.ConfigParser()
+    config = Path(environment.get("WANDB_CONFIG_DIR", home / ".config" / "wandb"))
+    own = Path(environment.get("WANDB_DIR", folder)) / "wandb"
+    try:
+        settings.read([config / "settings", own / "settings", folder / "wandb" / "settings"])
+    except configparser.Error:
+        return True  # wandb itself says what is wrong there
+    given = settings["default"] if settings.has_section("default") else {}
+    if environment.get("WANDB_MODE", given.get("mode")) in UNSIGNED or given.get("disabled") == "true":
+        return True
+    if any(environment.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")) or given.get("api_key"):
+        return True
+    base = environment.get("WANDB_BASE_URL") or given.get("base_url") or "https://api.wandb.ai"
+    for file in [Path(environment["NETRC"])] if environment.get("NETRC") else [home / ".netrc", home / "_netrc"]:
+        try:
+            if netrc.netrc(str(file)).authenticators(urlsplit(base).hostname or base):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False

@@ -1,0 +1,150 @@
+"""A model folder's tokenizer and chat template, read without transformers, whose import takes most of three seconds.
+
+It has as much of transformers' interface as the doctor's checks ask for, and counts the same tokens.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import AddedToken
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_HUB_NAME = re.compile(r"(?!outputs/)\w[\w.-]*(/[\w.-]+)?")
+_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class NoTokenizer(ValueError):
+    """There is none at the path; the message names it."""
+
+
+class QuickTokenizer:
+    """See the module's docstring.
+
+    Args:
+        folder: with `tokenizer.json`.
+        template: instead of the folder's own chat template.
+    Raises:
+        NoTokenizer: a file of the folder cannot be read.
+    """
+
+    def __init__(self, folder: Path, template: str | None = None):
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+            config = _read_json(folder / "tokenizer_config.json")
+        except Exception as error:  # tokenizers raises this very class
+            raise NoTokenizer(f"{folder}: {error}") from None
+        named = {name: config.get(name) for name in _SPECIAL}
+        self._special = {name: each["content"] if isinstance(each, dict) else each for name, each in named.items()}
+        self._special = {name: each for name, each in self._special.items() if each}
+        self.eos_token = self._special.get("eos_token")
+        self.chat_template = template or _template_of(folder, config)
+
+    def __len__(self) -> int:
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def added_tokens_decoder(self) -> "dict[int, AddedToken]":
+        return self._tokenizer.get_added_tokens_decoder()
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return [*self._special.values()]
+
+    @property
+    def all_special_ids(self) -> list[int | None]:
+        return [self._tokenizer.token_to_id(token) for token in self.all_special_tokens]
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def apply_chat_template(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The text; `tokenize` is false always."""
+        given = {"messages": messages, "tools": tools, "add_generation_prompt": add_generation_prompt}
+        return _compiled(self.chat_template).render(**given, **(self._special | kwargs))
+
+
+class PlainEncoder:
+    """Instead of `SegmentEncoder`, which needs transformers: what a tool says is encoded as all other text."""
+
+    def __init__(self, tokenizer: QuickTokenizer):
+        self._tokenizer = tokenizer
+
+    def encode(self, parts: Sequence[str]) -> list[int]:
+        return self._tokenizer.encode("".join(parts))
+
+
+def quick_tokenizer(path: str, folder: Path, template: str | None) -> QuickTokenizer | None:
+    """The tokenizer of a model; None if only transformers can read it, or if it has to come from the hub.
+
+    Args:
+        path: of the model: a folder, which counts from `folder`, or a name on the hub.
+    Raises:
+        NoTokenizer: the folder has none.
+    """
+    place = folder / Path(path).expanduser()
+    if (place / "tokenizer.json").is_file():
+        return QuickTokenizer(place, template)
+    if any((place / name).is_file() for name in FILES) or (not place.is_dir() and _HUB_NAME.fullmatch(path)):
+        return None
+    kind = "that folder has none of " + ", ".join(FILES) if place.is_dir() else "there is no such folder"
+    raise NoTokenizer(f"{path}: {kind}")
+
+
+def _template_of(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, list):  # several, by name
+        found = {each["name"]: each["template"] for each in found}.get("default")
+    return found
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+@functools.lru_cache(maxsize=4)
+def _compiled(template: str) -> Any:
+    """With the options and names that a chat template may count on (transformers' documentation, "Chat templates")."""
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}` marks what the model wrote, and is no text."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    world = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols])
+    world.filters["tojson"] = lambda value, ensure_ascii=False, **options: json.dumps(
+        value, ensure_ascii=ensure_ascii, **options
+    )
+    world.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return world.from_string(template)
