@@ -1,9 +1,11 @@
 """How long a prompt of RL is, as a rollout renders it: for the doctor, and for the start of a run."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_ext.protocols.base import render
+from verl_ext.protocols.by_name import make_protocol
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,7 +21,7 @@ def prompt_length(
     Both raise ValueError if the chat template refuses the messages.
 
     Args:
-        schemas: of the tools, as the run's protocol shows them to the chat template.
+        schemas: of the tools, as the chat template gets them.
     """
 
     empty = render(tokenizer, [{"role": "user", "content": ""}], template_kwargs, tools=schemas)
@@ -32,3 +34,39 @@ def prompt_length(
         return len(tokenizer.encode(text, add_special_tokens=False))
 
     return length
+
+
+class PromptLengths:
+    """The length of a row's prompt, by the agent loop and the tools that the row names; see `prompt_length`.
+
+    Args:
+        loops: agent loop -> its tool protocol; None for one of verl's own, which shows all tools of the run's files.
+        default_loop: of a row that names none.
+        schemas: name -> schema of the tools that a rollout of ours can show, and of the run's files alone.
+    """
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        loops: Mapping[str, str | None],
+        default_loop: str,
+        schemas: tuple[Mapping[str, dict], Mapping[str, dict]],
+        template_kwargs: Mapping[str, Any],
+        limit: int,
+    ):
+        self._loops, self._default, self._schemas = loops, default_loop, schemas
+        self._tokenizer, self._kwargs, self._limit = tokenizer, template_kwargs, limit
+        self._counter = functools.cache(self._make_counter)
+
+    def __call__(self, messages: Messages, row: Mapping[str, Any]) -> int:
+        selection = (row.get("extra_info") or {}).get("tool_selection")
+        names = None if selection is None or len(selection) == 0 else tuple(selection)
+        return self._counter(self._loops.get(row.get("agent_name") or self._default), names)(messages)
+
+    def _make_counter(self, protocol: str | None, names: tuple[str, ...] | None) -> Callable[[Messages], int]:
+        all_tools, of_files = self._schemas
+        shown: list[dict] | None = list(of_files.values()) or None
+        if protocol:
+            chosen = {name: each for name, each in all_tools.items() if names is None or name in names}
+            shown = make_protocol(protocol, self._tokenizer, self._kwargs, max_parallel_calls=1).schemas(chosen)
+        return prompt_length(self._tokenizer, shown, self._kwargs, self._limit)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ext.datasets.peek import count_rows
 from verl_ext.datasets.problems import check_row, evaluation_problems
-from verl_ext.datasets.prompts import prompt_length
+from verl_ext.datasets.prompts import PromptLengths, prompt_length
 from verl_ext.datasets.rows import DataError, read_rows
 from verl_ext.datasets.text import bare_problem, same_problem_key
 from verl_ext.doctor.finding import Finding, fail, ok, warn
-from verl_ext.doctor.run import Run
+from verl_ext.doctor.names import agent_loops
+from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.doctor.template import protocol_of, template_kwargs, tool_schemas
 from verl_ext.doctor.tokens import PlainEncoder, QuickTokenizer
 from verl_ext.protocols.base import SegmentEncoder
@@ -189,7 +190,7 @@ def _check_problems(
 ) -> Iterator[Finding]:
     """As a rollout gets them. `total` is of rows that are a sample."""
     is_quick, limit, is_train = total is not None, run.get("data.max_prompt_length"), split == "train"
-    count, count_as_verl = (_counter(run, tokenizer, limit, as_verl=each) for each in (False, True))
+    count, count_as_verl = _counters(run, tokenizer, limit) if tokenizer is not None else (None, None)
     lengths, overlaps = Lengths(count, limit, is_quick=is_quick), Overlaps(run, split, is_quick=is_quick)
     answers: dict[str, set[str]] = {}
     number = 0
@@ -201,7 +202,8 @@ def _check_problems(
             key = same_problem_key(problem)
             answers.setdefault(key, set()).add(str(answer))
             overlaps.add(where, problem, key)
-            lengths.add(where, messages, sum(len(message["content"].encode()) for message in messages))
+            how = {name: row.get(name) for name in ("agent_name", "extra_info")}
+            lengths.add(where, (messages, how), sum(len(message["content"].encode()) for message in messages))
     except DataError as error:
         yield fail(f"{split}: {error} -> data/prepare_jsonl.py writes verl's columns from any JSONL.")
         return
@@ -218,7 +220,7 @@ def _check_problems(
         yield fail(f"""{split}: {len(refused)} of {of} prompts cannot be rendered ({refused[0]})
             -> Leave these rows out, or join their messages; their rollouts would raise.""")
     if long:
-        cut = sum(count_as_verl(messages) <= limit for _, messages in long)
+        cut = sum(count_as_verl(messages) <= limit for _, (messages, _) in long)
         dropped = run.get("data.filter_overlong_prompts")
         say = warn if dropped and len(long) < number and not cut else fail
         advice = "verl drops them."
@@ -251,16 +253,16 @@ def _too_few(run: Run, split: str, left: int, is_all: bool) -> Iterator[Finding]
             -> Lower data.train_batch_size, add data, or raise the limit of tokens.""")
 
 
-def _counter(
-    run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer | None", limit: int, *, as_verl: bool
-) -> Callable[[list[dict[str, Any]]], int] | None:
-    """Counts the tokens of a prompt; None without a tokenizer.
+def _counters(
+    run: Run, tokenizer: "PreTrainedTokenizerBase | QuickTokenizer", limit: int
+) -> tuple[Callable[[Any], int], Callable[[Any], int]]:
+    """Count the tokens of (messages, what the row says of its rollout), and of messages as verl's filter counts them.
 
-    Args:
-        as_verl: as verl's filter counts them (rl_dataset.py:199, 0.9.1), with the tools of the run's files alone.
+    The filter (rl_dataset.py:199, 0.9.1) counts the tools of the run's files.
     """
-    if tokenizer is None:
-        return None
-    schemas = tool_schemas(run, tokenizer, of_files_only=as_verl)
-    shown = protocol_of(run, tokenizer).schemas(schemas)
-    return prompt_length(tokenizer, shown, template_kwargs(run), limit)
+    of_files = tool_schemas(run, tokenizer, of_files_only=True)
+    schemas, kwargs = (tool_schemas(run, tokenizer), of_files), template_kwargs(run)
+    default = run.get(f"{ROLLOUT}.agent.default_agent_loop")
+    lengths = PromptLengths(tokenizer, agent_loops(run), default, schemas, kwargs, limit)
+    as_verl = prompt_length(tokenizer, list(of_files.values()) or None, kwargs, limit)
+    return lambda prompt: lengths(*prompt), as_verl

@@ -82,8 +82,10 @@ class Run:
     def sample(self, path: Path) -> Sample:
         """Some rows of a file, which is read once. Raises DataError where it cannot be."""
         if path not in self._samples:
-            others = ("data_source", "reward_model") if self.is_rl else (self.get("data.tools_key", "tools"),)
-            self._samples[path] = sample(path, self.text_column, [self.text_column, *others])
+            columns = [self.text_column, "data_source", "reward_model", "agent_name", "extra_info"]
+            if not self.is_rl:
+                columns = [self.text_column, self.get("data.tools_key", "tools")]
+            self._samples[path] = sample(path, self.text_column, columns)
         return self._samples[path]
 
     def own_problems(self, *kinds: str) -> Iterator[Problem]:

@@ -8,7 +8,8 @@ they leave out.
 `objective.py` and `advantages.py` register what verl_ext/objectives has, and check that a run's keys fit it.
 `skipped_updates.py` ends a run all of whose updates verl skips. `rollout_weights.py` mends a metric of verl's weights
 against the rollout engine.
-`lr_schedule.py` and `wsd_engine.py` have a learning-rate schedule, `limits.py` what ranks and servers wait for.
+`lr_schedule.py` and `wsd_engine.py` have a learning-rate schedule, `limits.py` what ranks and servers wait for;
+`prompt_limits.py` refuses prompts that verl would cut.
 `shared_prompt.py` with `linear_log_probs.py`, and `gradient_accumulation.py` make an update of the actor cheaper.
 In: rollouts in verl's queue, `retool.*`, `trainer.v1.sampler.*`, `optim.*`. Out: batches, metrics, a run's journals.
 """

@@ -47,6 +47,7 @@ from verl_ext.trainer.batch_recorder import BatchRecorder
 from verl_ext.trainer.early_stop import EarlyStopWatch
 from verl_ext.trainer.exclusions import ExclusionWatch
 from verl_ext.trainer.objective import check_objective, make_shares
+from verl_ext.trainer.prompt_limits import check_prompts
 from verl_ext.trainer.queue import (
     check_while_waiting,
     clear_leftovers,
@@ -165,6 +166,11 @@ class RunTrainer(RunUpdates, RunValidation):
         super().init()
         if self.trainer_mode == "separate_async" and not self._enable_hybrid_replicas and not self._only_validates:
             self._members = Members(self.standalone_server_manager, self.standalone_checkpoint_manager)
+
+    def _init_dataloader(self) -> None:
+        """verl's (line 708), then a look at all prompts: no worker is started before."""
+        super()._init_dataloader()
+        check_prompts(self.config, self.tokenizer, {"train": self.train_dataset, "val": self.val_dataset})
 
     def _setup(self) -> None:
         """verl's (line 226), then the watching of servers, which are there now and have no weights yet."""

@@ -254,6 +254,31 @@ def test_rows_that_are_no_traces(say, tmp_path):
     assert "expected a name that ends in .parquet" in say(lines, name="tiny_sft")[0]
 
 
+def test_rows_that_sft_takes_are_traces(say, tmp_path):
+    """Messages as JSON text, and several calls in a turn, whose limit is the rollout's."""
+    two = trace()["messages"]
+    two[1:3] = [two[1] | {"tool_calls": 2 * two[1]["tool_calls"]}, two[2], two[2]]
+    rows = [{"messages": json.dumps(trace(f"{i}+1?")["messages"])} for i in range(70)] + [{"messages": json.dumps(two)}]
+    hermes = ("data.retool.protocol=hermes", "data.max_length=4000")
+    told = say(write(tmp_path / "a.parquet", rows), None, *hermes, name="tiny_sft")
+    assert [each for each in told if " train: " in each] == []
+
+
+@pytest.mark.parametrize(("name", "rows", "message"), [
+    ("tiny_dapo", [*good(20), problem("", prompt=[{"role": "system", "content": "Add."}, *good(1)[0]["prompt"]])],
+     "FAIL train: 1 of 21 prompts cannot be rendered ("),
+    ("tiny_sft", [*(trace(f"{i}+1?") for i in range(70)),
+                  {"messages": [{"role": "system", "content": "Add."}, *trace()["messages"]]}],
+     "FAIL train: 1 of 71 rows are no traces (row 70: "),
+])  # fmt: skip
+def test_rows_that_the_template_refuses_are_named(name, rows, message, say, model, tmp_path):
+    template = model / "chat_template.jinja"
+    refusal = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    template.write_text(refusal + template.read_text())
+    told = [each for each in say(write(tmp_path / "a.parquet", rows), name=name) if message in each]
+    assert len(told) == 1 and "the chat template refuses messages of the roles system, user: no system" in told[0]
+
+
 @pytest.mark.parametrize("is_quick", [True, False])
 def test_evaluation_problems_in_an_sft_file_are_told(is_quick, make_run, model, tokenizer, tmp_path):
     first = json.loads((ROOT / "data" / "aime" / "aime_2024.jsonl").read_text().splitlines()[0])

@@ -1,0 +1,71 @@
+"""No rollout begins with a part of its prompt: a run whose prompts are longer than its limit does not start.
+
+verl 0.9.1 cuts off the beginning of such a prompt, the system prompt and the tools' schemas first, with a warning in a
+worker's log (experimental/agent_loop/agent_loop.py:437). Its filter (`data.filter_overlong_prompts`) may be off, and it
+does not count the interpreter's schema.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_ext.datasets.prompts import PromptLengths
+from verl_ext.environments.toolbox import load_tools, schemas_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+COLUMNS = ("agent_name", "extra_info")  # that say how a row's prompt is rendered
+
+
+def check_prompts(config: DictConfig, tokenizer: "PreTrainedTokenizerBase", datasets: Mapping[str, Any]) -> None:
+    """Look at the prompts that verl's filter has left.
+
+    Args:
+        datasets: `train` and `val` -> verl's data set; of a class of one's own, without `dataframe`, nothing is known.
+    Raises:
+        ValueError: a prompt is longer than `data.max_prompt_length`; names the number of them and the longest. Or the
+            chat template refuses one; names its row.
+    """
+    data, key = config.data, config.data.get("prompt_key", "prompt")
+    lengths = _lengths(config, tokenizer)
+    for split, dataset in datasets.items():
+        if (frame := getattr(dataset, "dataframe", None)) is None or key not in frame.column_names:
+            continue
+        rows = frame.select_columns([key, *(name for name in COLUMNS if name in frame.column_names)])
+        counted = []
+        for number, row in enumerate(rows):
+            try:
+                counted.append(lengths(row[key], row) if _is_text(row[key]) else 0)
+            except ValueError as error:
+                raise ValueError(
+                    f"data.{split}_files: row {number} of the {len(rows)} that verl's filter has left cannot be "
+                    f"rendered: {error}. Leave such rows out, or join their messages."
+                ) from error
+        if long := [length for length in counted if length > data.max_prompt_length]:
+            raise ValueError(
+                f"data.{split}_files: {len(long)} of {len(rows)} prompts are longer than data.max_prompt_length="
+                f"{data.max_prompt_length} (the longest has {max(long)} tokens, tools included): verl would cut off "
+                f"their beginning. Raise data.max_prompt_length, or leave them out: data.filter_overlong_prompts=true, "
+                "with actor_rollout_ref.rollout.multi_turn.tool_config_path=configs/tools/code_interpreter.yaml if the "
+                "protocol is hermes, so that verl counts the interpreter's schema."
+            )
+
+
+def _lengths(config: DictConfig, tokenizer: "PreTrainedTokenizerBase") -> PromptLengths:
+    rollout = config.actor_rollout_ref.rollout
+    path = rollout.agent.get("agent_loop_config_path")
+    loops = {each.name: each.get("protocol") or config.retool.protocol for each in OmegaConf.load(path)} if path else {}
+    tools = load_tools(rollout.multi_turn, Path.cwd())
+    shown, names = schemas_of(tools), {tool.name for tool in tools}
+    of_files = {name: each for name, each in shown.items() if name in names}
+    kwargs = dict(config.data.get("apply_chat_template_kwargs") or {})
+    limit = config.data.max_prompt_length
+    return PromptLengths(tokenizer, loops, rollout.agent.default_agent_loop, (shown, of_files), kwargs, limit)
+
+
+def _is_text(messages: Any) -> bool:
+    """Images and videos are refused by verl itself if their prompt is too long."""
+    return isinstance(messages, list) and all(isinstance(each.get("content"), str) for each in messages)
