@@ -36,6 +36,20 @@ require() {
   exit 1
 }
 
+# quoted VALUE: as Hydra's overrides take a text that may have quotes, brackets or spaces.
+quoted() {
+  local quote="'"
+  printf "'%s'" "${1//$quote/\\$quote}"
+}
+
+# sandbox_urls: the override of all sandboxes that SANDBOX_URL names. An IPv6 address has brackets of its own.
+sandbox_urls() {
+  local url urls=() list
+  IFS=, read -ra urls <<< "${SANDBOX_URL:-http://127.0.0.1:8080}"
+  for url in "${urls[@]}"; do list+=${list:+,}$(quoted "$url"); done
+  printf 'retool.sandbox.urls=[%s]' "$list"
+}
+
 # doctor CONFIG [OPTION...] OVERRIDE...: the quick checks of verl_ext/doctor; a FAIL ends the launcher. DOCTOR=0 skips them.
 doctor() {
   if $PRINT_ONLY || [[ ${DOCTOR:-1} == 0 ]]; then return; fi
@@ -77,8 +91,8 @@ sft() {
   else
     torchrun+=(--standalone)
   fi
-  OVERRIDES=(model.path="'$MODEL_PATH'" data.train_files="'$TRAIN_FILE'"
-    trainer.default_local_dir="'$OUTPUT_DIR'" "${OVERRIDES[@]}")
+  OVERRIDES=(model.path="$(quoted "$MODEL_PATH")" data.train_files="$(quoted "$TRAIN_FILE")"
+    trainer.default_local_dir="$(quoted "$OUTPUT_DIR")" "${OVERRIDES[@]}")
   doctor "$1" --nnodes="$NNODES" --nproc-per-node="${NPROC_PER_NODE:-8}" "${OVERRIDES[@]}"
   $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
 
@@ -132,8 +146,8 @@ quickstart_sft() {
   else
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-0} # verl_ext/cpu/warm_python.py would not ask the hub
   fi
-  OVERRIDES=(data.train_files="'$DATA_DIR/sft_train.parquet'" data.val_files="'$DATA_DIR/sft_val.parquet'"
-    model.path="'$MODEL_PATH'" trainer.default_local_dir="'$OUTPUT_DIR'" "${OVERRIDES[@]}")
+  OVERRIDES=(data.train_files="$(quoted "$DATA_DIR/sft_train.parquet")" data.val_files="$(quoted "$DATA_DIR/sft_val.parquet")"
+    model.path="$(quoted "$MODEL_PATH")" trainer.default_local_dir="$(quoted "$OUTPUT_DIR")" "${OVERRIDES[@]}")
   doctor "$1" --nnodes=1 --nproc-per-node="$ranks" "${OVERRIDES[@]}"
   $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
   torchrun=(-m verl_ext.cpu.warm_python -m torch.distributed.run --standalone --nproc-per-node="$ranks" "${HANGUP[@]}")
@@ -151,9 +165,9 @@ quickstart_dapo() {
   else
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-0}
   fi
-  OVERRIDES=(data.train_files="'$DATA_DIR/rl_train.parquet'" data.val_files="'$DATA_DIR/eval.parquet'"
-    actor_rollout_ref.model.path="'$MODEL_PATH'" retool.sandbox.urls="[${SANDBOX_URL:-http://127.0.0.1:8080}]"
-    trainer.default_local_dir="'$OUTPUT_DIR'" "${OVERRIDES[@]}")
+  OVERRIDES=(data.train_files="$(quoted "$DATA_DIR/rl_train.parquet")" data.val_files="$(quoted "$DATA_DIR/eval.parquet")"
+    actor_rollout_ref.model.path="$(quoted "$MODEL_PATH")" "$(sandbox_urls)"
+    trainer.default_local_dir="$(quoted "$OUTPUT_DIR")" "${OVERRIDES[@]}")
   $PRINT_ONLY || forget_dead_ray
   doctor "$1" "${OVERRIDES[@]}"
   $PRINT_ONLY || mkdir -p "$OUTPUT_DIR"
@@ -185,11 +199,11 @@ dapo() {
   fi
   require TRAIN_FILE data.train_files "Make it: python data/prepare_dapo_math_17k.py, or set TRAIN_FILE."
   require VAL_FILE data.val_files "Make it: python data/prepare_aime.py, or set VAL_FILE."
-  OVERRIDES=(actor_rollout_ref.model.path="'$MODEL_PATH'" data.train_files="'$TRAIN_FILE'" data.val_files="'$VAL_FILE'"
-    retool.sandbox.urls="[${SANDBOX_URL:-http://127.0.0.1:8080}]" trainer.default_local_dir="'$OUTPUT_DIR'"
-    ++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="'$metrics'"
-    ++ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR="'$TENSORBOARD_DIR'"
-    ++ray_kwargs.ray_init.runtime_env.env_vars.WANDB_DIR="'$WANDB_DIR'"
+  OVERRIDES=(actor_rollout_ref.model.path="$(quoted "$MODEL_PATH")" data.train_files="$(quoted "$TRAIN_FILE")" data.val_files="$(quoted "$VAL_FILE")"
+    "$(sandbox_urls)" trainer.default_local_dir="$(quoted "$OUTPUT_DIR")"
+    ++ray_kwargs.ray_init.runtime_env.env_vars.VERL_FILE_LOGGER_PATH="$(quoted "$metrics")"
+    ++ray_kwargs.ray_init.runtime_env.env_vars.TENSORBOARD_DIR="$(quoted "$TENSORBOARD_DIR")"
+    ++ray_kwargs.ray_init.runtime_env.env_vars.WANDB_DIR="$(quoted "$WANDB_DIR")"
     trainer.nnodes="$NNODES" "${OVERRIDES[@]}")
   $PRINT_ONLY || forget_dead_ray
   doctor "$1" "${OVERRIDES[@]}"

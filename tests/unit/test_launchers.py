@@ -145,6 +145,36 @@ def test_rl_launcher_takes_several_sandboxes(tmp_path: Path, fake_python: Path):
     assert list(composed("qwen2-32b_dapo", [override]).retool.sandbox.urls) == urls.split(",")
 
 
+ODD = "it's [1] a?b#c, d=e"
+
+
+@pytest.mark.parametrize(("run", "keys"), [
+    ("qwen2-32b_dapo", {"TRAIN_FILE": "data.train_files", "VAL_FILE": "data.val_files"}),
+    ("qwen2-32b_dapo", {"MODEL_PATH": "actor_rollout_ref.model.path", "OUTPUT_DIR": "trainer.default_local_dir"}),
+    ("qwen2-32b_sft", {"TRAIN_FILE": "data.train_files", "OUTPUT_DIR": "trainer.default_local_dir"}),
+    ("tiny_sft", {"MODEL_PATH": "model.path", "DATA_DIR": "data.train_files"}),
+    ("tiny_dapo", {"OUTPUT_DIR": "trainer.default_local_dir", "DATA_DIR": "data.val_files"}),
+])  # fmt: skip
+def test_paths_may_have_quotes_brackets_and_other_signs(run: str, keys: dict, tmp_path: Path, fake_python: Path):
+    path = tmp_path / ODD
+    path.mkdir()
+    env = dict.fromkeys(("MODEL_PATH", "TRAIN_FILE", "VAL_FILE", "DATA_DIR"), str(tmp_path))
+    env |= {"PYTHON": str(fake_python), "OUTPUT_DIR": str(tmp_path / "out"), "NNODES": "1"}
+    result = launch(run, cwd=tmp_path, **(env | dict.fromkeys(keys, str(path))))
+    overrides = [line for line in result.stdout.splitlines() if "=" in line and not line.startswith("-")]
+    config = composed(run, overrides)
+    for key in keys.values():
+        assert str(OmegaConf.select(config, key)).startswith(str(path)), result.stderr
+
+
+def test_a_sandbox_may_have_an_address_of_ipv6(tmp_path: Path, fake_python: Path):
+    urls = "http://[::1]:8080,http://10.0.0.2:8080"
+    for run in ("qwen2-32b_dapo", "tiny_dapo"):
+        result = launch(run, "--cfg", "job", cwd=tmp_path, PYTHON=str(fake_python), SANDBOX_URL=urls)
+        override = next(line for line in result.stdout.splitlines() if line.startswith("retool.sandbox.urls="))
+        assert list(composed(run, [override]).retool.sandbox.urls) == urls.split(",")
+
+
 def test_loggers_write_into_the_runs_folder_unless_a_variable_says_otherwise(tmp_path: Path, fake_python: Path):
     for given, folder in (({}, f"{tmp_path}/run/tensorboard"), ({"TENSORBOARD_DIR": "/logs"}, "/logs")):
         env = {"PYTHON": str(fake_python), "OUTPUT_DIR": f"{tmp_path}/run"} | given

@@ -4,6 +4,8 @@ import asyncio
 import inspect
 from collections.abc import Iterator
 from contextlib import aclosing
+from typing import Any
+from urllib.parse import urlsplit
 
 from omegaconf import OmegaConf
 
@@ -58,7 +60,21 @@ def check_timeouts(run: Run) -> Iterator[Finding]:
 def check_reachable(run: Run) -> Iterator[Finding]:
     """Each server executes a program, and says what isolates it."""
     for url in run.get("retool.sandbox.urls", []):  # SFT has none
-        yield _look_at(url.rstrip("/"))
+        if is_address(url):
+            yield _look_at(url.rstrip("/"))
+        else:
+            yield fail(f"""retool.sandbox.urls has {url!r}, expected http://HOST:PORT or https://..., without ? and #
+                -> Correct it (SANDBOX_URL of the launcher).""")
+
+
+def is_address(url: Any) -> bool:
+    """Whether `/run_code` can be put behind it."""
+    try:
+        parts = urlsplit(url)
+        is_host = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        return is_host and not set("?#") & set(url)
+    except (ValueError, TypeError, AttributeError):  # a port that is no number; brackets around no address; no text
+        return False
 
 
 def _look_at(base: str) -> Finding:

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from verl_ext.doctor.finding import Level
-from verl_ext.doctor.sandbox import calls_per_step, check_load, check_reachable, judge_load
+from verl_ext.doctor.sandbox import calls_per_step, check_load, check_reachable, is_address, judge_load
 from verl_ext.sandbox import SandboxClient, running_server
 from verl_ext.sandbox.load import Load, load
 
@@ -19,6 +19,22 @@ from verl_ext.sandbox.load import Load, load
 def server():
     with running_server(options=("--preload", "sympy")) as url:
         yield url
+
+
+WRONG = ["localhost:8080", "http://", "http://[::1:8080", "http://host:port", "http://host?a=b", "http://host/#x"]
+
+
+@pytest.mark.parametrize("url", [*WRONG, "ftp://host", 7])
+def test_an_address_that_cannot_be_one_is_a_plain_sentence(url, make_run, told):
+    run = make_run("qwen2-32b_dapo")
+    run.config.retool.sandbox.urls = [url]
+    text = told(check_reachable(run), Level.FAIL)[0]
+    assert text.startswith(f"retool.sandbox.urls has {url!r}, expected http://HOST:PORT") and "SANDBOX_URL" in text
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:8080", "https://user:p@host/path", "http://host", "http://10.0.0.1:80/"])
+def test_other_addresses_are_tried(url):
+    assert is_address(url)
 
 
 @contextmanager
