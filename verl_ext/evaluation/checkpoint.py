@@ -98,7 +98,22 @@ def merge(checkpoint: Checkpoint) -> Path:
                 f"merging {checkpoint.shards} failed with status {status}; the end of {log.name}:\n{tail}"
             )
         put_merged(part, target)
+    if computes_in_fp32(checkpoint):
+        print(
+            f"{target} is bf16, though its run computed in fp32: verl's merger has no option for another type. "
+            f"{checkpoint.shards} keeps the weights in fp32.",
+            flush=True,
+        )
     return target
+
+
+def computes_in_fp32(checkpoint: Checkpoint) -> bool:
+    """By the settings of the run, where they are there: then verl 0.9.1's merger rounds (fsdp_model_merger.py:187)."""
+    saved = checkpoint.run / "hydra" / "config.yaml"
+    config = OmegaConf.load(saved) if saved.is_file() else OmegaConf.create()
+    engine = "actor_rollout_ref.actor.fsdp_config" if "actor_rollout_ref" in config else "engine"
+    given = OmegaConf.select(config, f"{engine}.mixed_precision.param_dtype")
+    return str(given).removeprefix("torch.") in ("fp32", "float32", "float")
 
 
 def put_merged(part: Path, target: Path) -> None:

@@ -140,6 +140,36 @@ def test_a_checkpoint_is_merged_once_and_again_when_its_shards_are_newer(tmp_pat
     assert len(merger()) == 2
 
 
+@pytest.mark.parametrize(
+    ("settings", "is_told"),
+    [
+        ("engine: {mixed_precision: {param_dtype: fp32}}", True),
+        ("engine: {mixed_precision: {param_dtype: float32}}", True),
+        ("engine: {mixed_precision: {param_dtype: bf16}}", False),
+        ("engine: {mixed_precision: null}", False),
+        ("actor_rollout_ref: {actor: {fsdp_config: {mixed_precision: {param_dtype: fp32}}}}", True),
+        ("actor_rollout_ref: {actor: {fsdp_config: {}}}", False),
+        (None, False),
+    ],
+)
+def test_a_merge_of_an_fp32_run_says_that_the_model_is_bf16(settings, is_told, tmp_path, merger, capsys):
+    shards = make_step(tmp_path / "run", 5)
+    if settings:
+        (tmp_path / "run" / "hydra").mkdir()
+        (tmp_path / "run" / "hydra" / "config.yaml").write_text(settings + "\n")
+    merge(find_checkpoint(shards))
+    said = capsys.readouterr().out
+    assert ("is bf16, though its run computed in fp32: verl's merger has no option" in said) == is_told
+    assert (f"{shards} keeps the weights in fp32" in said) == is_told
+
+
+def test_verls_merger_makes_bf16_whatever_the_shards_are():
+    """Else the note could go."""
+    from verl_ext.settings import VERL
+
+    assert (VERL / "model_merger" / "fsdp_model_merger.py").read_text().count(".bfloat16()") == 2
+
+
 def test_two_merges_of_a_checkpoint_wait_for_each_other(tmp_path, merger):
     checkpoint = find_checkpoint(make_step(tmp_path / "run", 5))
     python = Path(sys.executable)
