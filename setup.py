@@ -121,7 +121,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_namespace_packages(include=["verl_ext", "verl_ext.*"]),
-    package_data={"": ["*.yaml", "*.html", "*.js", "*.css", "*.txt"]},
+    package_data={"": ["*.yaml", "*.html", "*.js", "*.css", "*.txt", "*.json"]},
     install_requires=CORE,
     extras_require=EXTRAS | {hardware: TRAINING + EXTRAS[hardware] for hardware in ("cpu", "gpu")},
 )

@@ -11,8 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_ext.doctor import schema as of
 from verl_ext.doctor.finding import Finding, all_well, fail, ok, warn
-from verl_ext.doctor.names import did_you_mean
 from verl_ext.doctor.run import Run
+from verl_ext.doctor.suggest import did_you_mean
 from verl_ext.evaluation.store import flatten
 from verl_ext.settings import CONFIGS, compose_run
 
@@ -46,10 +46,15 @@ def _problems(run: Run, composed: dict) -> Iterator[Finding]:
             own = not difflib.get_close_matches(key.partition(".")[0], sections, n=1, cutoff=SIMILAR)
             hint = "Remove it." if own else did_you_mean(key, [*known, *sections], "Remove it.")
             yield (warn if own else fail)(f"verl does not know {key}; it would do nothing -> {hint}")
+    unread = of.unread_keys(run.entry)
     for key, value in composed.items():
-        for section, use in of.KEYS_WITHOUT_EFFECT.items():
-            if of.is_within(key, section) and value != defaults.get(key):
-                yield warn(f"{key}={value} has no effect in verl 0.9.1's v1 trainer -> Instead: {use}.")
+        if value == defaults.get(key):
+            continue
+        if use := [use for section, use in of.KEYS_WITHOUT_EFFECT.items() if of.is_within(key, section)]:
+            yield warn(f"{key}={value} has no effect in verl 0.9.1's v1 trainer -> Instead: {use[0]}.")
+        elif key in unread:
+            yield warn(f"""{key}={value} has no effect: no code of verl 0.9.1 or verl_ext that a run reaches reads it
+                -> Remove it.""")
     for key, value in composed.items():
         is_word = key in ("trainer.save_freq", "trainer.test_freq") and value == "after_each_epoch"
         is_word |= key.endswith(".rollout_is_threshold") and "_" in str(value)  # an interval, such as 0.5_2.0

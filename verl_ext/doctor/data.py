@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from verl_ext.datasets.peek import Sample, first_rows
 from verl_ext.doctor.finding import Finding, fail, warn
-from verl_ext.doctor.names import agent_loops, did_you_mean
+from verl_ext.doctor.names import agent_loops
 from verl_ext.doctor.run import ROLLOUT, Run
+from verl_ext.doctor.suggest import did_you_mean
 
 if TYPE_CHECKING:
     import pyarrow as pa

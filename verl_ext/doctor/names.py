@@ -4,7 +4,6 @@ They are read from verl's sources and ours, by patterns: registrations, lists an
 """
 
 import ast
-import difflib
 import functools
 import importlib.util
 import re
@@ -20,6 +19,7 @@ from omegaconf import OmegaConf
 from verl_ext.doctor.finding import Finding, all_well, fail
 from verl_ext.doctor.run import ACTOR, ROLLOUT, Run
 from verl_ext.doctor.schema import schema
+from verl_ext.doctor.suggest import did_you_mean
 from verl_ext.evaluation.store import flatten
 from verl_ext.moved import new_name
 from verl_ext.settings import REPO, VERL
@@ -148,17 +148,6 @@ FILES = (
 def check_names(run: Run) -> Iterator[Finding]:
     text = "every name that a setting chooses by is registered, and every class that one names is there"
     yield from all_well([*_check_settings(run), *_check_classes(run)], text)
-
-
-def did_you_mean(word: str, known: Iterable[str], fallback: str = "") -> str:
-    """`Did you mean grpo?`, else `fallback`; of dotted keys the last part counts as much as the whole."""
-
-    def likeness(name: str) -> float:
-        pairs = ((name, word), (name.rpartition(".")[2], word.rpartition(".")[2]))
-        return sum(difflib.SequenceMatcher(None, a.lower(), b.lower()).ratio() for a, b in pairs) / 2
-
-    best = max(sorted(known), key=likeness, default="")
-    return f"Did you mean {best}?" if best and likeness(best) >= 0.65 else fallback
 
 
 def _check_settings(run: Run) -> Iterator[Finding]:

@@ -6,6 +6,7 @@ are read, not imported: that takes 5 s.
 
 import ast
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ KEYS_WITHOUT_EFFECT = {
     "reward.sandbox_fusion": "retool.sandbox",
     "reward.custom_reward_function": "the reward manager of verl_ext scores by itself",
     "data.return_raw_chat": "nothing: always on",
+    "data.gen_batch_size": "nothing: prompts are fetched one by one, so that any number can be replaced",
+    "algorithm.filter_groups.max_inflight_gen_batches": "algorithm.filter_groups.max_num_gen_batches",
     "actor_rollout_ref.rollout.mode": "nothing: always async",
     "actor_rollout_ref.rollout.multi_turn.enable": "actor_rollout_ref.rollout.agent.default_agent_loop",
     "actor_rollout_ref.rollout.multi_turn.format": "retool.protocol",
@@ -44,6 +47,7 @@ KEYS_WITHOUT_EFFECT = {
     "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "retool.max_tool_response_tokens",
     "actor_rollout_ref.rollout.do_sample": "actor_rollout_ref.rollout.temperature",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "actor_rollout_ref.rollout.val_kwargs.temperature",
+    "actor_rollout_ref.rollout.repetition_penalty": "nothing: verl's agent loops ask for 1.0",
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "trainer.max_actor_ckpt_to_keep": "retool.checkpoints.keep_last; refused at the start",
     "trainer.max_critic_ckpt_to_keep": "the same",
@@ -73,6 +77,12 @@ def schema(entry: str) -> dict:
     """All keys of verl's YAML that a run begins with, with verl's defaults."""
     with initialize_config_dir(f"{VERL}/trainer/config", version_base=None):
         return OmegaConf.to_container(compose(entry), resolve=False)
+
+
+@functools.cache
+def unread_keys(entry: str) -> frozenset[str]:
+    """Keys of verl's YAML that no code of a run reads; scripts/unread_keys.py finds them."""
+    return frozenset(json.loads(Path(__file__).with_name("unread_keys.json").read_text())[entry])
 
 
 def is_within(key: str, section: str) -> bool:

@@ -1,0 +1,152 @@
+"""Find the keys of verl's YAMLs that no code of a run reads, and write them to verl_ext/doctor/unread_keys.json.
+
+    python scripts/unread_keys.py [--check]
+
+Hydra takes such a key without a word, and the doctor warns of one that is set. The modules are those that verl's entry
+point imports, wherever an import stands, and those of verl_ext. In their syntax trees a name is read as an attribute or
+in a text (`config["name"]`, `config.get("name")`). What is kept in `self.name` counts as read if the module reads it
+there. A name that two sections share counts as read if one of them is, so that the list errs to that side.
+"""
+
+import argparse
+import ast
+import functools
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from verl_ext.doctor.schema import is_within, schema  # noqa: E402
+from verl_ext.evaluation.store import flatten  # noqa: E402
+from verl_ext.settings import VERL  # noqa: E402
+from verl_ext.versions import VERL as VERSIONS  # noqa: E402
+
+TARGET = ROOT / "verl_ext" / "doctor" / "unread_keys.json"
+ENTRIES = {"ppo_trainer": "verl.trainer.main_ppo", "sft_trainer_engine": "verl.trainer.sft_trainer"}
+# Rooms of verl_ext that only look at runs: what they read does nothing in a run.
+LOOKERS = ("analysis", "doctor", "evaluation", "memory", "plots", "quickstart", "report", "view")
+NOT_OF = {"ppo_trainer": (*LOOKERS, "datasets"), "sft_trainer_engine": LOOKERS}
+# Sections that are handed to another package as a whole, or to Hydra.
+HANDED_ON = ("transfer_queue", "global_profiler.global_tool_config", "ray_kwargs.ray_init", "model_engine")
+# Modules of verl, or classes in them, that no run of configs/ comes to -> what is there instead.
+REPLACED = {
+    "verl.trainer.main_ppo_v0": "verl's v1 trainer",
+    "verl.trainer.ppo.ray_trainer:RayPPOTrainer": "verl's v1 trainer",
+    "verl.experimental.agent_loop.tool_agent_loop": "verl_ext.rollout.loop",
+    "verl.experimental.agent_loop.tool_parser": "verl_ext.protocols",
+    "verl.utils.dataset.multiturn_sft_dataset": "verl_ext.datasets.sft",
+    "verl.workers.rollout.schemas": "agent loops: nothing makes its requests",
+    "verl.utils.skip": "nothing: it replays old rollouts for tests of speed",
+}
+
+
+def module_file(name: str) -> Path | None:
+    """The file of a module of verl; None if it is no module."""
+    path = VERL.parent / name.replace(".", "/")
+    return next((each for each in (path.with_suffix(".py"), path / "__init__.py") if each.is_file()), None)
+
+
+@functools.cache
+def look_at(name: str, file: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Modules that a module names, and names that it reads; without the classes in it that are replaced."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if f"{name}:{getattr(node, 'name', '')}" not in REPLACED]
+    return frozenset(imported(name, tree, file.name == "__init__.py")), frozenset(
+        read_names(tree, is_ours=name.startswith("verl_ext."))
+    )
+
+
+def imported(name: str, tree: ast.Module, is_package: bool) -> Iterator[str]:
+    """Modules that one names: in its imports, and in texts, as registries and `_target_` have them."""
+    parts = name.split(".")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = parts[: len(parts) - node.level + is_package] if node.level else []
+            source = ".".join([*base, *filter(None, [node.module])])
+            yield source
+            yield from (f"{source}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("verl."):
+            yield node.value
+            yield node.value.rpartition(".")[0]
+
+
+def reachable(entry: str) -> dict[str, frozenset[str]]:
+    """Module -> names that it reads, of verl from an entry point and from verl_ext, and of verl_ext itself."""
+    seen: dict[str, frozenset[str]] = {}
+    waiting = {ENTRIES[entry]}
+    for file in sorted((ROOT / "verl_ext").rglob("*.py")):
+        if file.relative_to(ROOT / "verl_ext").parts[0] not in NOT_OF[entry]:
+            name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+            found, seen[name] = look_at(name, file)
+            waiting |= found
+    while waiting:
+        name = waiting.pop()
+        is_left_out = any(name == each or name.startswith(f"{each}.") for each in REPLACED)
+        if name not in seen and not is_left_out and name.startswith("verl.") and (file := module_file(name)):
+            found, seen[name] = look_at(name, file)
+            waiting |= found | {name.rpartition(".")[0]}
+    return seen
+
+
+def read_names(tree: ast.Module, *, is_ours: bool) -> set[str]:
+    """Names that a module reads; of ours a single word counts only as an argument or an item, as it may be prose."""
+    attributes, texts, kept = Counter(), Counter(), Counter()
+    documents = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    asked = {id(each) for node in ast.walk(tree) if isinstance(node, ast.Call) for each in node.args}
+    asked |= {id(node.slice) for node in ast.walk(tree) if isinstance(node, ast.Subscript)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            attributes[node.attr] += 1
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documents:
+            is_name = re.fullmatch(r"[\w.]+", node.value) and (not is_ours or "." in node.value or id(node) in asked)
+            texts.update(node.value.split(".") if is_name else ())
+        elif isinstance(node, ast.Assign) and node.value is not None:
+            for target in node.targets:
+                if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+                    inside = [*ast.walk(node.value)]
+                    own = sum(isinstance(each, ast.Attribute) and each.attr == target.attr for each in inside)
+                    text = sum(isinstance(each, ast.Constant) and each.value == target.attr for each in inside)
+                    kept[target.attr] += own + text
+    return {name for name, number in (attributes + texts).items() if number > kept[name]}
+
+
+def unread_keys(entry: str) -> list[str]:
+    """Dotted keys of verl's YAML a part of whose path no code names, and that no read key refers to."""
+    names = frozenset().union(*reachable(entry).values())
+    keys = flatten(schema(entry))
+    unread = {key for key in keys if not names.issuperset(set(key.split(".")) - {"_target_"})}
+    unread = {key for key in unread if not any(is_within(key, section) for section in HANDED_ON)}
+    while True:  # what a read key takes its value from is read
+        referred = {name for key, value in keys.items() if key not in unread for name in references(value)}
+        still = {key for key in unread if key not in referred}
+        if still == unread:
+            return sorted(unread)
+        unread = still
+
+
+def references(value: object) -> list[str]:
+    """Keys that `${...}` and `${oc.select:...}` name in a value."""
+    return re.findall(r"\$\{(?:oc\.select:)?([\w.]+)", value) if isinstance(value, str) else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit status 1 if the file is not up to date")
+    check = parser.parse_args().check
+    found = {**VERSIONS, **{entry: unread_keys(entry) for entry in ENTRIES}}
+    text = json.dumps(found, indent=1) + "\n"
+    if check:
+        sys.exit(TARGET.read_text() != text)
+    TARGET.write_text(text)
+    print(f"{TARGET}: " + ", ".join(f"{len(found[entry])} keys of {entry}" for entry in ENTRIES))
+
+
+if __name__ == "__main__":
+    main()
