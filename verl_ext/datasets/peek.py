@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 # Of a sample: so many rows from the start of a file, so many spread over it, and so many whose texts are longest.
-FIRST, SPREAD, LONGEST = 256, 768, 16
+FIRST, SPREAD, LONGEST = 256, 512, 16
 MOST_ROWS = 200_000  # of a file, that are measured
 MOST_BYTES = 2**26  # of JSON lines, that are parsed
 BATCH = 1024  # rows in memory

@@ -1,6 +1,7 @@
 """The command line of the doctor."""
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -73,4 +74,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    if "--quick" in sys.argv:
+        gc.disable()  # a tenth of the time, of a process that ends at once
     sys.exit(main())

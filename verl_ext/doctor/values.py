@@ -9,6 +9,7 @@ from verl_ext.doctor.run import ACTOR, FLASH_ATTN, ROLLOUT, ULYSSES, Run
 from verl_ext.fleet import balancer, health, weight_update
 from verl_ext.memory.shape import DENSE, has_images, read_model_type
 from verl_ext.memory.words import count
+from verl_ext.settings.cautions import cautions
 from verl_ext.settings.checks import is_in
 
 LARGE = 1e9  # parameters
@@ -139,6 +140,7 @@ def _check_algorithm(run: Run) -> Iterator[Finding]:
     yield from map(fail, weight_update.refusals(run.get))
     yield from map(fail, health.refusals(run.get))
     yield from map(fail, balancer.refusals(run.get))
+    yield from map(warn, cautions(run.get))
     for key in settings_of_loss(str(run.get(f"{ACTOR}.policy_loss.loss_mode"))):
         if not (_number(run, f"{ACTOR}.{key}") or 0) > 0:
             yield fail(f"""{ACTOR}.{key} is {run.get(f"{ACTOR}.{key}")!r}, expected a number above 0: the objective

@@ -22,6 +22,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 from verl_ext.fleet import balancer, weight_update
 from verl_ext.fleet.client import FleetClient
 from verl_ext.fleet.members import Members
+from verl_ext.fleet.modes import getter, in_sentences
 from verl_ext.fleet.recovery import Fleet, FleetCheckpointManager
 from verl_ext.ledger.prompts import PromptLedger
 from verl_ext.moved import rename_files, rename_keys
@@ -40,6 +41,7 @@ from verl_ext.settings import (
     Retool,
     ValidationSchedule,
 )
+from verl_ext.settings.cautions import cautions
 from verl_ext.settings.checks import check, read_settings
 from verl_ext.trainer.adaptive_n import PASS_RATE_COLUMN, AdaptiveSampling
 from verl_ext.trainer.advantages import OF_GROUPS
@@ -80,6 +82,8 @@ class RunTrainer(RunUpdates, RunValidation):
         check_recorder(config)
         check(config.get("retool") or {}, Retool)
         check_objective(config)
+        for caution in cautions(getter(config)):
+            logger.warning(in_sentences([caution]))
         filter_groups = config.algorithm.filter_groups  # verl asks for a metric where the sampler is its own
         if filter_groups and filter_groups.enable and filter_groups.metric is None:
             raise ValueError(

@@ -80,22 +80,27 @@ def test_sft(make_run, told):
     assert "divides by it" in told(check_values(make_run("qwen2-32b_sft", "trainer.save_freq=0")), Level.FAIL)[0]
 
 
-def test_what_is_unusual_and_meant(make_run, only_ok):
+NO_LENGTH = "reward.reward_kwargs.overlong_buffer_cfg.enable=false"
+
+
+def test_what_is_unusual_and_meant(make_run, only_ok, told):
     lora = "actor_rollout_ref.model.lora_rank=32"
     only_ok(check_values(make_run("qwen2-32b_dapo", f"{ACTOR}.optim.lr=0.0003", lora)))
     greedy = [f"{ROLLOUT}.val_kwargs.temperature=0", f"{ROLLOUT}.val_kwargs.n=1"]
     only_ok(check_values(make_run("qwen2-32b_dapo", *greedy)))
     alone = ["algorithm.adv_estimator=reinforce_plus_plus", "algorithm.filter_groups.enable=false", f"{ROLLOUT}.n=1"]
     only_ok(check_values(make_run("qwen2-32b_dapo", *alone)))
+    text = told(check_values(make_run("qwen2-32b_dapo", "algorithm.filter_groups.enable=false")), Level.WARN)[0]
+    assert text.startswith("Dynamic sampling is off while the reward counts length")
 
 
 def test_the_numbers_of_an_objective_are_there(make_run, told, only_ok):
-    only_ok(check_values(make_run("tiny_dapo", "+objective=icepop")))
+    only_ok(check_values(make_run("tiny_dapo", "+objective=icepop", NO_LENGTH)))
     (text,) = told(check_values(make_run("tiny_dapo", "+objective=dapo", f"{ACTOR}.clip_ratio_c=null")), Level.FAIL)
     assert "clip_ratio_c is None, expected a number above 0" in text
     (text,) = told(check_values(make_run("tiny_dapo", "+objective=sapo", f"{ACTOR}.tau_neg=0")), Level.FAIL)
     assert "tau_neg is 0, expected a number above 0" in text
-    only_ok(check_values(make_run("tiny_dapo", "+objective=sapo", f"{ACTOR}.clip_ratio_c=null")))
+    only_ok(check_values(make_run("tiny_dapo", "+objective=sapo", f"{ACTOR}.clip_ratio_c=null", NO_LENGTH)))
     for threshold in ("null", "-1", "a_b", "2.0_0.5", "0.0_2.0"):
         own = f"algorithm.rollout_correction.rollout_is_threshold={threshold}"
         (text,) = told(check_values(make_run("tiny_dapo", "+objective=icepop", own)), Level.FAIL)

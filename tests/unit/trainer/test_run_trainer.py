@@ -53,6 +53,14 @@ def test_dynamic_sampling_without_a_metric_stops_the_run_at_its_start(make):
     make("algorithm.filter_groups.enable=false", "algorithm.filter_groups.metric=null")
 
 
+def test_a_setting_that_is_hardly_meant_is_said_when_the_run_starts(make, caplog):
+    make()
+    assert "Dynamic sampling" not in caplog.text and "distribution" not in caplog.text
+    make("algorithm.filter_groups.enable=false", "actor_rollout_ref.rollout.top_p=0.9")
+    assert "Dynamic sampling is off while the reward counts length" in caplog.text
+    assert "top_p=0.9 from a part of the distribution" in caplog.text
+
+
 def test_a_weight_update_that_the_run_cannot_have_stops_it_at_its_start(make):
     with pytest.raises(ValueError, match="weight_update is keep with trainer.v1.trainer_mode=sync: expected separate"):
         make("retool.fleet.weight_update=keep")
