@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import yaml
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -74,6 +75,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    if "--quick" in sys.argv:
-        gc.disable()  # a tenth of the time, of a process that ends at once
+    if "--quick" in sys.argv:  # in a process of its own, which ends at once, both save a tenth of the time
+        gc.disable()
+        yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # on which OmegaConf builds its own
     sys.exit(main())
