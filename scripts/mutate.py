@@ -44,6 +44,7 @@ TESTS = {  # source -> its unit tests, the fastest first
         "rollout/test_weight_versions.py",
         "protocols/test_hermes_loop.py",
     ],
+    "verl_ext/rollout/response.py": ["rollout/test_loop.py", "rollout/test_loop_calls.py", "rollout/test_stops.py"],
     "verl_ext/protocols/base.py": [
         "protocols/test_turns.py",
         "protocols/test_base.py",
