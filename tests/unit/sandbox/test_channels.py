@@ -17,7 +17,7 @@ from verl_ext.sandbox.server import seccomp
 PRETENDED = 0x00050000
 
 PRELUDE = """
-import ctypes, errno, fcntl, mmap, os, struct, sys
+import ctypes, errno, fcntl, mmap, os, socket, struct, sys
 libc = ctypes.CDLL(None, use_errno=True)
 host = os.open('/usr/bin/env', os.O_RDONLY)
 def call(number, *args):
@@ -79,6 +79,18 @@ def server(request) -> Iterator[Server]:
         "call(157, 4, 0, 0, 0, 0)",  # prctl(PR_SET_DUMPABLE)
         "call(157, 1, 0, 0, 0, 0)",  # prctl(PR_SET_PDEATHSIG): it would outlive its worker
         "attempt(fcntl.fcntl, os.pipe()[0], 1031, 1 << 20)",  # F_SETPIPE_SZ: counted per user
+        # Without a network namespace these are the machine's interfaces, with their addresses.
+        "attempt(fcntl.ioctl, socket.socketpair()[0], 0x8912, bytes(40))",  # SIOCGIFCONF
+        "attempt(fcntl.ioctl, socket.socketpair()[0], 0x8915, bytes(40))",  # SIOCGIFADDR
+        "attempt(fcntl.ioctl, socket.socketpair()[0], 0x8927, bytes(40))",  # SIOCGIFHWADDR
+        "attempt(fcntl.ioctl, socket.socketpair()[0], 0x8910, bytes(40))",  # SIOCGIFNAME
+        "attempt(socket.socketpair()[0].getsockopt, 1, 57, 8)",  # SO_COOKIE: counts the sockets of the machine
+        "attempt(socket.socketpair()[0].getsockopt, 1, 71, 8)",  # SO_NETNS_COOKIE
+        # where on the disk a file is, and what its file system is
+        "attempt(fcntl.ioctl, host, 0xC020660B, bytes(32))",  # FIEMAP
+        "attempt(fcntl.ioctl, host, 1, bytes(4))",  # FIBMAP
+        "attempt(fcntl.ioctl, host, 0x80111500, bytes(17))",  # FS_IOC_GETFSUUID
+        "attempt(fcntl.ioctl, host, 0x80086601, bytes(8))",  # FS_IOC_GETFLAGS
     ],
 )
 def test_call_is_denied(server, attempt):

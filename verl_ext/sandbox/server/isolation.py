@@ -31,7 +31,8 @@ MAX_LOCKED_BYTES = 1 << 20
 # The ids that systemd lends to services while they run (systemd.io/UIDS-GIDS): no file is theirs.
 FIRST_UID, NUM_UIDS = 61184, 4336
 CAPABILITY_VERSION_3 = 0x20080522  # linux/capability.h
-PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 4, 38, 47, 4  # linux/prctl.h
+# linux/prctl.h
+PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, PR_SET_THP_DISABLE, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 4, 38, 41, 47, 4
 CAPSET_NUMBER = {"x86_64": 126, "aarch64": 91}[os.uname().machine]  # system call
 CAPSET_HEADER, NO_CAPABILITIES = struct.pack("=Ii", CAPABILITY_VERSION_3, 0), bytes(24)
 
@@ -141,9 +142,13 @@ class Isolation:
             self._filter = self._assemble_filter()
 
     def _assemble_filter(self, only_pid: int | None = None) -> seccomp.FilterProgram:
-        owns_files = not self.layers.intersection(("root", "uid"))
         return seccomp.prepare(
-            seccomp.assemble(allow_subprocess=self.allow_subprocess, only_pid=only_pid, owns_files=owns_files)
+            seccomp.assemble(
+                allow_subprocess=self.allow_subprocess,
+                only_pid=only_pid,
+                owns_files=not self.layers.intersection(("root", "uid")),
+                on_disk="root" not in self.layers,
+            )
         )
 
     def remove_root(self) -> bool:
@@ -243,6 +248,7 @@ class Isolation:
         set_no_new_privs()
         drop_capabilities()
         prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that it can read its own /proc/self
+        prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # the kernel keeps a page of 2 MiB as long as any part of it is mapped
         if "landlock" in self.layers:
             if "root" not in self.layers:
                 self._ruleset = self._make_ruleset(self.folder)

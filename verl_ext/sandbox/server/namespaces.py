@@ -26,9 +26,8 @@ USER = 1000  # the id that a program sees as its own
 HOME = "/run/sandbox"
 HOME_BYTES = 128 << 20  # all files of a program; they are in memory, and beside its own limit
 HOME_INODES = 4096
-DEVICES = [
-    path for path in (f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom")) if os.path.exists(path)
-]
+# Not /dev/zero: what is mapped of it, shared, is memory that no limit counts once a part is unmapped (seccomp.py).
+DEVICES = [path for path in (f"/dev/{name}" for name in ("null", "full", "random", "urandom")) if os.path.exists(path)]
 LINKS = {
     **{"/tmp": HOME, "/dev/shm": HOME, "/dev/fd": "/proc/self/fd"},
     **{f"/dev/{name}": f"/proc/self/fd/{fd}" for fd, name in enumerate(("stdin", "stdout", "stderr"))},

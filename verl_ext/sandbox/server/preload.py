@@ -6,11 +6,15 @@ Each is also used once, since much is imported, cached or built at first use.
 import contextlib
 import ctypes
 import importlib
+import mmap
 import os
+import selectors
 import sys
+import tempfile
+from typing import Any
 
 HUGE_PAGE = 2 << 20  # bytes, on x86_64 and on aarch64 with pages of 4 KiB
-MADV_COLLAPSE = 25  # linux/mman.h
+MADV_COLLAPSE, MAP_TYPE = 25, 0x0F  # linux/mman.h
 CODE = {
     "math": "",
     "random": "",
@@ -49,6 +53,49 @@ def unlock_sqlite() -> None:
         library.sqlite3_vfs_find.restype = ctypes.c_void_p
         if lockless := library.sqlite3_vfs_find(b"unix-none"):
             library.sqlite3_vfs_register(ctypes.c_void_p(lockless), 1)
+
+
+def do_without_epoll() -> None:
+    """Have asyncio wait by poll(), where epoll is denied."""
+    selectors.DefaultSelector = selectors.PollSelector
+
+
+def count_shared_memory(*, between_processes: bool) -> None:
+    """Have `mmap.mmap(-1, ...)` give memory that a limit counts, where shared memory without a file is denied."""
+    CountedMemory.between_processes = between_processes
+    mmap.mmap = CountedMemory
+
+
+class CountedMemory(mmap.mmap):
+    """`mmap.mmap`, which replaces shared memory without a file by other memory.
+
+    Where a program is one process, it sees no difference if the memory is private. Elsewhere a file of its folder that
+    has no name holds the memory, which is then limited as files are.
+    """
+
+    between_processes = False
+
+    def __new__(
+        cls,
+        fileno: int,
+        length: int,
+        flags: int = mmap.MAP_SHARED,
+        prot: int = mmap.PROT_READ | mmap.PROT_WRITE,
+        access: int = mmap.ACCESS_DEFAULT,
+        *args: Any,
+        **options: Any,
+    ) -> "CountedMemory":
+        if fileno != -1 or flags & MAP_TYPE == mmap.MAP_PRIVATE or access == mmap.ACCESS_COPY:
+            return super().__new__(cls, fileno, length, flags, prot, access, *args, **options)
+        if cls.between_processes:
+            flags &= ~mmap.MAP_ANONYMOUS
+            with tempfile.TemporaryFile() as file:
+                file.truncate(length)
+                return super().__new__(cls, file.fileno(), length, flags, prot, access, *args, **options)
+        if access == mmap.ACCESS_READ:
+            prot = mmap.PROT_READ
+        flags = flags & ~MAP_TYPE | mmap.MAP_PRIVATE
+        return super().__new__(cls, fileno, length, flags, prot, mmap.ACCESS_DEFAULT, *args, **options)
 
 
 def use_huge_pages() -> None:

@@ -3,7 +3,8 @@
 A denied call fails with EPERM, so that Python raises PermissionError; one that libc is known to replace when it is
 missing, or that is newer than this list, fails with ENOSYS. A call that is advice, or that waits for a disk that the
 program's files are not on, succeeds and does nothing. Everything else is allowed: the kernel answers those calls from a
-bitmap, without running the filter.
+bitmap, without running the filter. Of the calls that each stand for many (fcntl, ioctl, prctl, socket options), a
+program may use only what is listed here, because kernels and file systems add to them.
 """
 
 import ctypes
@@ -42,6 +43,12 @@ DENIED = {
     **{"sendmsg": 46, "sendmmsg": 307},
     # network, and sockets of services on this machine; a socketpair has its peer already
     **{"socket": 41, "connect": 42, "bind": 49, "listen": 50, "accept": 43, "accept4": 288},
+    # Each entry of an epoll instance takes 200 bytes, and of two hundred files there can be millions of entries.
+    # asyncio has poll() instead (preload.py).
+    **{"epoll_create": 213, "epoll_create1": 291},
+    # One byte in a pipe or socket can keep a page of 2 MiB that the program has unmapped, or cut off its file. Python
+    # copies where sendfile() fails.
+    **{"splice": 275, "tee": 276, "vmsplice": 278, "sendfile": 40},
     # memory that no limit counts or that outlives the program
     **{"memfd_create": 319, "memfd_secret": 447, "shmget": 29, "shmat": 30, "shmctl": 31, "shmdt": 67, "semget": 64},
     **{"semop": 65, "semctl": 66, "semtimedop": 220, "msgget": 68, "msgsnd": 69, "msgrcv": 70, "msgctl": 71},
@@ -66,27 +73,60 @@ EXTENDED_ATTRIBUTES = {
     **{"lremovexattr": 198, "fremovexattr": 199, "removexattrat": 466},
 }
 DENIED_WITHOUT_SUBPROCESS = {"fork": 57, "vfork": 58, "execve": 59, "execveat": 322}
+FALLOCATE = 285
 CLONE3 = 435  # its flags are in memory, which a filter cannot read; libc falls back to clone()
 NEWEST = 466  # removexattrat (Linux 6.13): what comes after it has not been looked at; the x32 calls are above, too
 
-CLONE_THREAD = 0x00010000
-CLONE_NEW = 0x7E020000  # user, pid, net, ipc, uts, cgroup, mount (linux/sched.h)
+# linux/sched.h. A thread shares all that it can, as those of every libc do: one with a table of files of its own could
+# open as many files as the program may, again.
+CLONE_FILES, CLONE_THREAD = 0x00000400, 0x00010000
+CLONE_AS_LIBC = CLONE_THREAD | CLONE_FILES | 0x00040B00  # CLONE_SYSVSEM, CLONE_SIGHAND, CLONE_FS, CLONE_VM
+CLONE_NEW = 0x7E020000  # user, pid, net, ipc, uts, cgroup, mount
+CLOSE_RANGE_UNSHARE = 2  # linux/close_range.h: the same, after the thread has begun
 SOCK_TYPE_MASK, AF_UNIX, SOCK_STREAM = 0xF, 1, 1
-SIGNALS_OF_FILES = (8, 10, 15)  # fcntl() F_SETOWN, F_SETSIG, F_SETOWN_EX: have the kernel signal another process
-# F_GETLK, F_SETLK, F_SETLKW, the same of OFD locks, F_SETLEASE, F_GETLEASE, F_NOTIFY, F_GET_RW_HINT to
-# F_SET_FILE_RW_HINT, F_GETDELEG, F_SETDELEG: others see them, and no limit counts their memory
-LOCKS_OF_FILES = (5, 6, 7, 36, 37, 38, 1024, 1025, 1026, 1035, 1036, 1037, 1038, 1039, 1040)
-F_SETPIPE_SZ = 1031  # the pages of all pipes of a user are counted together
-PR_SET_DUMPABLE = 4  # off, it hides from its worker what it has open (disk.py)
-PR_SET_PDEATHSIG = 1  # off, it would outlive its worker
+# The part of a shared mapping that is unmapped stays in memory, and no limit counts it. Python gets private or named
+# memory instead (preload.py).
+MAP_TYPE, MAP_SHARED, MAP_SHARED_VALIDATE, MAP_ANONYMOUS = 0x0F, 0x01, 0x03, 0x20
+SOL_SOCKET = 1
+# Not SO_SNDBUF, since no limit counts what waits in a socket, nor SO_ATTACH_FILTER.
+SET_OF_SOCKETS = {
+    **{"SO_REUSEADDR": 2, "SO_KEEPALIVE": 9, "SO_LINGER": 13, "SO_PASSCRED": 16, "SO_RCVTIMEO": 20, "SO_SNDTIMEO": 21},
+    **{"SO_RCVTIMEO_NEW": 66, "SO_SNDTIMEO_NEW": 67},
+}
+# Not SO_COOKIE, which counts the sockets of the machine.
+GET_OF_SOCKETS = SET_OF_SOCKETS | {
+    **{"SO_TYPE": 3, "SO_ERROR": 4, "SO_SNDBUF": 7, "SO_RCVBUF": 8, "SO_PEERCRED": 17, "SO_ACCEPTCONN": 30},
+    **{"SO_PROTOCOL": 38, "SO_DOMAIN": 39},
+}
+# Not locks and leases, which others see; not F_SETPIPE_SZ, since the pages of all pipes of a user are counted together;
+# not F_SETOWN and F_SETSIG, by which the kernel signals another process; not F_ADD_SEALS, which would keep the server
+# from emptying the memory file of a call.
+OF_FILES = {
+    **{"F_DUPFD": 0, "F_GETFD": 1, "F_SETFD": 2, "F_GETFL": 3, "F_SETFL": 4, "F_DUPFD_QUERY": 1027},
+    **{"F_DUPFD_CLOEXEC": 1030, "F_GETPIPE_SZ": 1032, "F_GET_SEALS": 1034},
+}
+# ioctl(). Not those that tell of network interfaces, which a socketpair answers, too; none of a file system, which may
+# show where on the disk a file is, or change one that may only be read; none that types into a terminal.
+OF_DEVICES = {
+    **{"TCGETS": 0x5401, "TCGETS2": 0x802C542A, "TIOCGPGRP": 0x540F, "TIOCOUTQ": 0x5411, "TIOCGWINSZ": 0x5413},
+    **{"FIONREAD": 0x541B, "FIONBIO": 0x5421, "FIONCLEX": 0x5450, "FIOCLEX": 0x5451},
+}
+# prctl(). Not PR_SET_DUMPABLE, which hides from its worker what a program has open, nor PR_FUTEX_HASH, whose table of
+# any size no limit counts.
+OF_PROCESSES = {
+    **{"PR_GET_PDEATHSIG": 2, "PR_GET_DUMPABLE": 3, "PR_GET_KEEPCAPS": 7, "PR_GET_TIMING": 13, "PR_SET_NAME": 15},
+    **{"PR_GET_NAME": 16, "PR_GET_SECCOMP": 21, "PR_CAPBSET_READ": 23, "PR_GET_TSC": 25, "PR_GET_SECUREBITS": 27},
+    **{"PR_SET_TIMERSLACK": 29, "PR_GET_TIMERSLACK": 30, "PR_MCE_KILL_GET": 34, "PR_SET_CHILD_SUBREAPER": 36},
+    **{"PR_GET_CHILD_SUBREAPER": 37, "PR_SET_NO_NEW_PRIVS": 38, "PR_GET_NO_NEW_PRIVS": 39, "PR_GET_TID_ADDRESS": 40},
+    **{"PR_GET_THP_DISABLE": 42, "PR_CAP_AMBIENT": 47, "PR_GET_SPECULATION_CTRL": 52, "PR_GET_MDWE": 66},
+    **{"PR_GET_MEMORY_MERGE": 68, "PR_GET_AUXV": 0x41555856},
+}
+PR_SET_PDEATHSIG = 1  # off, a program would outlive its worker, as the children of one do in any case
 # Calls that tell of a process, by the argument that names it: getpriority, sched_getparam, sched_getscheduler,
 # sched_rr_get_interval, getpgid, getsid, ioprio_get, sched_getattr, get_robust_list, pidfd_open. What a program sets
 # for itself, or that one of its threads is there, would tell another something.
 LOOKS = {140: 1, 143: 0, 145: 0, 148: 0, 121: 0, 124: 0, 252: 1, 315: 0, 274: 0, 434: 0}
 SCHED_GETAFFINITY = 204  # libc asks it of a thread by the thread's id, and does without when it is missing
-FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX = 0x8901, 0x8902, 0x5412, 0x541C  # the same; type into a terminal
-# FS_IOC_SETFLAGS, FS_IOC_SETVERSION, FS_IOC_FSSETXATTR, FS_IOC_ENABLE_VERITY: a file that one may only read, too
-ATTRIBUTES_OF_FILES = (0x40086602, 0x40087602, 0x401C5820, 0x40806685)
 ALL_BITS = 0xFFFFFFFF
 CHUNK = 16  # calls; the kernel runs each program's new filter for every call there is: most skip most chunks
 
@@ -127,13 +167,16 @@ def install(program: FilterProgram) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_SECCOMP)")
 
 
-def assemble(*, allow_subprocess: bool, only_pid: int | None = None, owns_files: bool = False) -> bytes:
+def assemble(
+    *, allow_subprocess: bool, only_pid: int | None = None, owns_files: bool = False, on_disk: bool = False
+) -> bytes:
     """The filter for a program.
 
     Args:
         allow_subprocess: fork and exec are allowed; namespaces and sockets still are not.
         only_pid: the one process that may be signalled and looked at; None: any that the program can see.
         owns_files: files of the machine belong to the program's user, and no mount keeps it from changing them.
+        on_disk: the program's files are on a disk of the machine.
     Raises:
         OSError: this machine is not an x86_64.
     """
@@ -155,6 +198,8 @@ def assemble(*, allow_subprocess: bool, only_pid: int | None = None, owns_files:
         (JUMP_EQUAL, 0, 1, CLONE3),
         (RETURN, 0, 0, missing),
     ]
+    if on_disk:  # at once it would take more than can be counted; where it fails like this, libc writes zeros instead
+        code += [(JUMP_EQUAL, 0, 1, FALLOCATE), (RETURN, 0, 0, ERRNO | errno.EOPNOTSUPP)]
     for number, tests in _conditions(allow_subprocess, only_pid).items():
         refusal = missing if number == SCHED_GETAFFINITY else deny
         block = [instruction for test in tests for instruction in _test(test, refusal)] + [(RETURN, 0, 0, ALLOW)]
@@ -173,17 +218,27 @@ def _conditions(allow_subprocess: bool, only_pid: int | None) -> dict[int, list[
     """Calls that are allowed when every test holds, by number."""
     itself = [Test(0, (0,))]  # 0: the calling process; another one with our uid is the worker
     no_namespace = Test(0, (0,), mask=CLONE_NEW)
+    if allow_subprocess:
+        clone = Test(0, (0, CLONE_FILES, CLONE_THREAD | CLONE_FILES), mask=CLONE_THREAD | CLONE_FILES)
+        of_processes = (*OF_PROCESSES.values(), PR_SET_PDEATHSIG)
+    else:
+        clone, of_processes = Test(0, (CLONE_AS_LIBC,), mask=CLONE_AS_LIBC), tuple(OF_PROCESSES.values())
+    shared = (MAP_SHARED | MAP_ANONYMOUS, MAP_SHARED_VALIDATE | MAP_ANONYMOUS)
     conditions = {
-        56: [no_namespace] if allow_subprocess else [no_namespace, Test(0, (CLONE_THREAD,), mask=CLONE_THREAD)],
+        56: [no_namespace, clone],
+        436: [Test(2, (0,), mask=CLOSE_RANGE_UNSHARE)],  # close_range
+        9: [Test(3, shared, wanted=False, mask=MAP_TYPE | MAP_ANONYMOUS)],  # mmap
         # A stream has one peer for good; from a datagram socket, sendmsg() reaches any address.
         53: [Test(0, (AF_UNIX,)), Test(1, (SOCK_STREAM,), mask=SOCK_TYPE_MASK)],  # socketpair
+        54: [Test(1, (SOL_SOCKET,)), Test(2, tuple(SET_OF_SOCKETS.values()))],  # setsockopt
+        55: [Test(1, (SOL_SOCKET,)), Test(2, tuple(GET_OF_SOCKETS.values()))],  # getsockopt
         302: itself,  # prlimit64
         141: [*itself, Test(1, (0,))],  # setpriority: a process (not a user's all), itself
         **dict.fromkeys((203, 144, 142, 314), itself),  # sched_setaffinity, _setscheduler, _setparam, _setattr
-        72: [Test(1, SIGNALS_OF_FILES + LOCKS_OF_FILES + (F_SETPIPE_SZ,), wanted=False)],  # fcntl
-        157: [Test(0, (PR_SET_DUMPABLE, PR_SET_PDEATHSIG, PR_SET_SECCOMP), wanted=False)],  # prctl
+        72: [Test(1, tuple(OF_FILES.values()))],  # fcntl
+        157: [Test(0, of_processes)],  # prctl
         327: [Test(5, (0,))],  # preadv2: RWF_NOWAIT tells what is in memory
-        16: [Test(1, (FIOSETOWN, SIOCSPGRP, TIOCSTI, TIOCLINUX, *ATTRIBUTES_OF_FILES), wanted=False)],  # ioctl
+        16: [Test(1, tuple(OF_DEVICES.values()))],  # ioctl
     }
     if only_pid is not None:
         # kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo; tkill then reaches the first thread only

@@ -64,6 +64,8 @@ def main(control: socket.socket, options: dict[str, Any]) -> None:
         layers.enter_zygote()
         if "seccomp" in layers.layers:
             preload.unlock_sqlite()
+            preload.do_without_epoll()
+            preload.count_shared_memory(between_processes=options["allow_subprocess"])
     except isolation.IsolationError as exc:
         refusal = str(exc)
     with open("/proc/self/statm") as file:
