@@ -101,6 +101,34 @@ def test_huge_pages_are_off_since_one_stays_whole_until_all_of_it_is_unmapped(se
     assert result["stdout"] == "1\n"
 
 
+def test_session_cannot_keep_what_its_calls_were(server):
+    """The memory file of a call is empty after it, open or mapped, and does not grow."""
+    begin = """
+import mmap, os, socket
+kept, recv_fds = [], socket.recv_fds
+def keep(*args):
+    received = recv_fds(*args)
+    kept.append(os.dup(received[1][0]))
+    mmap.mmap(kept[-1], 0, prot=mmap.PROT_READ)
+    return received
+socket.recv_fds = keep
+"""
+    count = """
+def grow(how, *args):
+    try: how(*args)
+    except OSError: return 'held'
+print(len(kept), sum(os.fstat(fd).st_blocks for fd in kept[:-1]), grow(os.truncate, kept[0], 1 << 20),
+      grow(os.pwrite, kept[0], b'x', 0), grow(os.posix_fallocate, kept[0], 0, 4096))
+"""
+    server.run(begin, session_id="keeps")
+    for _ in range(3):
+        answer = server.run("pass", stdin="x" * 2 * MIB, session_id="keeps")
+        assert answer["status"] == "Success", answer
+    answer = server.run(count, session_id="keeps")
+    assert answer["run_result"]["stdout"] == "4 0 held held held\n", answer
+    server.request("/v1/sessions/keeps", method="DELETE")
+
+
 # --- what programs need
 
 

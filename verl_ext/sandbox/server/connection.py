@@ -69,6 +69,8 @@ class Worker:
         try:
             with open(body, "wb", closefd=False) as file:
                 file.writelines((for_program, marshal.dumps({key: request[key] for key in FOR_WORKER})))
+            # No limit counts the file, and a session can keep it open or mapped: it does not grow, and ends up empty.
+            fcntl.fcntl(body, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
             await send_fd(self.connection, LENGTH.pack(len(for_program)), body)
             header = await self._receive_message()
             if "error" not in header:
@@ -76,6 +78,8 @@ class Worker:
             return header, bytes(self._received)
         finally:
             self.started = bool(fcntl.fcntl(body, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL)
+            with contextlib.suppress(PermissionError):  # without seccomp, a program can prevent it
+                os.ftruncate(body, 0)
             os.close(body)
 
     async def _receive_message(self) -> dict[str, Any]:
