@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from .namespaces import HOME_BYTES, HOME_INODES
 
+MAX_FILE_BYTES = 64 << 20  # RLIMIT_FSIZE of a program; writing beyond it raises OSError(EFBIG)
 MAX_THREADS = 128  # isolation.MAX_TASKS, where RLIMIT_NPROC would count processes that are not the program's
 CHECK_S = 0.01  # at least; a count that takes long is followed by a longer pause, of at most MAX_PAUSE_S
 PAUSE, MAX_PAUSE_S = 10, 0.1  # times what a count took
@@ -19,12 +20,19 @@ MAPS_S = 0.1  # between two looks at what is mapped, which costs most
 MAX_DEPTH = 128  # folders in folders, all open at once
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 BLOCK = 512  # bytes, of st_blocks on every file system
+PF_EXITING, PF_FORKNOEXEC = 0x4, 0x40  # linux/sched.h: it ends, or has ended; it was forked, and executed nothing since
 
 libc = ctypes.CDLL(None)
 
 
 class Excess(Exception):
     """A program is beyond a limit; the message is for the model."""
+
+
+def after_count(started: float) -> float:
+    """When to count again, by time.monotonic(), after a count that began then."""
+    now = time.monotonic()
+    return now + min(max(CHECK_S, PAUSE * (now - started)), MAX_PAUSE_S)
 
 
 class DiskWatch:
@@ -42,13 +50,16 @@ class DiskWatch:
         self._num_bytes = 0
 
     def excess(self, pids: Iterable[int]) -> str:
-        """Which limit the program is beyond, in words for the model; "" when it is within all."""
+        """Which limit the program is beyond, in words for the model; "" when it is within all.
+
+        Args:
+            pids: of its processes, the worker's own child first.
+        """
         started = time.monotonic()
         try:
             return self._excess(pids)
         finally:
-            now = time.monotonic()
-            self.next_check = now + min(max(CHECK_S, PAUSE * (now - started)), MAX_PAUSE_S)
+            self.next_check = after_count(started)
 
     def _excess(self, pids: Iterable[int]) -> str:
         pids = list(pids)
@@ -62,8 +73,8 @@ class DiskWatch:
             return f"disk limit: {exc}"
         finally:  # the next program, a fork of this process, is to find nothing of this one
             self._seen, self._num_bytes = set(), 0
-        if any(len(_list(f"/proc/{pid}/task")) > MAX_THREADS for pid in pids):
-            return f"thread limit: a process has more than {MAX_THREADS}"
+        if sum(len(threads_of(pid)) for pid in pids) > MAX_THREADS:
+            return f"thread limit: it has more than {MAX_THREADS} threads"
         return ""
 
     def _count(self, inode: int, num_bytes: int) -> None:
@@ -108,7 +119,8 @@ class DiskWatch:
     def _open(self, pids: list[int]) -> list[tuple[int, int]]:
         found = []
         for pid in pids:
-            for path in _list(f"/proc/{pid}/fd"):
+            paths = [path for thread in threads_of(pid) for path in _list_open(thread, may_be_new=pid == pids[0])]
+            for path in paths:
                 try:
                     status = os.stat(path)
                 except OSError:  # closed meanwhile
@@ -123,14 +135,14 @@ class DiskWatch:
         self._next_maps = time.monotonic() + MAPS_S
         found, folder = [], os.fsencode(self.folder)
         for pid in pids:
-            try:
-                with open(f"/proc/{pid}/maps", "rb") as file:  # a name may hold any byte; only a line end is escaped
-                    lines = [line.split() for line in file if folder in line and line.endswith(b" (deleted)\n")]
-            except OSError:  # it has ended
-                continue
-            for addresses, _, offset, _, inode, *_ in lines:
-                start, end = (int(address, 16) for address in addresses.split(b"-"))
-                found.append((int(inode), int(offset, 16) + end - start))
+            for thread in threads_of(pid):
+                with contextlib.suppress(OSError), open(f"{thread}/maps", "rb") as file:  # OSError: it has ended
+                    lines = file.readlines()  # a name may hold any byte; only a line end is escaped
+                    deleted = [line.split() for line in lines if folder in line and line.endswith(b" (deleted)\n")]
+                    # One that is open, too, has been counted. Of others, nobody sees more than the part that is mapped.
+                    found += [(int(inode), MAX_FILE_BYTES) for _, _, _, _, inode, *_ in deleted]
+                    if lines:
+                        break  # all threads of a process have the same memory
         return found
 
 
@@ -171,11 +183,34 @@ def _list(folder: str) -> list[str]:
         return []
 
 
+def _list_open(thread: str, *, may_be_new: bool) -> list[str]:
+    """What a thread has open. Raises Excess for one that does not show it, because its executable cannot be read.
+
+    Args:
+        may_be_new: it may be the worker's own child, which shows nothing until it is confined (isolation.py).
+    """
+    try:
+        return [f"{thread}/fd/{name}" for name in os.listdir(f"{thread}/fd")]
+    except PermissionError:
+        with contextlib.suppress(OSError), open(f"{thread}/stat", "rb") as file:
+            flags = int(file.read().rpartition(b") ")[2].split()[6])  # "PID (NAME) STATE ... FLAGS ..."
+            if not flags & (PF_EXITING | PF_FORKNOEXEC if may_be_new else PF_EXITING):
+                raise Excess("a process whose executable cannot be read hides which files it has open") from None
+    except OSError:  # it has ended
+        pass
+    return []
+
+
+def threads_of(pid: int) -> list[str]:
+    """Folders in /proc of the threads of a process. The first thread may have ended, and then shows nothing."""
+    return _list(f"/proc/{pid}/task")
+
+
 def children_of(pid: int) -> list[int]:
     pids: list[int] = []
     with contextlib.suppress(OSError):  # it has ended
-        for task in _list(f"/proc/{pid}/task"):
-            with open(f"{task}/children") as file:
+        for thread in threads_of(pid):
+            with open(f"{thread}/children") as file:
                 pids += [int(child) for child in file.read().split()]
     return pids
 

@@ -9,6 +9,7 @@ import socket
 import time
 from typing import NamedTuple
 
+from .disk import tree_of
 from .program import CHUNK, RETURN_CODE, TOKEN_BYTES
 
 STOP_S = 1.0  # for the program of a session to stop after a call, or else it is killed
@@ -71,13 +72,21 @@ class Program(NamedTuple):
             return False
         return True
 
+    def pids(self) -> list[int]:
+        """Its process and all others that it has started; some may have ended.
+
+        A worker has no other children, and becomes the parent of what the program's children leave behind.
+        """
+        if os.getpid() == 1:
+            pids = [int(name) for name in os.listdir("/proc") if name.isdecimal() and name != "1"]
+        else:
+            pids = tree_of(os.getpid())[1:]
+        return [self.pid, *(pid for pid in pids if pid != self.pid)]
+
     def cpu_s(self) -> float:
         """CPU time that its processes have used, as far as they can be seen."""
-        pids = {self.pid}
-        if os.getpid() == 1:
-            pids.update(int(name) for name in os.listdir("/proc") if name.isdecimal() and name != "1")
         total = 0.0
-        for pid in pids:
+        for pid in self.pids():
             with contextlib.suppress(OSError):  # it has ended
                 total += time.clock_gettime(~pid << 3 | CPUCLOCK_SCHED)
         return total

@@ -23,12 +23,11 @@ import time
 from typing import Any
 
 from . import folders, preload
-from .disk import DiskWatch, tree_of
+from .disk import MAX_FILE_BYTES, DiskWatch
 from .isolation import limit
 from .processes import Program, kill_all, memory_of_others
 from .program import CHUNK, TOKEN_BYTES, become_program, make_main_module
 
-MAX_FILE_BYTES = 64 << 20  # RLIMIT_FSIZE of a program; writing beyond it raises OSError(EFBIG)
 MAX_OPEN_FILES = 256
 MEMORY_CHECK_S = 0.1  # between two sums over the processes of a request; one takes 0.1 ms a process
 WATCH_S, STOPPED_CPU_S = 1, 0.05  # how often a stopped program is looked at, and the CPU time that it may have used
@@ -201,7 +200,7 @@ class Worker:
                 if memory_of_others() > memory_limit:
                     break
                 next_check = time.monotonic() + MEMORY_CHECK_S
-            if self.disk and now >= self.disk.next_check and (excess := self.disk.excess(tree_of(program.pid))):
+            if self.disk and now >= self.disk.next_check and (excess := self.disk.excess(program.pids())):
                 break
             asked = time.monotonic()
             wake = min(deadline, next_check, self.disk.next_check if self.disk else math.inf, asked + STALL_S)
@@ -222,7 +221,7 @@ class Worker:
         execution_time = time.monotonic() - started
         alive = return_code is not None and program.stop()
         if self.disk and not excess and status == "Finished":  # what it wrote since the last check
-            excess = self.disk.excess(tree_of(program.pid) if alive else ())
+            excess = self.disk.excess(program.pids() if alive else ())
             alive = alive and not excess
         gone = True
         if not alive:
