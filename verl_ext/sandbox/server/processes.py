@@ -106,16 +106,6 @@ class Program(NamedTuple):
             self.control.close()
 
 
-def memory_of_others() -> int:
-    """Bytes that all other processes of this process namespace have, what they share counted once."""
-    total = 0
-    for name in os.listdir("/proc"):
-        if name.isdecimal() and name != "1":
-            with contextlib.suppress(OSError), open(f"/proc/{name}/smaps_rollup") as file:  # an OSError: it has ended
-                total += sum(int(line.split()[1]) for line in file if line.startswith("Pss:"))
-    return total << 10
-
-
 def kill_all(program: Program) -> tuple[int | None, bool]:
     """Kill the program's session and every process that descends from it.
 

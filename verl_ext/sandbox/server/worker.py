@@ -23,13 +23,14 @@ import time
 from typing import Any
 
 from . import folders, preload
-from .disk import MAX_FILE_BYTES, DiskWatch
+from .disk import MAX_FILE_BYTES, DiskWatch, after_count
 from .isolation import limit
-from .processes import Program, kill_all, memory_of_others
+from .memory import memory_excess
+from .processes import Program, kill_all
 from .program import CHUNK, TOKEN_BYTES, become_program, make_main_module
 
 MAX_OPEN_FILES = 256
-MEMORY_CHECK_S = 0.1  # between two sums over the processes of a request; one takes 0.1 ms a process
+MEMORY_CHECK_S = 0.05  # at least, between two counts of memory; one takes 0.5 ms
 WATCH_S, STOPPED_CPU_S = 1, 0.05  # how often a stopped program is looked at, and the CPU time that it may have used
 STALL_S = 1.0  # woken later than this, a process was stopped itself, as a frozen container is
 LENGTH = struct.Struct("<I")  # goes before every message between server and worker
@@ -183,11 +184,11 @@ class Worker:
             poller.register(fd, select.POLLIN)
         status = "Finished"
         return_code = None  # of a call that is done in a session that goes on
-        # RLIMIT_AS bounds a process. Where there may be several, they are also counted together, and then killed.
-        memory_limit = request["memory_limit_MB"] << 20
-        counts_memory = memory_limit > 0 and self.layers.allow_subprocess and "proc" in self.layers.layers
-        next_check = started + MEMORY_CHECK_S if counts_memory else math.inf
-        excess = ""  # of the program's files, in words for the model
+        memory_limit, several = request["memory_limit_MB"] << 20, self.layers.allow_subprocess
+        next_check = started + MEMORY_CHECK_S if memory_limit > 0 and self.layers.layers else math.inf
+        if not several:  # RLIMIT_AS bounds the pages of the one process; this bounds its page tables
+            memory_limit += self.address_space
+        excess = ""  # of the program's memory or files, in words for the model
         asked, wake = started, math.inf
         while True:
             now = time.monotonic()
@@ -197,9 +198,9 @@ class Worker:
                 status = "TimeLimitExceeded"
                 break
             if now >= next_check:
-                if memory_of_others() > memory_limit:
+                if excess := memory_excess(program.pids(), memory_limit, uid=self.layers.uid, several=several):
                     break
-                next_check = time.monotonic() + MEMORY_CHECK_S
+                next_check = max(now + MEMORY_CHECK_S, after_count(now))
             if self.disk and now >= self.disk.next_check and (excess := self.disk.excess(program.pids())):
                 break
             asked = time.monotonic()

@@ -1,0 +1,65 @@
+"""What the processes of a program hold in memory that RLIMIT_AS does not bound; their worker counts it while they run.
+
+RLIMIT_AS bounds the pages of one process. It does not bound its page tables, which take twice as much if the pages lie
+far apart, nor what several processes have together, nor what waits in their sockets and pipes. A program may not make
+what could not be counted at all (seccomp.py).
+"""
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterable
+
+from .disk import acting_as, threads_of
+
+# What fits in with what the kernel needs for it: Linux's net.core.wmem_default, and 16 pages.
+SOCKET_BYTES, PIPE_BYTES = 256 << 10, 64 << 10
+
+
+def memory_excess(pids: Iterable[int], limit: int, *, uid: int, several: bool) -> str:
+    """Say for the model that processes have more than `limit` bytes; "" if they do not.
+
+    Args:
+        uid: of the processes.
+        several: there may be several. What they share then counts once, and their sockets and pipes count as full.
+    """
+    buffers: dict[int, int] = {}
+    pages: dict[str, int] = {}  # by thread, one for each process
+    total = 0
+    with acting_as(uid):
+        for pid in pids:
+            for thread in threads_of(pid):
+                pages[thread], tables = _sizes(f"{thread}/status", b"VmRSS:", b"VmPTE:")
+                total += pages[thread] + tables
+                if tables:  # all threads have the same memory and files; one that has ended has none
+                    buffers |= _buffers_of(thread) if several else {}
+                    break
+        total += sum(buffers.values())
+        if several and total > limit:  # to find out what is shared takes fifty times longer
+            for thread, size in pages.items():
+                (part,) = _sizes(f"{thread}/smaps_rollup", b"Pss:")
+                total += part - size if part else 0  # 0: its executable cannot be read
+    if total <= limit:
+        return ""
+    return f"memory limit: it has more than {limit >> 20} MiB, with page tables and preloaded packages"
+
+
+def _sizes(path: str, *names: bytes) -> list[int]:
+    """The lines of a file in /proc that begin with these names, in bytes; 0 for one that is missing."""
+    found: dict[bytes, bytes] = {}
+    with contextlib.suppress(OSError), open(path, "rb") as file:  # OSError: it has ended, or may not be looked at
+        found.update(line.split()[:2] for line in file if line.startswith(names))
+    return [int(found.get(name, 0)) << 10 for name in names]
+
+
+def _buffers_of(thread: str) -> dict[int, int]:
+    """Most bytes that each socket and pipe can hold, by inode."""
+    found = {}
+    with contextlib.suppress(OSError):  # it has ended, or closes files meanwhile
+        for name in os.listdir(f"{thread}/fd"):
+            status = os.stat(f"{thread}/fd/{name}")
+            if stat.S_ISSOCK(status.st_mode):
+                found[status.st_ino] = SOCKET_BYTES
+            elif stat.S_ISFIFO(status.st_mode):
+                found[status.st_ino] = PIPE_BYTES
+    return found
