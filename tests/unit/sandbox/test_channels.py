@@ -295,13 +295,20 @@ def test_filter_pretends_only_what_it_lists():
 
 
 @needs_x86_64
-def test_filter_for_programs_that_own_the_servers_files_changes_no_attribute():
-    shared, apart = (seccomp.assemble(allow_subprocess=False, owns_files=owns) for owns in (True, False))
-    for number in seccomp.ATTRIBUTES.values():
-        assert (evaluate(shared, number, 3), evaluate(apart, number, 3)) == (PRETENDED, ALLOWED), number
-    for number in seccomp.EXTENDED_ATTRIBUTES.values():
-        assert (evaluate(shared, number, 3), evaluate(apart, number, 3)) == (EPERM, ALLOWED), number
-    for program in (shared, apart):
+def test_filter_where_no_mount_is_read_only_changes_no_file_of_another():
+    """Of any file that others may write to, times and attributes; of a file of the same user, also the mode."""
+    apart, shared, own = (
+        seccomp.assemble(allow_subprocess=False, on_disk=on_disk, owns_files=owns)
+        for on_disk, owns in ((False, False), (True, False), (True, True))
+    )
+    for numbers, expected in (
+        (seccomp.TIMES, (ALLOWED, PRETENDED, PRETENDED)),
+        (seccomp.EXTENDED_ATTRIBUTES, (ALLOWED, EPERM, EPERM)),
+        (seccomp.MODES, (ALLOWED, ALLOWED, PRETENDED)),
+    ):
+        for number in numbers.values():
+            assert tuple(evaluate(program, number, 3) for program in (apart, shared, own)) == expected, number
+    for program in (apart, own):
         for request in (0x40086602, 0x401C5820):  # FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR
             assert evaluate(program, 16, 3, request) == EPERM
 

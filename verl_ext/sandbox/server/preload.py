@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import importlib
 import mmap
+import multiprocessing.heap
 import os
 import selectors
 import sys
@@ -58,6 +59,11 @@ def unlock_sqlite() -> None:
 def do_without_epoll() -> None:
     """Have asyncio wait by poll(), where epoll is denied."""
     selectors.DefaultSelector = selectors.PollSelector
+
+
+def do_without_statvfs() -> None:
+    """Have multiprocessing share memory in the program's folder, where asking how full /dev/shm is is denied."""
+    multiprocessing.heap.Arena._dir_candidates = []
 
 
 def count_shared_memory(*, between_processes: bool) -> None:

@@ -34,6 +34,8 @@ DENIED = {
     **{"reboot": 169, "syslog": 103, "acct": 163, "settimeofday": 164, "clock_settime": 227, "adjtimex": 159},
     **{"clock_adjtime": 305, "sethostname": 170, "setdomainname": 171, "vhangup": 153, "sync": 162},
     **{"syncfs": 306},
+    # how full the machine's file systems are, and which kinds it knows
+    **{"statfs": 137, "fstatfs": 138, "ustat": 136, "sysfs": 139},
     # what one program does to a file of the machine, which it may only read, and another one sees: locks, events, which
     # pages are in memory (fcntl() and preadv2() are among the conditions below)
     **{"flock": 73, "inotify_init": 253, "inotify_init1": 294, "inotify_add_watch": 254, "mincore": 27},
@@ -62,12 +64,11 @@ PRETENDED = {
     # With -1 for user and group, anybody may call it on any file, whose ctime it sets for all programs to see.
     **{"chown": 92, "fchown": 93, "lchown": 94, "fchownat": 260},
 }
-# Where programs have the server's user and no mount is read-only, these would change any file of that user, which
-# Landlock does not stop. Modes and times are advice that programs give their own files, too (shutil.copy).
-ATTRIBUTES = {
-    **{"chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452},
-    **{"utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280},
-}
+# What Landlock does not stop where no mount is read-only. Modes and times are advice, which programs give their own
+# files, too (shutil.copy). With the server's user, a program could change the mode of any file of that user.
+MODES = {"chmod": 90, "fchmod": 91, "fchmodat": 268, "fchmodat2": 452}
+# Of a file or folder that anybody may write to, such as /dev/null, anybody may set these.
+TIMES = {"utime": 132, "utimes": 235, "futimesat": 261, "utimensat": 280}
 EXTENDED_ATTRIBUTES = {
     **{"setxattr": 188, "lsetxattr": 189, "fsetxattr": 190, "setxattrat": 463, "removexattr": 197},
     **{"lremovexattr": 198, "fremovexattr": 199, "removexattrat": 466},
@@ -176,7 +177,7 @@ def assemble(
         allow_subprocess: fork and exec are allowed; namespaces and sockets still are not.
         only_pid: the one process that may be signalled and looked at; None: any that the program can see.
         owns_files: files of the machine belong to the program's user, and no mount keeps it from changing them.
-        on_disk: the program's files are on a disk of the machine.
+        on_disk: the program's files are on a disk of the machine, of which no mount is read-only.
     Raises:
         OSError: this machine is not an x86_64.
     """
@@ -185,8 +186,10 @@ def assemble(
     denied = set(DENIED.values()) | (set() if allow_subprocess else set(DENIED_WITHOUT_SUBPROCESS.values()))
     pretended = set(PRETENDED.values())
     if owns_files:
+        pretended |= set(MODES.values())
+    if on_disk:
         denied |= set(EXTENDED_ATTRIBUTES.values())
-        pretended |= set(ATTRIBUTES.values())
+        pretended |= set(TIMES.values())
     deny, missing, pretend = ERRNO | errno.EPERM, ERRNO | errno.ENOSYS, ERRNO | 0
     code = [
         (LOAD, 0, 0, OFFSET_ARCH),
@@ -198,7 +201,7 @@ def assemble(
         (JUMP_EQUAL, 0, 1, CLONE3),
         (RETURN, 0, 0, missing),
     ]
-    if on_disk:  # at once it would take more than can be counted; where it fails like this, libc writes zeros instead
+    if on_disk:  # at once it would take more than can be counted
         code += [(JUMP_EQUAL, 0, 1, FALLOCATE), (RETURN, 0, 0, ERRNO | errno.EOPNOTSUPP)]
     for number, tests in _conditions(allow_subprocess, only_pid).items():
         refusal = missing if number == SCHED_GETAFFINITY else deny

@@ -65,6 +65,7 @@ def main(control: socket.socket, options: dict[str, Any]) -> None:
         if "seccomp" in layers.layers:
             preload.unlock_sqlite()
             preload.do_without_epoll()
+            preload.do_without_statvfs()
             preload.count_shared_memory(between_processes=options["allow_subprocess"])
     except isolation.IsolationError as exc:
         refusal = str(exc)
