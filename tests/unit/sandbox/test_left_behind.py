@@ -73,6 +73,18 @@ def look_at(path: object) -> tuple[object, ...]:
     return status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns, status.st_ctime_ns, os.listxattr(path)
 
 
+def test_process_ids_tell_nothing_of_the_programs_before(server):
+    if "namespaces" not in server.ping()["layers"]:
+        pytest.skip("here process ids are the machine's")
+    code = "import os, threading\nt = threading.Thread(target=int)\nt.start()\nprint(os.getpid(), t.native_id)"
+    first = server.result(code)["stdout"]
+    for count in (1, 7, 30):
+        server.result(
+            f"import threading\nfor i in range({count}): t = threading.Thread(target=int); t.start(); t.join()"
+        )
+        assert server.result(code)["stdout"] == first
+
+
 @pytest.mark.parametrize("path", ["/usr/lib", "/usr/bin/env", "/dev/null", "/"])
 def test_program_cannot_see_how_full_a_disk_of_the_machine_is(server, path):
     code = f"""

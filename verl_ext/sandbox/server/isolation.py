@@ -61,7 +61,7 @@ class Isolation:
         self.off: dict[str, str] = {}  # layer: why it is off
         self.folder = namespaces.HOME  # of the program
         self.uid = os.geteuid()  # of the programs
-        self._outside = self._ruleset = -1  # file descriptors
+        self._outside = self._ruleset = self._process_ids = -1  # file descriptors
         self._filter: seccomp.FilterProgram | None = None
         if mode == "none":
             return
@@ -187,6 +187,7 @@ class Isolation:
             os.close(pid_w)
             (pid,) = struct.unpack("i", os.read(pid_r, 4))
             os.close(pid_r)
+            self._process_ids = namespaces.open_process_ids()
             namespaces.mount_proc() if "proc" in self.layers else namespaces.hide_proc()
             if "landlock" in self.layers:
                 # Good for all requests: a mount hides rules for what it covers, so the one for HOME is on its parent.
@@ -204,6 +205,11 @@ class Isolation:
         return landlock.make_ruleset(
             readable=readable, writable=[writable], devices=namespaces.DEVICES, execute=self.allow_subprocess
         )
+
+    def restart_process_ids(self) -> None:
+        """Give the next process the lowest id that is free, in a namespace: else ids count what ran before."""
+        if self._process_ids >= 0:
+            os.pwrite(self._process_ids, b"1", 0)
 
     def make_folder(self) -> None:
         if "root" in self.layers:

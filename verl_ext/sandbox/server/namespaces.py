@@ -109,6 +109,20 @@ def new_ipc() -> None:
     _unshare(CLONE_NEWIPC)
 
 
+def open_process_ids() -> int:
+    """The counter of this process namespace, to be set; -1 if this machine lets nobody do so. Before `mount_proc`."""
+    try:
+        fd = os.open("/proc/sys/kernel/ns_last_pid", os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+    try:
+        os.pwrite(fd, b"1", 0)
+    except OSError:
+        os.close(fd)
+        return -1
+    return fd
+
+
 def mount_proc() -> None:
     """A /proc with only the processes of this process namespace, and nothing of the machine."""
     _mount("proc", "/proc", "proc", MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC, "subset=pid,hidepid=2")

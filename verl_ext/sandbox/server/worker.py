@@ -260,6 +260,7 @@ class Worker:
             ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             ours.setblocking(False)  # a program that reads nothing must not hang its worker
         preload.renew()
+        self.layers.restart_process_ids()
         pid = fork()
         if pid < 0:
             raise OSError(ctypes.get_errno(), "fork")
