@@ -20,6 +20,15 @@ def server(request) -> Iterator[Server]:
     server.stop()
 
 
+def test_flags_and_offset_of_the_standard_streams_are_a_programs_own(server):
+    change = "import fcntl, os\nfor fd in (0, 1, 2): fcntl.fcntl(fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_APPEND)"
+    look = "import fcntl\nprint([fcntl.fcntl(fd, fcntl.F_GETFL) & 0o777777 for fd in (0, 1, 2)])"
+    before = server.result(look)["stdout"]
+    assert server.result(change)["return_code"] == 0
+    assert server.result(look)["stdout"] == before
+    assert server.result("import sys\nprint(sys.stdin.read())")["stdout"] == "\n"
+
+
 CHANGES = (
     "os.utime(path)",
     "os.utime(path, (1, 1))",

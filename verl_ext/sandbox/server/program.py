@@ -135,10 +135,12 @@ def read_call(body: int, folder: str, script: str) -> dict[str, Any]:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             folders.write_file(path, content)
     folders.write_file(f"{folder}/{script}", call["source"])
-    if call["stdin"]:  # else /dev/null, as the zygote's
+    if call["stdin"]:
         stdin = folders.open_unlinked(os.path.join(folder, ".stdin"), call["stdin"].encode("utf-8", "surrogatepass"))
-        os.dup2(stdin, 0)
-        os.close(stdin)
+    else:  # opened anew: what is open already, offset and flags with it, is the same for all programs
+        stdin = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(stdin, 0)
+    os.close(stdin)
     return call
 
 
@@ -155,9 +157,6 @@ def next_call(return_code: int, box: list[Any], folder: str, script: str) -> dic
         control.detach()
         if not message:
             os._exit(0)
-        devnull = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(devnull, 0)
-        os.close(devnull)
         call = read_call(fds[0], folder, script)
         os.close(fds[0])
         sys.stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)
