@@ -8,6 +8,8 @@ import pytest
 from tests.unit.sandbox.machines import MACHINES, machines
 from tests.unit.sandbox.server_process import Server
 
+MARK = "qzLeftBehind"  # written backwards by who searches for it, so that nobody finds itself
+
 
 @pytest.fixture(
     scope="module",
@@ -80,6 +82,79 @@ def test_program_changes_nothing_of_a_file_that_anybody_may_write_to(server, tmp
 def look_at(path: object) -> tuple[object, ...]:
     status = os.stat(path)
     return status.st_mode, status.st_uid, status.st_gid, status.st_mtime_ns, status.st_ctime_ns, os.listxattr(path)
+
+
+# Without /proc, which is not there on every machine: a write() of a page that is not there fails. The one place that
+# counts as nothing is `want` itself.
+SEARCH = f"""
+import ctypes, gc, os
+want = bytes(reversed({MARK[::-1].encode()!r}))
+libc = ctypes.CDLL(None)
+libc.memmem.restype = ctypes.c_void_p
+r, w = os.pipe()
+near = {{(id(x) >> 21) + i for x in [*gc.get_objects(), *('x' * n for n in range(1, 9000, 3))] for i in (-1, 0, 1)}}
+found = []
+for page in (huge << 21 | i << 12 for huge in sorted(near) for i in range(512)):
+    if libc.write(w, ctypes.c_void_p(page), 1) == 1:
+        os.read(r, 1)
+        address = libc.memmem(ctypes.c_void_p(page), ctypes.c_size_t(4096), want, ctypes.c_size_t(len(want)))
+        if address and not id(want) < address < id(want) + 64: found.append(address)
+print(len(near) > 1, [ctypes.string_at(address - 40, 90) for address in found[:3]])
+"""
+NAME = f"name = '{MARK[:4]}' + '{MARK[4:]}'\nimport mmap, os, time\n"
+REQUESTS = {
+    "code": {"code": f"x = '{MARK}' * 3"},
+    "input": {"code": "input()", "stdin": MARK * 50},
+    "files": {"code": "1", "files": {f"{MARK}/{MARK}.txt": "aGVsbG8="}},
+    "output": {"code": NAME + "print(name * 1000)"},
+    "error": {"code": NAME + "raise ValueError(name)"},
+    "files that are fetched": {
+        "code": NAME + "os.mkdir(name); open(f'{name}/{name}', 'w').write(name * 10)",
+        "fetch_files": [f"{MARK}/{MARK}"],
+    },
+    "files that are not there": {"code": "1", "fetch_files": [f"{MARK}_{i}/{MARK}" for i in range(3)]},
+    "files of its own": {
+        "code": NAME
+        + "for i in range(50): os.mkdir(name + str(i)); os.symlink(name, f'{name}{i}/{name}')\ntime.sleep(0.2)"
+    },
+    "files without a name": {
+        "code": NAME
+        + """
+maps = []
+for i in range(20):
+    fd = os.open(name + str(i), os.O_RDWR | os.O_CREAT)
+    os.write(fd, bytes(4096))
+    maps.append(mmap.mmap(fd, 4096))
+    os.unlink(name + str(i))
+time.sleep(0.3)"""
+    },
+    "too many files": {"code": NAME + "for i in range(9999): open(name + str(i), 'w').write('x' * 40000)"},
+    "its time": {"code": NAME + "open(name, 'w')\nwhile True: pass", "run_timeout": 0.3, "fetch_files": [MARK]},
+}
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_next_program_finds_no_word_of_the_request_before_in_its_memory(server, kind):
+    server.run("pass")  # what a worker does once is done
+    assert server.run(**REQUESTS[kind])["status"] in ("Success", "Failed")
+    result = server.result(SEARCH, run_timeout=30)
+    assert result["stdout"] == "True []\n", result
+
+
+def test_next_program_finds_no_figure_of_the_request_before_in_its_frames(server):
+    code = """
+import sys
+frame, found = sys._getframe(), []
+while frame:
+    for value in frame.f_locals.values():
+        for each in (value, *getattr(value, 'buffers', ()), getattr(value, 'disk', None)):
+            found += [x for x in getattr(each, '__dict__', {}).values() if type(x) in (int, float, list)]
+        found += value if type(value) is list else []
+    frame = frame.f_back
+print(found)"""
+    first = server.result(code)["stdout"]
+    server.run("import time\nprint('x' * 12345)\ntime.sleep(0.2)", fetch_files=["a", "main.py"])
+    assert server.result(code)["stdout"] == first
 
 
 def test_process_ids_tell_nothing_of_the_programs_before(server):

@@ -1,4 +1,4 @@
-"""The server's end of one worker process: what goes over its socket. The other end is in `worker.py`."""
+"""The server's end of one worker process: what goes over its socket (wire.py). The other end is in `worker.py`."""
 
 import asyncio
 import base64
@@ -8,19 +8,17 @@ import errno
 import fcntl
 import io
 import json
-import marshal
 import os
 import signal
 import socket
-import struct
 import subprocess
 from pathlib import Path
 from typing import Any
 
-LENGTH = struct.Struct("<I")  # as worker.LENGTH
+from verl_ext.sandbox.server.folders import LEFT_OUT
+from verl_ext.sandbox.server.wire import FETCHED, LENGTH, RESULT, SEALED, pack_request
+
 SEND_FDS_PAUSE_S = 0.02
-FOR_WORKER = ("run_timeout", "memory_limit_MB", "fetch_files", "session")  # the keys of a request
-FOR_PROGRAM = ("code", "stdin", "files", "echo_last_expression")
 
 
 class SandboxError(Exception):
@@ -63,16 +61,15 @@ class Worker:
     async def call(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
         """Send a request; returns the answer's header and the bytes after it. Raises OSError or EOFError."""
         self._received.clear()
-        for_program = marshal.dumps({key: request[key] for key in FOR_PROGRAM})
-        # Not through the socket: the program is to read its part, not the worker.
+        names = list(dict.fromkeys(request["fetch_files"]))
         body = os.memfd_create("request", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             with open(body, "wb", closefd=False) as file:
-                file.writelines((for_program, marshal.dumps({key: request[key] for key in FOR_WORKER})))
+                file.writelines(pack_request(request, names))
             # No limit counts the file, and a session can keep it open or mapped: it does not grow, and ends up empty.
-            fcntl.fcntl(body, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
-            await send_fd(self.connection, LENGTH.pack(len(for_program)), body)
-            header = await self._receive_message()
+            fcntl.fcntl(body, fcntl.F_ADD_SEALS, SEALED)
+            await send_fd(self.connection, b"\0", body)
+            header = await self._receive_answer(names)
             if "error" not in header:
                 await self._receive_up_to(header["stdout"][0] + header["stderr"][0] + sum(header["files"].values()))
             return header, bytes(self._received)
@@ -81,6 +78,34 @@ class Worker:
             with contextlib.suppress(PermissionError):  # without seccomp, a program can prevent it
                 os.ftruncate(body, 0)
             os.close(body)
+
+    async def _receive_answer(self, names: list[str]) -> dict[str, Any]:
+        """The header of an answer to a request that names so many files; the bytes after it stay in `_received`."""
+        await self._receive_up_to(LENGTH.size)
+        if LENGTH.unpack_from(self._received)[0]:
+            return await self._receive_message()
+        await self._receive_up_to(LENGTH.size + RESULT.size)
+        result = RESULT.unpack_from(self._received, LENGTH.size)
+        timed_out, return_code, execution_time, stdout, stdout_total, stderr, stderr_total, alive, spent = result
+        del self._received[: LENGTH.size + RESULT.size]
+        end = stdout + stderr + FETCHED.size * len(names)
+        await self._receive_up_to(end)
+        fetched = FETCHED.iter_unpack(self._received[stdout + stderr : end])
+        sizes = dict(zip(names, (number for (number,) in fetched), strict=True))
+        del self._received[stdout + stderr : end]
+        return {
+            "status": "TimeLimitExceeded" if timed_out else "Finished",
+            "return_code": None if timed_out else return_code,
+            "execution_time": execution_time,
+            "stdout": [stdout, stdout_total],
+            "stderr": [stderr, stderr_total],
+            "alive": alive,
+            "spent": spent,
+            "files": {name: size for name, size in sizes.items() if size >= 0},
+            "not_fetched": {
+                name: LEFT_OUT.get(-size) or os.strerror(-size) for name, size in sizes.items() if size < 0
+            },
+        }
 
     async def _receive_message(self) -> dict[str, Any]:
         """LENGTH and JSON of a message; what came after it stays in `_received`."""

@@ -5,12 +5,17 @@ A worker counts every CHECK_S, and kills a program that has more; what it can wr
 
 import contextlib
 import ctypes
+import io
 import os
+import re
 import stat
+import struct
 import time
 from collections.abc import Iterable, Iterator
 
+from .folders import OPEN_FOLDER, openat
 from .namespaces import HOME_BYTES, HOME_INODES
+from .wire import address_of, numbers_in, unshared
 
 MAX_FILE_BYTES = 64 << 20  # RLIMIT_FSIZE of a program; writing beyond it raises OSError(EFBIG)
 MAX_THREADS = 128  # isolation.MAX_TASKS, where RLIMIT_NPROC would count processes that are not the program's
@@ -18,11 +23,21 @@ CHECK_S = 0.01  # at least; a count that takes long is followed by a longer paus
 PAUSE, MAX_PAUSE_S = 10, 0.1  # times what a count took
 MAPS_S = 0.1  # between two looks at what is mapped, which costs most
 MAX_DEPTH = 128  # folders in folders, all open at once
-OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 BLOCK = 512  # bytes, of st_blocks on every file system
+READ_BYTES = 1 << 15  # of a folder, or of what is mapped, at once: no line there is longer
+GETDENTS64 = {"x86_64": 217, "aarch64": 61}[os.uname().machine]  # system call
+DIRENT = struct.Struct("=QqHB")  # struct linux_dirent64: inode, offset, bytes, kind; then the name
+STATUS = struct.Struct("=28xHxxQQQ")  # struct statx: mode, inode, size, blocks
+STATUS_BYTES = 256
+STATX_WANTED = 0x2 | 0x100 | 0x400  # STATX_MODE, STATX_INO, STATX_BLOCKS
+AT_SYMLINK_NOFOLLOW = 0x100
+FLAGS = re.compile(rb".*\) \S(?: \S+){5} (\d+)", re.S)  # "PID (NAME) STATE ... FLAGS ..."
+DOTS = re.compile(rb"\.\.?\0")  # the folder itself, and the one above it
 PF_EXITING, PF_FORKNOEXEC = 0x4, 0x40  # linux/sched.h: it ends, or has ended; it was forked, and executed nothing since
 
-libc = ctypes.CDLL(None)
+libc = ctypes.CDLL(None, use_errno=True)
+statx = ctypes.PyDLL(None).statx  # with less around it: here is one thread, and errno says nothing
+statx.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p]
 
 
 class Excess(Exception):
@@ -38,6 +53,8 @@ def after_count(started: float) -> float:
 class DiskWatch:
     """Counts the files of one folder and of the processes that write there.
 
+    Names stay in memory that forks do not have (wire.py), and are opened and looked at by their addresses.
+
     Args:
         folder: of the program; nothing else can be written to.
         uid: of the program, user and group.
@@ -48,6 +65,18 @@ class DiskWatch:
         self.next_check = self._next_maps = 0.0  # by time.monotonic()
         self._seen: set[int] = set()  # inodes, within a count
         self._num_bytes = 0
+        self._memory = unshared(MAX_DEPTH * READ_BYTES)  # for each folder on the way down
+        self._status = unshared(STATUS_BYTES)
+        self._address, self._status_address = address_of(self._memory), address_of(self._status)
+        self._folder_bytes = os.fsencode(self.folder)
+        self._deleted = re.compile(
+            rb"^\S+ \S+ \S+ \S+ (\d+) +[^\n]*%b/[^\n]* \(deleted\)\n" % re.escape(self._folder_bytes), re.M
+        )
+
+    def reset(self) -> None:
+        """Before a program, which is to find nothing of the one before it."""
+        now = time.monotonic()
+        self.next_check, self._next_maps = now + CHECK_S, now + MAPS_S
 
     def excess(self, pids: Iterable[int]) -> str:
         """Which limit the program is beyond, in words for the model; "" when it is within all.
@@ -94,27 +123,32 @@ class DiskWatch:
         Each folder is opened by its name in the folder above it, since a program may meanwhile put a symbolic link in
         the place of a folder. What a program removes meanwhile does not count.
         """
-        folders = []
+        memory, address, status = self._memory, self._address, self._status_address
+        start = (depth - 1) * READ_BYTES
         try:
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    try:
-                        status = entry.stat(follow_symlinks=False)
-                    except OSError:
+            while (num_bytes := libc.syscall(GETDENTS64, fd, ctypes.c_void_p(address + start), READ_BYTES)) > 0:
+                entry = start
+                while entry < start + num_bytes:
+                    name = entry + DIRENT.size
+                    entry += DIRENT.unpack_from(memory, entry)[2]
+                    if statx(fd, address + name, AT_SYMLINK_NOFOLLOW, STATX_WANTED, status):
                         continue
-                    self._count(status.st_ino, status.st_blocks * BLOCK)
-                    if stat.S_ISDIR(status.st_mode):
-                        folders.append(entry)
-            if folders and depth >= MAX_DEPTH:
-                raise Excess(f"it has more than {MAX_DEPTH} folders in each other")
-            for entry in folders:
-                try:
-                    below = _open_folder(entry, fd)
-                except OSError:
-                    continue
-                self._count_below(below, depth + 1)
+                    mode, inode, _, blocks = STATUS.unpack_from(self._status)
+                    is_folder = stat.S_ISDIR(mode)
+                    if is_folder and DOTS.match(memory, name):
+                        continue
+                    self._count(inode, blocks * BLOCK)
+                    if is_folder:
+                        self._count_folder(_open_folder(fd, address + name, mode), depth + 1)
         finally:
             os.close(fd)
+
+    def _count_folder(self, fd: int, depth: int) -> None:
+        """Count what is below a folder, if it could be opened. Raises Excess."""
+        if depth > MAX_DEPTH:
+            raise Excess(f"it has more than {MAX_DEPTH} folders in each other")
+        if fd >= 0:
+            self._count_below(fd, depth)
 
     def _open(self, pids: list[int]) -> list[tuple[int, int]]:
         found = []
@@ -133,17 +167,29 @@ class DiskWatch:
         if time.monotonic() < self._next_maps:
             return []
         self._next_maps = time.monotonic() + MAPS_S
-        found, folder = [], os.fsencode(self.folder)
+        found: list[tuple[int, int]] = []
         for pid in pids:
             for thread in threads_of(pid):
-                with contextlib.suppress(OSError), open(f"{thread}/maps", "rb") as file:  # OSError: it has ended
-                    lines = file.readlines()  # a name may hold any byte; only a line end is escaped
-                    deleted = [line.split() for line in lines if folder in line and line.endswith(b" (deleted)\n")]
-                    # One that is open, too, has been counted. Of others, nobody sees more than the part that is mapped.
-                    found += [(int(inode), MAX_FILE_BYTES) for _, _, _, _, inode, *_ in deleted]
-                    if lines:
+                with contextlib.suppress(OSError), open(f"{thread}/maps", "rb", buffering=0) as file:  # it has ended
+                    if self._find_deleted(file, found):
                         break  # all threads of a process have the same memory
         return found
+
+    def _find_deleted(self, maps: io.FileIO, found: list[tuple[int, int]]) -> bool:
+        """Add inode and most bytes of the folder's files without a name; False if nothing is mapped at all.
+
+        One that is open, too, has been counted. Of others, nobody sees more than the part that is mapped. A name may
+        hold any byte but a line end.
+        """
+        memory, used, is_mapped = memoryview(self._memory), 0, False
+        while count := maps.readinto(memory[used : used + READ_BYTES]):
+            is_mapped, used = True, used + count
+            end = self._memory.rfind(b"\n", 0, used) + 1
+            if self._memory.find(self._folder_bytes, 0, end) >= 0:
+                found += [(int(line[1]), MAX_FILE_BYTES) for line in self._deleted.finditer(self._memory, 0, end)]
+            used -= end
+            self._memory.move(0, end, used)  # a part of a line
+        return is_mapped
 
 
 @contextlib.contextmanager
@@ -165,15 +211,19 @@ def acting_as(uid: int) -> Iterator[None]:
         libc.setfsgid(gid)
 
 
-def _open_folder(entry: os.DirEntry, parent: int) -> int:
-    """Open a folder, which is unlocked if its owner has locked it: else nothing below it could be counted."""
-    if ~entry.stat(follow_symlinks=False).st_mode & stat.S_IRWXU:
-        fd = os.open(entry.name, OPEN_FOLDER | os.O_PATH, dir_fd=parent)
+def _open_folder(parent: int, name: int, mode: int) -> int:
+    """Open a folder; -1 if that fails. One that its owner has locked is unlocked: else nothing below it would count."""
+    if ~mode & stat.S_IRWXU:
+        fd = openat(parent, name, OPEN_FOLDER | os.O_PATH)
+        if fd < 0:
+            return fd
         try:
             os.chmod(f"/proc/self/fd/{fd}", stat.S_IRWXU)  # by name, it could have become a link to another folder
+        except OSError:
+            return -1
         finally:
             os.close(fd)
-    return os.open(entry.name, OPEN_FOLDER, dir_fd=parent)
+    return openat(parent, name, OPEN_FOLDER)
 
 
 def _list(folder: str) -> list[str]:
@@ -192,8 +242,8 @@ def _list_open(thread: str, *, may_be_new: bool) -> list[str]:
     try:
         return [f"{thread}/fd/{name}" for name in os.listdir(f"{thread}/fd")]
     except PermissionError:
-        with contextlib.suppress(OSError), open(f"{thread}/stat", "rb") as file:
-            flags = int(file.read().rpartition(b") ")[2].split()[6])  # "PID (NAME) STATE ... FLAGS ..."
+        with contextlib.suppress(OSError):
+            flags = int(numbers_in(f"{thread}/stat", FLAGS)[0])
             if not flags & (PF_EXITING | PF_FORKNOEXEC if may_be_new else PF_EXITING):
                 raise Excess("a process whose executable cannot be read hides which files it has open") from None
     except OSError:  # it has ended

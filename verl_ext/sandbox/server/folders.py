@@ -1,12 +1,27 @@
 """The folder of a request: made, read after the program, and removed, whatever the program left in it."""
 
+import ctypes
 import errno
+import mmap
 import os
 import stat
+
+from .wire import NAME, address_of
 
 SCRIPT = "main.py"  # the submitted program; relative, so that tracebacks do not vary with the folder
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
 MAX_FETCH_BYTES = 64 << 20  # all of `fetch_files` together
+# Why a file was left out, if it is not the kernel's reason.
+LEFT_OUT = {
+    errno.ENXIO: "not a regular file",
+    errno.EBUSY: "a process of the program does not end",
+    errno.EFBIG: f"over the limit of {MAX_FETCH_BYTES} bytes for all fetched files",
+}
+OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+OPEN_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a FIFO must not wait for a writer
+
+openat = ctypes.CDLL(None, use_errno=True).openat
+openat.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int]  # the name by its address
 
 
 def write_file(path: str, content: bytes) -> None:
@@ -25,41 +40,54 @@ def open_unlinked(path: str, content: bytes) -> int:
     return fd
 
 
-def open_files(folder: str, paths: list[str]) -> tuple[dict[str, int], dict[str, str]]:
-    """Open regular files below `folder`, no symbolic link on the way: ({path: fd}, {path: why it was left out})."""
-    opened, left_out, budget = {}, {}, MAX_FETCH_BYTES
-    for path in dict.fromkeys(paths):
+def open_files(folder: str, body: int, count: int, offset: int, memory: mmap.mmap) -> list[tuple[int, int]]:
+    """Open regular files below `folder`, no symbolic link on the way.
+
+    Args:
+        body: a request's memory file, which has the names (wire.py) from `offset` on.
+        memory: for one name at a time, since no object of this process may hold one.
+    Returns:
+        for each name: the open file and its size, or -1 and -errno (see LEFT_OUT).
+    """
+    opened, budget = [], MAX_FETCH_BYTES
+    for _ in range(count):
+        size = os.preadv(body, [memory], offset)
+        end = NAME.size + NAME.unpack_from(memory)[0]
+        offset += end
         try:
-            fd = open_inside(folder, path)
+            if size < end:  # a program of a session has emptied it
+                raise OSError(errno.ENODATA, "names of files")
+            fd = open_inside(folder, memory, NAME.size, end)
         except OSError as exc:
-            left_out[path] = os.strerror(exc.errno)
+            opened.append((-1, -exc.errno))
             continue
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            left_out[path] = "not a regular file"
-        elif status.st_size > budget:
-            left_out[path] = f"over the limit of {MAX_FETCH_BYTES} bytes for all fetched files"
-        else:
+        if stat.S_ISREG(status.st_mode) and status.st_size <= budget:
             budget -= status.st_size
-            opened[path] = fd
+            opened.append((fd, status.st_size))
             continue
+        opened.append((-1, -errno.EFBIG if stat.S_ISREG(status.st_mode) else -errno.ENXIO))
         os.close(fd)
-    return opened, left_out
+    return opened
 
 
-def open_inside(folder: str, path: str) -> int:
-    """Open a file below `folder` for reading; raises OSError (ELOOP, ENOTDIR) for a link or what is below one."""
-    *parents, name = [part for part in path.split("/") if part not in ("", ".")]
-    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        for parent in parents:
-            below = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=directory)
-            os.close(directory)
-            directory = below
-        # O_NONBLOCK: opening a FIFO must not wait for a writer
-        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=directory)
-    finally:
+def open_inside(folder: str, memory: mmap.mmap, start: int, end: int) -> int:
+    """Open a file below `folder` for reading, by the parts of its path in `memory`, a NUL after each.
+
+    Raises:
+        OSError: ELOOP, ENOTDIR: a link, or what is below one.
+    """
+    address = address_of(memory)
+    directory = os.open(folder, OPEN_FOLDER)
+    while True:
+        after = memory.find(b"\0", start, end) + 1
+        below = openat(directory, address + start, OPEN_FILE if after == end else OPEN_FOLDER)
         os.close(directory)
+        if below < 0:
+            raise OSError(ctypes.get_errno(), "openat")
+        if after == end:
+            return below
+        directory, start = below, after
 
 
 def remove_folder(folder: str) -> None:

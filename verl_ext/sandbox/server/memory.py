@@ -7,11 +7,15 @@ what could not be counted at all (seccomp.py).
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Iterable
 
 from .disk import acting_as, threads_of
+from .wire import numbers_in
 
+STATUS = re.compile(rb".*?\nVmRSS:\s+(\d+) kB\n.*?\nVmPTE:\s+(\d+) kB\n", re.S)
+ROLLUP = re.compile(rb".*?\nPss:\s+(\d+) kB\n", re.S)
 # What fits in with what the kernel needs for it: Linux's net.core.wmem_default, and 16 pages.
 SOCKET_BYTES, PIPE_BYTES = 256 << 10, 64 << 10
 
@@ -29,27 +33,27 @@ def memory_excess(pids: Iterable[int], limit: int, *, uid: int, several: bool) -
     with acting_as(uid):
         for pid in pids:
             for thread in threads_of(pid):
-                pages[thread], tables = _sizes(f"{thread}/status", b"VmRSS:", b"VmPTE:")
-                total += pages[thread] + tables
+                resident, tables = _sizes(f"{thread}/status", STATUS) or (0, 0)
+                pages[thread] = resident
+                total += resident + tables
                 if tables:  # all threads have the same memory and files; one that has ended has none
                     buffers |= _buffers_of(thread) if several else {}
                     break
         total += sum(buffers.values())
         if several and total > limit:  # to find out what is shared takes fifty times longer
             for thread, size in pages.items():
-                (part,) = _sizes(f"{thread}/smaps_rollup", b"Pss:")
-                total += part - size if part else 0  # 0: its executable cannot be read
+                part = _sizes(f"{thread}/smaps_rollup", ROLLUP)
+                total += part[0] - size if part else 0  # none: its executable cannot be read
     if total <= limit:
         return ""
     return f"memory limit: it has more than {limit >> 20} MiB, with page tables and preloaded packages"
 
 
-def _sizes(path: str, *names: bytes) -> list[int]:
-    """The lines of a file in /proc that begin with these names, in bytes; 0 for one that is missing."""
-    found: dict[bytes, bytes] = {}
-    with contextlib.suppress(OSError), open(path, "rb") as file:  # OSError: it has ended, or may not be looked at
-        found.update(line.split()[:2] for line in file if line.startswith(names))
-    return [int(found.get(name, 0)) << 10 for name in names]
+def _sizes(path: str, lines: re.Pattern[bytes]) -> list[int]:
+    """Sizes in kB in a file in /proc, in bytes; none for what has ended, or may not be looked at."""
+    with contextlib.suppress(OSError):
+        return [int(number) << 10 for number in numbers_in(path, lines)]
+    return []
 
 
 def _buffers_of(thread: str) -> dict[int, int]:

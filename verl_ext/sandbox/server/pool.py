@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl_ext.sandbox.client import CONTROL_OUTPUT, CONTROL_PROGRAM
-from verl_ext.sandbox.server.connection import LENGTH as LENGTH
 from verl_ext.sandbox.server.connection import (
     LostProgramError,
     SandboxError,

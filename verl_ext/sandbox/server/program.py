@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from . import folders
 from .isolation import limit
+from .wire import REQUEST
 
 SCRIPT = folders.SCRIPT
 CONTROL_FD = 3  # in a session: here it says that a call is done, and gets the next one
@@ -33,14 +34,12 @@ SIGINT, SIGKILL = int(signal.SIGINT), int(signal.SIGKILL)  # the enumerations of
 prctl = ctypes.CDLL(None, use_errno=True).prctl
 
 
-def become_program(
-    worker: Any, request: dict[str, Any], body: int, stdout: int, stderr: int, control: socket.socket | None
-) -> NoReturn:
+def become_program(worker: Any, request: Any, stdout: int, stderr: int, control: socket.socket | None) -> NoReturn:
     """Turn a fresh fork of the worker into the program and run it; leaves with the exit code CPython would give."""
     code = 1
     try:
         try:
-            call = enter(worker, request["run_timeout"], body, stdout, stderr, bounded=control is None)
+            call = enter(worker, request, stdout, stderr, bounded=control is None)
         except BaseException as exc:
             os.write(worker.setup_w, f"{type(exc).__name__}: {exc}".encode())
             os._exit(code)
@@ -48,8 +47,8 @@ def become_program(
         if control:
             os.dup2(control.detach(), CONTROL_FD)
         os.closerange(CONTROL_FD + 1 if control else CONTROL_FD, CHUNK)
-        if request["memory_limit_MB"] > 0:
-            limit(resource.RLIMIT_AS, worker.address_space + (request["memory_limit_MB"] << 20))
+        if request.memory_limit_MB > 0:
+            limit(resource.RLIMIT_AS, worker.address_space + (request.memory_limit_MB << 20))
         code = run_session(call, worker.folder) if control else run(call, SCRIPT)
         if not shut_down() and code == 0:
             code = 120  # CPython's code for a standard stream that could not be flushed
@@ -107,17 +106,17 @@ class Runner:
         return 0
 
 
-def enter(worker: Any, run_timeout: float, body: int, stdout: int, stderr: int, bounded: bool) -> dict[str, Any]:
+def enter(worker: Any, request: Any, stdout: int, stderr: int, bounded: bool) -> dict[str, Any]:
     """Session, folder, files, streams and, if `bounded`, CPU limit of the program; returns what it is to run."""
     os.setsid()
     worker.layers.become_user()
     prctl(PR_SET_PDEATHSIG, SIGKILL, 0, 0, 0)
     os.chdir(worker.folder)
-    call = read_call(body, worker.folder, SCRIPT)
+    call = read_call(request.body, worker.folder, SCRIPT)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     if bounded:  # the wall clock alone bounds each call of a session, which is stopped in between
-        cpu_s = math.ceil(run_timeout) + 1
+        cpu_s = math.ceil(request.run_timeout) + 1
         limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU at the first, SIGKILL at the second
     _signal.signal(SIGINT, _signal.default_int_handler)
     worker.layers.confine()
@@ -127,7 +126,7 @@ def enter(worker: Any, run_timeout: float, body: int, stdout: int, stderr: int, 
 
 def read_call(body: int, folder: str, script: str) -> dict[str, Any]:
     """Read what to run from the memory file `body`; writes its files and the code, which becomes `source` (bytes)."""
-    call = marshal.loads(os.pread(body, os.fstat(body).st_size, 0))  # what follows is the worker's
+    call = marshal.loads(os.pread(body, os.fstat(body).st_size, REQUEST.size))  # what follows is the worker's
     call["source"] = call["code"].encode("utf-8", "surrogatepass")
     for path, content in call["files"].items():  # the server has checked the paths
         if content is not None:

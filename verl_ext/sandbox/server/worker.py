@@ -5,22 +5,19 @@ See zygote.py. What the fork itself does is in program.py.
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import gc
-import itertools
 import json
-import marshal
 import math
-import mmap
 import os
 import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import folders, preload
 from .disk import MAX_FILE_BYTES, DiskWatch, after_count
@@ -28,12 +25,13 @@ from .isolation import limit
 from .memory import memory_excess
 from .processes import Program, kill_all
 from .program import CHUNK, TOKEN_BYTES, become_program, make_main_module
+from .wire import FETCHED, LENGTH, REQUEST, RESULT, unshared
 
 MAX_OPEN_FILES = 256
 MEMORY_CHECK_S = 0.05  # at least, between two counts of memory; one takes 0.5 ms
 WATCH_S, STOPPED_CPU_S = 1, 0.05  # how often a stopped program is looked at, and the CPU time that it may have used
 STALL_S = 1.0  # woken later than this, a process was stopped itself, as a frozen container is
-LENGTH = struct.Struct("<I")  # goes before every message between server and worker
+SCRATCH_BYTES = 8192  # for a name of a file, and for what goes before and after it
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -75,20 +73,35 @@ class SetUpError(Exception):
     """None of the submitted code ran."""
 
 
-class Worker:
-    """Serves requests from one socket, one at a time, until it closes or something goes wrong.
+class Request(NamedTuple):
+    """What a worker knows of a request. The program reads the rest from the memory file."""
 
-    Request: LENGTH, and with it a memory file that holds marshal of {code, stdin, files, echo_last_expression} in so
-    many bytes, for the program, and after them marshal of {run_timeout, memory_limit_MB, fetch_files, session}. Once
-    there is a program to blame, the worker seals the file, which nobody can undo. Answer: LENGTH, JSON of `run`'s
-    result or of {"error": why, "lost": whether a program that ran may be the cause}, then the bytes whose counts the
-    JSON gives: stdout, stderr, fetched files in order. After one with `spent` the worker ends.
-    """
+    body: int  # the memory file
+    num_bytes: int  # of the program's part
+    run_timeout: float
+    memory_limit_MB: int
+    num_names: int  # of files to fetch
+    session: bool
+
+
+class Result(NamedTuple):
+    """What became of a program, or of a call of a session."""
+
+    timed_out: bool
+    return_code: int  # -N after signal N
+    execution_time: float  # s
+    alive: bool  # the session goes on
+    spent: bool  # a process is stuck in the kernel, which no signal reaches: this worker can take no other request
+
+
+class Worker:
+    """Serves requests from one socket (wire.py), one at a time, until it closes, something fails or it is spent."""
 
     def __init__(self, connection: socket.socket, layers: Any, max_output_bytes: int, address_space: int) -> None:
         self.connection, self.layers, self.folder = connection, layers, layers.folder
         self.address_space = address_space  # bytes that a program has before its first line
         self.buffers = [Buffer(max_output_bytes), Buffer(max_output_bytes)]  # stdout, stderr
+        self.scratch = unshared(SCRATCH_BYTES)
         # Where the files are not in a file system of their own, which has limits, they are counted.
         self.disk = None if "root" in layers.layers or not layers.layers else DiskWatch(self.folder, layers.uid)
         self.program: Program | None = None  # what runs, and between the calls of a session what waits
@@ -109,41 +122,45 @@ class Worker:
 
     def serve(self) -> None:
         """Answer requests until the socket closes; an error is answered, too, and ends the worker."""
-        for count in itertools.count(1):
-            if self.program:
-                self.watch(self.program)
-            message, fds, _, _ = socket.recv_fds(self.connection, LENGTH.size, 1)
-            if not fds:  # the server has closed its end, or is dead
-                return
-            answer = {"spent": False}
-            try:
-                (start,) = LENGTH.unpack(message)
-                request = marshal.loads(os.pread(fds[0], os.fstat(fds[0]).st_size - start, start))
-                if self.program is None:
-                    self.layers.make_folder()
-                try:
-                    answer = self.run(request, fds[0])
-                    wanted = [] if answer["spent"] else request["fetch_files"]
-                    files, answer["not_fetched"] = folders.open_files(self.folder, wanted)
-                finally:
-                    if self.program is None and not answer["spent"]:
-                        try:
-                            self.layers.remove_folder()
-                        except OSError:  # what the program left is no reason to lose its answer
-                            answer["spent"] = True
-            except Exception as exc:
-                lost = not isinstance(exc, SetUpError)  # perhaps by what the program did
-                send(self.connection, {"error": f"{type(exc).__name__}: {exc}", "lost": lost})
-                return
-            answer["files"] = {path: os.fstat(fd).st_size for path, fd in files.items()}
-            self.send(answer, [buffer.kept() for buffer in self.buffers], files)
-            os.close(fds[0])
-            if answer["spent"]:
-                return
-            if count == 1:  # what a worker does once has split the zygote's huge pages; later ones split few
-                preload.use_huge_pages()
+        if self.serve_one():
+            preload.use_huge_pages()  # what a worker does once has split the zygote's huge pages; later ones split few
+            while self.serve_one():
+                pass
 
-    def watch(self, program: "Program") -> None:
+    def serve_one(self) -> bool:
+        """Answer one request; False if there can be no other. All that this frame knows of it is forgotten with it."""
+        if self.program:
+            self.watch(self.program)
+        _, fds, _, _ = socket.recv_fds(self.connection, 1, 1)
+        if not fds:  # the server has closed its end, or is dead
+            return False
+        files, spent = [], False
+        try:
+            os.preadv(fds[0], [self.scratch], 0)
+            request = Request(fds[0], *REQUEST.unpack_from(self.scratch))
+            if self.program is None:
+                self.layers.make_folder()
+            try:
+                result = self.run(request)
+                spent = result.spent
+                if not spent:
+                    names = REQUEST.size + request.num_bytes
+                    files = folders.open_files(self.folder, request.body, request.num_names, names, self.scratch)
+            finally:
+                if self.program is None and not spent:
+                    try:
+                        self.layers.remove_folder()
+                    except OSError:  # what the program left is no reason to lose its answer
+                        spent = True
+        except Exception as exc:
+            lost = not isinstance(exc, SetUpError)  # perhaps by what the program did
+            send(self.connection, {"error": f"{type(exc).__name__}: {exc}", "lost": lost})
+            return False
+        self.send(result._replace(spent=spent), files or [(-1, -errno.EBUSY)] * request.num_names)
+        os.close(request.body)
+        return not spent
+
+    def watch(self, program: Program) -> None:
         """Wait for the next call; kill a program that goes on meanwhile, which a SIGCONT of its own timers can do."""
         poller = select.poll()
         poller.register(self.connection, select.POLLIN)
@@ -152,39 +169,36 @@ class Worker:
             if program.cpu_s() - used_s > STOPPED_CPU_S:
                 program.signal(signal.SIGKILL)  # the next call sees it
 
-    def run(self, request: dict[str, Any], body: int) -> dict[str, Any]:
+    def run(self, request: Request) -> Result:
         """Run the program until it exits, its time is over, or, in a session, its call is done; read what it prints.
 
         Time in which this process stood still for STALL_S does not count. All that the program started is dead after
         it; in a session, stopped.
 
-        Returns:
-            status ("Finished" or "TimeLimitExceeded"), return_code (None after a timeout, -N after signal N),
-            execution_time (s), stdout and stderr (number of bytes kept, of bytes written), alive (the session goes on),
-            spent (a process is stuck in the kernel, where no signal reaches it: this worker can take no other request).
         Raises:
             SetUpError: see there.
         """
+        for buffer in self.buffers:
+            buffer.reset()
         started = time.monotonic()
-        deadline = started + request["run_timeout"]
+        deadline = started + request.run_timeout
         if self.program is None:
-            self.program = self.start_program(request, body)
+            self.program = self.start_program(request)
         else:
-            self.program.call(body)
+            self.program.call(request.body)
         program = self.program
-        fcntl.fcntl(body, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
+        fcntl.fcntl(request.body, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
         poller = select.poll()
         poller.register(program.pidfd, select.POLLIN)
         poller.register(self.connection, 0)  # POLLHUP alone: the server closed its end, nobody waits for the answer
         if program.control:
             poller.register(program.control, select.POLLIN)
         streams = dict(zip(program.pipes, self.buffers, strict=True))
-        for fd, buffer in streams.items():
-            buffer.reset()
+        for fd in streams:
             poller.register(fd, select.POLLIN)
-        status = "Finished"
+        timed_out = False
         return_code = None  # of a call that is done in a session that goes on
-        memory_limit, several = request["memory_limit_MB"] << 20, self.layers.allow_subprocess
+        memory_limit, several = request.memory_limit_MB << 20, self.layers.allow_subprocess
         next_check = started + MEMORY_CHECK_S if memory_limit > 0 and self.layers.layers else math.inf
         if not several:  # RLIMIT_AS bounds the pages of the one process; this bounds its page tables
             memory_limit += self.address_space
@@ -195,7 +209,7 @@ class Worker:
             if now > wake + STALL_S:  # and so did the program, perhaps: this wait does not count
                 deadline += now - asked
             if now >= deadline:
-                status = "TimeLimitExceeded"
+                timed_out = True
                 break
             if now >= next_check:
                 if excess := memory_excess(program.pids(), memory_limit, uid=self.layers.uid, several=several):
@@ -208,7 +222,7 @@ class Worker:
             wake = max(wake, asked)  # what was checked above took its time
             ready = [fd for fd, _ in poller.poll(math.ceil((wake - asked) * 1000))]
             for fd in ready:
-                if fd in streams and not streams[fd].read_from(fd):
+                if fd in streams and streams[fd].read_from(fd) == 0:
                     poller.unregister(fd)
             if program.pidfd in ready or self.connection.fileno() in ready:
                 break
@@ -221,7 +235,7 @@ class Worker:
                 break
         execution_time = time.monotonic() - started
         alive = return_code is not None and program.stop()
-        if self.disk and not excess and status == "Finished":  # what it wrote since the last check
+        if self.disk and not excess and not timed_out:  # what it wrote since the last check
             excess = self.disk.excess(program.pids() if alive else ())
             alive = alive and not excess
         gone = True
@@ -241,31 +255,25 @@ class Worker:
         with contextlib.suppress(BlockingIOError):  # no complaint
             raise SetUpError(f"the program could not be set up: {os.read(self.setup_r, CHUNK).decode()}")
         if return_code == -signal.SIGXCPU:  # several threads used up the CPU time before the wall clock ran out
-            status = "TimeLimitExceeded"
-        return {
-            "status": status,
-            "return_code": None if status == "TimeLimitExceeded" else return_code,
-            "execution_time": execution_time,
-            "stdout": [len(self.buffers[0].kept()), self.buffers[0].total],
-            "stderr": [len(self.buffers[1].kept()), self.buffers[1].total],
-            "alive": alive,
-            "spent": not gone,
-        }
+            timed_out = True
+        return Result(timed_out, return_code, execution_time, alive, not gone)
 
-    def start_program(self, request: dict[str, Any], body: int) -> "Program":
+    def start_program(self, request: Request) -> Program:
         out_r, out_w = os.pipe()
         err_r, err_w = os.pipe()
         ours = theirs = None
-        if request["session"]:
+        if request.session:
             ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
             ours.setblocking(False)  # a program that reads nothing must not hang its worker
+        if self.disk:
+            self.disk.reset()
         preload.renew()
         self.layers.restart_process_ids()
         pid = fork()
         if pid < 0:
             raise OSError(ctypes.get_errno(), "fork")
         if pid == 0:
-            become_program(self, request, body, out_w, err_w, theirs)
+            become_program(self, request, out_w, err_w, theirs)
         os.close(out_w)
         os.close(err_w)
         if theirs:
@@ -274,27 +282,38 @@ class Worker:
             os.set_blocking(fd, False)
         return Program(pid, os.pidfd_open(pid), (out_r, err_r), ours, bytearray())
 
-    def send(self, answer: dict[str, Any], blobs: list[memoryview], files: dict[str, int]) -> None:
-        """Send one answer; raises OSError when the server has gone, which ends the worker."""
-        send(self.connection, answer)
-        for blob in filter(len, blobs):
-            self.connection.sendall(blob)
-        for path, fd in files.items():
-            size = answer["files"][path]
-            with open(fd, "rb") as file:
-                sent = self.connection.sendfile(file, count=size) if size else 0
-                if sent < size:  # a process of the session was not stopped, and cut the file
-                    self.connection.sendall(bytes(size - sent))
+    def send(self, result: Result, files: list[tuple[int, int]]) -> None:
+        """Send one answer and close the files; raises OSError when the server has gone, which ends the worker."""
+        timed_out, return_code, execution_time, *rest = result
+        counts = [count for buffer in self.buffers for count in (len(buffer.kept()), buffer.total)]
+        LENGTH.pack_into(self.scratch, 0, 0)
+        RESULT.pack_into(self.scratch, LENGTH.size, timed_out, return_code, execution_time, *counts, *rest)
+        scratch = memoryview(self.scratch)
+        parts = [scratch[: LENGTH.size + RESULT.size], *(buffer.kept() for buffer in self.buffers)]
+        sent = self.connection.sendmsg(parts)
+        for part in parts:  # what was too much for once
+            self.connection.sendall(part[sent:])
+            sent = max(sent - len(part), 0)
+        for _, size in files:
+            FETCHED.pack_into(self.scratch, 0, size)
+            self.connection.sendall(scratch[: FETCHED.size])
+        for fd, size in files:
+            if fd >= 0:
+                self.send_file(fd, size)
+
+    def send_file(self, fd: int, size: int) -> None:
+        with open(fd, "rb") as file:
+            sent = self.connection.sendfile(file, count=size) if size else 0
+            if sent < size:  # a process of the session was not stopped, and cut the file
+                self.connection.sendall(bytes(size - sent))
 
 
 class Buffer:
-    """The first `max_bytes` bytes of a stream and the count of all, in memory that forks do not inherit."""
+    """The first `max_bytes` bytes of a stream and the count of all."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.total = max_bytes, 0
-        memory = mmap.mmap(-1, max_bytes + CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_DONTFORK)
-        self.memory = memoryview(memory)
+        self.memory = memoryview(unshared(max_bytes + CHUNK))
 
     def reset(self) -> None:
         self.total = 0

@@ -123,15 +123,15 @@ def test_folder_that_becomes_a_link_leads_nowhere(watch, tmp_path, monkeypatch):
     (aside / "b").chmod(0o500)
     (folder / "a/b").chmod(0)
     watch.folder = str(folder)
-    real_open = os.open
+    real_open = disk.openat
 
-    def open_after_exchange(path: str, *arguments: object, **options: object) -> int:
-        if str(path).endswith("b") and not (folder / "a").is_symlink():
+    def open_after_exchange(parent: int, name: int, flags: int) -> int:
+        if ctypes.string_at(name) == b"b" and not (folder / "a").is_symlink():
             (folder / "a").rename(folder / "was-a")
             (folder / "a").symlink_to(aside)
-        return real_open(path, *arguments, **options)
+        return real_open(parent, name, flags)
 
-    monkeypatch.setattr(disk.os, "open", open_after_exchange)
+    monkeypatch.setattr(disk, "openat", open_after_exchange)
     assert watch.excess([]) == ""
     assert (folder / "a").is_symlink()
     assert (aside / "b").stat().st_mode & 0o777 == 0o500

@@ -66,7 +66,7 @@ async def test_worker_that_hangs_is_replaced(pool, monkeypatch):
 async def test_worker_ends_when_the_server_dies_within_a_request(pool):
     worker = await pool.take_worker()
     process = psutil.Process(worker.pid)
-    worker.connection.send(pool_module.LENGTH.pack(1000))  # and never the 1,000 bytes
+    worker.connection.send(b"\0")  # and never the request
     worker.connection.close()
     await wait_until(lambda: not process.is_running() or process.status() == psutil.STATUS_ZOMBIE)
 
