@@ -70,6 +70,25 @@ pairs = [socket.socketpair() for _ in range(60)]
 for a, _ in pairs: attempt(socket.send_fds, a, [b'x'], [0] * 250)
 time.sleep(0.3)""",
     "streams that never end": "os.set_blocking(1, False)\nfor _ in range(1000): attempt(os.write, 1, b'x' * 100000)",
+    "output that it reads back": """
+ends = [attempt(os.open, f'/proc/self/fd/{fd}', os.O_RDWR | os.O_NONBLOCK) for fd in (1, 2)]
+while True:
+    for fd, end in zip((1, 2), ends): os.write(fd, b'x'); attempt(os.read, end or 0, 100)""",
+    "flags, sizes and owners of its streams": """
+import fcntl
+for fd in (0, 1, 2, 3):
+    for flags in (0o4000, 0o40000, 0o20000): attempt(fcntl.fcntl, fd, 4, flags)
+    for command in (8, 10, 1024, 1031): attempt(fcntl.fcntl, fd, command, 1)
+    for change in (os.fchmod, os.ftruncate, os.fsync): attempt(change, fd, *(0,) * (change != os.fsync))
+for i in range(3000): attempt(os.write, 1, b'x' * i)""",
+    "output that is pages of a file which it cuts": """
+open('f', 'wb').write(bytes(400000))
+file = os.open('f', os.O_RDWR)
+for _ in range(50): attempt(os.splice, file, 1, 65536, 0); os.ftruncate(file, 0); os.pwrite(file, bytes(400000), 0)""",
+    "socket that is shut down": """
+for how in (0, 1, 2): attempt(lambda: socket.socket(fileno=os.dup(3)).shutdown(how))
+time.sleep(9)""",
+    "socket that is full": "attempt(os.set_blocking, 3, False)\nfor i in range(3000): attempt(os.write, 3, b'x' * i)",
     "its input taken apart": "os.lseek(0, 0, 0) if not os.isatty(0) else 0\nos.close(0)\nsys.stdin.read()",
     # signals and processes
     "stops itself": "os.kill(os.getpid(), signal.SIGSTOP)",
@@ -79,6 +98,19 @@ time.sleep(0.3)""",
     "kills all": "attempt(os.kill, -1, 9)",
     "kills its group": "os.killpg(0, 9)",
     "kills itself by every signal": "for n in range(1, 65):\n    if n != 19: attempt(os.kill, os.getpid(), n)",
+    "memory and descriptors of its parent": """
+for pid in (os.getppid(), 1):
+    for number in (310, 311, 312, 279, 256): libc.syscall(number, pid, 0, 0, 0, 0, 0)
+    for number in (438, 440, 448, 424): libc.syscall(number, attempt(os.pidfd_open, pid) or 0, 0, 0, 0, 0, 0)""",
+    "priority and limits of its parent": """
+for pid in (os.getppid(), 1):
+    for which in (0, 1, 2): attempt(os.setpriority, which, pid, 19)
+    attempt(os.sched_setaffinity, pid, {0}); attempt(os.sched_setscheduler, pid, 5, os.sched_param(0))
+    attempt(resource.prlimit, pid, resource.RLIMIT_NOFILE, (1, 1)); attempt(resource.prlimit, pid, 0, (0, 0))
+    libc.syscall(251, 1, pid, 3 << 13); libc.setpgid(pid, 0)""",
+    "leader that ends before its threads": """
+threading.Thread(target=lambda: (time.sleep(0.2), os.write(1, b'x'))).start()
+libc.syscall(60, 3)""",
     "traces its parent": "print(libc.ptrace(16, os.getppid(), 0, 0), libc.ptrace(0x4206, os.getppid(), 0, 0))",
     "traced by its parent": "libc.ptrace(0, 0, 0, 0)\nos.kill(os.getpid(), signal.SIGTRAP)",
     "hides from its worker": "libc.prctl(4, 0, 0, 0, 0)\nlibc.prctl(1, 0, 0, 0, 0)",
@@ -179,6 +211,13 @@ for i in range(9):
     if os.fork() == 0:
         while True: open(f'{i}', 'wb').write(bytes(30 << 20))
 time.sleep(9)""",
+    "children that go on writing": """
+for fd in (1, 3):
+    if os.fork() == 0:
+        os.setsid()
+        while True: attempt(os.write, fd, b'x' * 20)
+time.sleep(0.1)""",
+    "children of its parent": "if libc.syscall(56, 0x8000 | 17, 0, 0, 0, 0) == 0: time.sleep(99)\ntime.sleep(0.1)",
     "child that is traced": """
 if os.fork() == 0: libc.ptrace(0, 0, 0, 0); os.kill(os.getpid(), 19)
 time.sleep(9)""",

@@ -93,7 +93,11 @@ class DiskWatch:
     def _excess(self, pids: Iterable[int]) -> str:
         pids = list(pids)
         try:
-            self._count_below(os.open(self.folder, OPEN_FOLDER), 1)
+            try:
+                folder = os.open(self.folder, OPEN_FOLDER)
+            except OSError as exc:  # where the program can move or lock it
+                raise Excess(f"its folder is gone ({exc.strerror})") from exc
+            self._count_below(folder, 1)
             with acting_as(self.uid):
                 unnamed = self._open(pids) + self._mapped(pids)
             for inode, num_bytes in unnamed:

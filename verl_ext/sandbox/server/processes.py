@@ -2,10 +2,12 @@
 
 import contextlib
 import errno
+import fcntl
 import os
 import select
 import signal
 import socket
+import termios
 import time
 from typing import NamedTuple
 
@@ -31,7 +33,7 @@ class Program(NamedTuple):
         """Have the program of a session go on with the next request; that it is dead is seen by who waits for it.
 
         Raises:
-            OSError: too many file descriptors are in flight, which is not the program's fault.
+            OSError: too many file descriptors of others are in flight.
         """
         self.signal(signal.SIGCONT)
         deadline = time.monotonic() + SEND_FDS_S
@@ -41,6 +43,10 @@ class Program(NamedTuple):
                 return
             except OSError as exc:
                 if exc.errno != errno.ETOOMANYREFS:
+                    return
+                if any(fcntl.ioctl(self.control, termios.TIOCOUTQ, bytes(4))):
+                    # It has said that calls are done which it has not received: it has them in flight itself.
+                    self.signal(signal.SIGKILL)
                     return
                 if time.monotonic() > deadline:
                     raise

@@ -1,6 +1,21 @@
 """The worker: forks a program per request, reads what it prints, holds its deadline, and cleans up after it.
 
 See zygote.py. What the fork itself does is in program.py.
+
+What a worker and its program both hold, with the calls of the worker on it. Whatever one of them meets is the program's
+doing, and so no failure of the sandbox; a call that you add belongs here, with a test in test_shared_objects.py.
+
+  stdout, stderr     poll, readv. Nothing there, as the program read it itself: poll again. An error: the stream has
+                     ended. At the end, as many reads as a full pipe can take: who still holds it may go on writing.
+  a call's memory    preadv, F_ADD_SEALS, before a program of a session gets it. It can then only be emptied, with which
+  file               the names of files to fetch are gone: none is fetched.
+  a session's        sendmsg, recv, poll. Full or shut: the call never gets there, and its time runs out. Closed, or a
+  socket             message without the token: killed. Its own descriptors in flight: killed (others': our failure).
+  its processes      kill, waitid, waitpid, poll of a pidfd, clocks. Gone: it has ended. Not stopped after its call:
+                     killed. Not dead after SIGKILL: it is given up, and this worker with it.
+  its folder and     openat, getdents, statx, fstat, sendfile. Gone, locked, a link, a pipe, too large: not fetched, and
+  files              the answer says why. Cut while it is sent: zeros. The folder is gone: over the disk limit. It
+                     cannot be removed: the worker ends after its answer.
 """
 
 import contextlib
@@ -31,6 +46,7 @@ MAX_OPEN_FILES = 256
 MEMORY_CHECK_S = 0.05  # at least, between two counts of memory; one takes 0.5 ms
 WATCH_S, STOPPED_CPU_S = 1, 0.05  # how often a stopped program is looked at, and the CPU time that it may have used
 STALL_S = 1.0  # woken later than this, a process was stopped itself, as a frozen container is
+DRAIN_READS = 256  # of a pipe with as many buffers as one may have, each a packet
 SCRATCH_BYTES = 8192  # for a name of a file, and for what goes before and after it
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
@@ -184,10 +200,11 @@ class Worker:
         deadline = started + request.run_timeout
         if self.program is None:
             self.program = self.start_program(request)
+            fcntl.fcntl(request.body, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
         else:
+            fcntl.fcntl(request.body, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)  # first: the program could do it, too
             self.program.call(request.body)
         program = self.program
-        fcntl.fcntl(request.body, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SEAL)
         poller = select.poll()
         poller.register(program.pidfd, select.POLLIN)
         poller.register(self.connection, 0)  # POLLHUP alone: the server closed its end, nobody waits for the answer
@@ -243,10 +260,9 @@ class Worker:
             wait_status, gone = kill_all(program)
             return_code = -signal.SIGKILL if wait_status is None or excess else os.waitstatus_to_exitcode(wait_status)
         for fd, buffer in streams.items():  # what the dead left in the pipes
-            # BlockingIOError: a process that is not ours to kill holds the other end; in a session, its program
-            with contextlib.suppress(BlockingIOError):
-                while buffer.read_from(fd):
-                    pass
+            for _ in range(DRAIN_READS):  # who still has it open, as the program of a session, may go on writing
+                if buffer.read_from(fd) <= 0:
+                    break
         if excess:
             self.buffers[1].append(f"\nKilled: {excess}\n".encode())
         if not alive:
@@ -319,9 +335,18 @@ class Buffer:
         self.total = 0
 
     def read_from(self, fd: int) -> int:
-        """Read once what `fd` has, beyond `max_bytes` over what came before; 0 at the end of the stream."""
+        """Read once what a pipe has, beyond `max_bytes` over what came before; 0 at its end, -1 if there is nothing.
+
+        The program can open its pipe for reading, too, and take what `poll` saw. What it has spliced there can fail to
+        be read (EIO, ENODATA), and then stays in front of all that follows: this is the end.
+        """
         start = min(self.total, self.max_bytes)
-        count = os.readv(fd, [self.memory[start : start + CHUNK]])
+        try:
+            count = os.readv(fd, [self.memory[start : start + CHUNK]])
+        except BlockingIOError:
+            return -1
+        except OSError:
+            return 0
         self.total += count
         return count
 
