@@ -128,6 +128,14 @@ for i in range(20):
     os.unlink(name + str(i))
 time.sleep(0.3)"""
     },
+    "names of its threads": {
+        "code": NAME
+        + """
+import ctypes, threading
+def rename(): ctypes.CDLL(None).prctl(15, name.encode(), 0, 0, 0); time.sleep(0.4)
+for _ in range(4): threading.Thread(target=rename).start()
+rename()"""
+    },
     "too many files": {"code": NAME + "for i in range(9999): open(name + str(i), 'w').write('x' * 40000)"},
     "its time": {"code": NAME + "open(name, 'w')\nwhile True: pass", "run_timeout": 0.3, "fetch_files": [MARK]},
 }
@@ -141,19 +149,22 @@ def test_next_program_finds_no_word_of_the_request_before_in_its_memory(server, 
     assert result["stdout"] == "True []\n", result
 
 
-def test_next_program_finds_no_figure_of_the_request_before_in_its_frames(server):
+def test_next_program_finds_nothing_of_the_request_before_in_its_frames(server):
+    """Such as how many there were, and how much they printed. A float is a time, and of this request."""
     code = """
 import sys
-frame, found = sys._getframe(), []
-while frame:
-    for value in frame.f_locals.values():
-        for each in (value, *getattr(value, 'buffers', ()), getattr(value, 'disk', None)):
-            found += [x for x in getattr(each, '__dict__', {}).values() if type(x) in (int, float, list)]
-        found += value if type(value) is list else []
+frame, found = sys._getframe().f_back, []
+while frame and frame.f_code.co_name != '<module>':
+    for value in list(frame.f_locals.values()):
+        attributes = [vars(each) for each in getattr(value, 'buffers', [])]
+        for each in (value, *(x for attribute in attributes for x in attribute.values())):
+            if type(each) in (int, list): found.append(each)
     frame = frame.f_back
 print(found)"""
+    server.run("pass")
     first = server.result(code)["stdout"]
-    server.run("import time\nprint('x' * 12345)\ntime.sleep(0.2)", fetch_files=["a", "main.py"])
+    assert first.startswith("[")
+    server.run("print('x' * 12345)", fetch_files=["a", "main.py"])
     assert server.result(code)["stdout"] == first
 
 
