@@ -2,6 +2,7 @@
 
 import base64
 import json
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from tests.unit.sandbox.server_process import (
     wait_until,
 )
 from tests.unit.sandbox.test_server import read_metrics
+from verl_ext.sandbox.server.worker import is_over_cpu_limit
 
 # --- limits
 
@@ -29,10 +31,68 @@ def test_timeout_keeps_partial_output_and_has_no_return_code(server):
     assert result == {"status": "TimeLimitExceeded", "return_code": None, "stdout": "partial\n", "stderr": ""}
 
 
-def test_cpu_time_of_threads_counts_as_timeout(server):
-    code = "import os, resource as r\nprint(r.getrlimit(r.RLIMIT_CPU), flush=True)\nos.kill(os.getpid(), 24)"
-    result = server.result(code, run_timeout=2.5)
-    assert (result["status"], result["stdout"]) == ("TimeLimitExceeded", "(4, 5)\n")
+@pytest.mark.parametrize(
+    ("return_code", "used_s", "is_over"),
+    [
+        (-signal.SIGXCPU, 4.0, True),  # by 2.5 s of wall clock, several threads may use 4 s
+        (-signal.SIGXCPU, 3.7, True),
+        (-signal.SIGXCPU, 3.5, False),
+        (-signal.SIGKILL, 5.0, True),  # it ignored the first
+        (-signal.SIGKILL, 0.1, False),
+        (-signal.SIGSEGV, 5.0, False),
+        (0, 5.0, False),
+        (152, 5.0, False),
+        (None, 5.0, False),
+    ],
+)
+def test_cpu_time_of_threads_counts_as_timeout(return_code, used_s, is_over):
+    assert is_over_cpu_limit(return_code, used_s, run_timeout=2.5) is is_over
+
+
+def test_cpu_limit_of_a_program(server):
+    code = "import resource as r\nprint(r.getrlimit(r.RLIMIT_CPU))"
+    assert server.result(code, run_timeout=2.5)["stdout"] == "(4, 5)\n"
+
+
+@pytest.mark.parametrize("number", ["XCPU", "KILL", "ALRM", "PROF", "VTALRM", "XFSZ", "TERM", "USR1", "SEGV", "PIPE"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "os.kill(os.getpid(), N)",
+        "signal.raise_signal(N)",
+        "signal.pthread_kill(threading.get_ident(), N)",
+        "threading.Thread(target=os.kill, args=(os.getpid(), N)).start(); time.sleep(5)",
+    ],
+    ids=["kill", "raise", "pthread_kill", "thread"],
+)
+def test_program_that_sends_itself_a_signal_is_no_timeout(server, number, how):
+    code = f"import os, signal, threading, time\nN = signal.SIG{number}\nprint('x', flush=True)\n"
+    code += "" if number == "KILL" else "signal.signal(N, signal.SIG_DFL)\n"
+    result = server.result(code + how, run_timeout=20)
+    expected = ("Finished", -signal.Signals[f"SIG{number}"], "x\n")
+    assert (result["status"], result["return_code"], result["stdout"]) == expected
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import resource\nresource.setrlimit(resource.RLIMIT_CPU, (1, 2))\nwhile True: pass",
+        "import signal\nsignal.setitimer(signal.ITIMER_PROF, 0.05)\nwhile True: pass",
+        "import signal\nsignal.setitimer(signal.ITIMER_VIRTUAL, 0.05)\nwhile True: pass",
+        "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.05)\nwhile True: pass",
+    ],
+)
+def test_program_that_shortens_its_own_time_is_no_timeout(server, code):
+    result = server.result(code, run_timeout=20)
+    assert result["status"] == "Finished"
+    assert result["return_code"] < 0
+
+
+@pytest.mark.parametrize("code", [24, 124, 137, 152, 232, 247])
+def test_exit_code_that_looks_like_a_signal_is_none(server, code):
+    for line in (f"import sys; sys.exit({code})", f"import os; os._exit({code})"):
+        result = server.result(line)
+        assert (result["status"], result["return_code"]) == ("Finished", code)
 
 
 def test_program_that_ignores_signals_is_killed_at_its_time_limit(server):

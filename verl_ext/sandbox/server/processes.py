@@ -89,10 +89,10 @@ class Program(NamedTuple):
             pids = tree_of(os.getpid())[1:]
         return [self.pid, *(pid for pid in pids if pid != self.pid)]
 
-    def cpu_s(self) -> float:
-        """CPU time that its processes have used, as far as they can be seen."""
+    def cpu_s(self, *, with_others: bool = True) -> float:
+        """CPU time that its processes have used, as far as they can be seen; without others, that of the first."""
         total = 0.0
-        for pid in self.pids():
+        for pid in self.pids() if with_others else [self.pid]:
             with contextlib.suppress(OSError):  # it has ended
                 total += time.clock_gettime(~pid << 3 | CPUCLOCK_SCHED)
         return total

@@ -116,12 +116,16 @@ def enter(worker: Any, request: Any, stdout: int, stderr: int, bounded: bool) ->
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     if bounded:  # the wall clock alone bounds each call of a session, which is stopped in between
-        cpu_s = math.ceil(request.run_timeout) + 1
+        cpu_s = cpu_limit_s(request.run_timeout)
         limit(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)  # SIGXCPU at the first, SIGKILL at the second
     _signal.signal(SIGINT, _signal.default_int_handler)
     worker.layers.confine()
     sys.path.insert(0, worker.folder)  # never in the worker, which would import, unconfined, what a program wrote there
     return call
+
+
+def cpu_limit_s(run_timeout: float) -> int:
+    return math.ceil(run_timeout) + 1
 
 
 def read_call(body: int, folder: str, script: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from .disk import MAX_FILE_BYTES, DiskWatch, after_count
 from .isolation import limit
 from .memory import memory_excess
 from .processes import Program, kill_all
-from .program import CHUNK, TOKEN_BYTES, become_program, make_main_module
+from .program import CHUNK, TOKEN_BYTES, become_program, cpu_limit_s, make_main_module
 from .wire import FETCHED, LENGTH, REQUEST, RESULT, unshared
 
 MAX_OPEN_FILES = 256
@@ -257,6 +257,7 @@ class Worker:
             alive = alive and not excess
         gone = True
         if not alive:
+            used_s = program.cpu_s(with_others=False)
             wait_status, gone = kill_all(program)
             return_code = -signal.SIGKILL if wait_status is None or excess else os.waitstatus_to_exitcode(wait_status)
         for fd, buffer in streams.items():  # what the dead left in the pipes
@@ -270,8 +271,8 @@ class Worker:
             self.program = None
         with contextlib.suppress(BlockingIOError):  # no complaint
             raise SetUpError(f"the program could not be set up: {os.read(self.setup_r, CHUNK).decode()}")
-        if return_code == -signal.SIGXCPU:  # several threads used up the CPU time before the wall clock ran out
-            timed_out = True
+        if not alive and not excess and not program.control:
+            timed_out = timed_out or is_over_cpu_limit(return_code, used_s, request.run_timeout)
         return Result(timed_out, return_code, execution_time, alive, not gone)
 
     def start_program(self, request: Request) -> Program:
@@ -322,6 +323,15 @@ class Worker:
             sent = self.connection.sendfile(file, count=size) if size else 0
             if sent < size:  # a process of the session was not stopped, and cut the file
                 self.connection.sendall(bytes(size - sent))
+
+
+def is_over_cpu_limit(return_code: int | None, used_s: float, run_timeout: float) -> bool:
+    """Whether several threads used up the CPU time before the wall clock ran out, and the kernel ended them for it.
+
+    By the time used, since a program can send itself these signals. The kernel counts by clock ticks, and so not quite
+    as `used_s` does.
+    """
+    return return_code in (-signal.SIGXCPU, -signal.SIGKILL) and used_s >= 0.9 * cpu_limit_s(run_timeout)
 
 
 class Buffer:

@@ -206,6 +206,7 @@ print(1, flush=True)
 """
     result = forking.result(code.format(wait=4), memory_limit_MB=256)
     assert (result["return_code"], result["stdout"]) == (-9, "")
+    assert result["stderr"].startswith("\nKilled: memory limit: it has more than 256 MiB")
     assert result["execution_time"] < 3
     result = forking.result(code.format(wait=0.5), memory_limit_MB=1024)
     assert (result["return_code"], result["stdout"]) == (0, "1\n")
