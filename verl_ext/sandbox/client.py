@@ -13,12 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import aiohttp
 
 from verl_ext.sandbox.recovery import Recovery
+from verl_ext.sandbox.result import RunResult
 
 # In the header `Server` of our server's answers: what goes beyond SandboxFusion's contract, only ours can do.
 SERVER_NAME = "verl-retool-sandbox"
@@ -30,40 +31,6 @@ END_TIMEOUT_S = 5.0
 CONTROL_PROGRAM, CONTROL_OUTPUT = "print(6 * 7)", "42\n"  # harms nothing, and shows whether a sandbox works
 CONTROL_TIMEOUT_S = 5.0  # for a server to show, by the control program, that it works
 MIN_LOSSES = 2  # of a program, after which a server that works is not to blame
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """What became of one program.
-
-    `ok`: it ended with exit code 0. `code_error`: it ended with another. `timeout`: it was killed at its time limit;
-    stdout and stderr hold what it had printed. `sandbox_failure`: the sandbox failed, the code is not to blame, and
-    `message` says what happened. A program that every attempt lost, at least two, while its server runs a control
-    program well, is a `code_error` (-9): what a program does to itself must not excuse it.
-    """
-
-    status: Literal["ok", "code_error", "timeout", "sandbox_failure"]
-    stdout: str
-    stderr: str
-    return_code: int | None  # -N after signal N; None after a timeout or a sandbox failure
-    queue_s: float  # waited for a free slot of this client and for a worker of the server, in the last attempt
-    run_s: float  # the program ran
-    attempts: int  # requests sent
-    message: str  # empty unless sandbox_failure
-    session_ended: bool = False  # the program died, or was killed: the next call of its session begins a new one
-
-    def error_text(self, timeout_s: float) -> str:
-        """`stderr`, and what a program that was killed could not say itself; for the model.
-
-        Args:
-            timeout_s: the time limit that the program had.
-        """
-        if self.status == "timeout":
-            return f"{self.stderr}\nTimeoutError: stopped after {timeout_s:g} s"
-        if self.return_code is not None and self.return_code < 0:
-            name = signal.strsignal(-self.return_code)
-            return f"{self.stderr}\nKilled by signal {-self.return_code} ({name})"
-        return self.stderr
 
 
 class SandboxClient:

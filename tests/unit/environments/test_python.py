@@ -57,6 +57,17 @@ def test_model_is_told_of_one_tool_with_one_argument(tool):
         ("6 * 7", "(no output)", "ok"),  # as the model wrote it: nothing is printed for it
         ("import sys; print('out'); print('err', file=sys.stderr)", "out\nerr", "ok"),
         ("import os; os.kill(os.getpid(), 9)", "Killed by signal 9 (Killed)", "code_error"),
+        ("import ctypes; ctypes.string_at(0)", "Killed by signal 11 (Segmentation fault)", "code_error"),
+        ("import os; os.abort()", "Killed by signal 6 (Aborted)", "code_error"),
+        ("import sys; sys.exit(3)", "Exited with code 3", "code_error"),
+        ("exit(1)", "Exited with code 1", "code_error"),
+        ("import os; os._exit(1)", "Exited with code 1", "code_error"),
+        ("raise SystemExit(-1)", "Exited with code 255", "code_error"),
+        ("print(7); quit(2)", "7\nExited with code 2", "code_error"),
+        ("import sys; sys.exit('wrong input')", "wrong input", "code_error"),
+        ("import sys; print('w', file=sys.stderr); exit(2)", "w [exited with code 2]", "code_error"),
+        ("import sys; sys.exit(0)", "(no output)", "ok"),
+        ("print(7); exit()", "7", "ok"),
     ],
 )
 async def test_code_runs_as_the_model_wrote_it(tool, code, text, status):

@@ -1,0 +1,51 @@
+"""What became of one program, and what of it a model is told."""
+
+import signal
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What became of one program.
+
+    `ok`: it ended with exit code 0. `code_error`: it ended with another. `timeout`: it was killed at its time limit;
+    stdout and stderr hold what it had printed. `sandbox_failure`: the sandbox failed, the code is not to blame, and
+    `message` says what happened. A program that every attempt lost, at least two, while its server runs a control
+    program well, is a `code_error` (-9): what a program does to itself must not excuse it.
+    """
+
+    status: Literal["ok", "code_error", "timeout", "sandbox_failure"]
+    stdout: str
+    stderr: str
+    return_code: int | None  # -N after signal N; None after a timeout or a sandbox failure
+    queue_s: float  # waited for a free slot of this client and for a worker of the server, in the last attempt
+    run_s: float  # the program ran
+    attempts: int  # requests sent
+    message: str  # empty unless sandbox_failure
+    session_ended: bool = False  # the program died, or was killed: the next call of its session begins a new one
+
+    def error_text(self, timeout_s: float) -> str:
+        """`stderr`, and how the program ended if it did not say so itself; for the model.
+
+        An exit code of 1 is not told beside a text on stderr, which Python writes for each exception.
+
+        Args:
+            timeout_s: the time limit that the program had.
+        """
+        if self.status == "timeout":
+            return f"{self.stderr}\nTimeoutError: stopped after {timeout_s:g} s"
+        code = self.return_code or 0
+        if code < 0:
+            return f"{self.stderr}\nKilled by signal {-code} ({_signal_name(-code)})"
+        if code and not self.stderr.strip():
+            return f"Exited with code {code}"
+        # On the last line, which may be all that the model is shown.
+        return f"{self.stderr.rstrip()} [exited with code {code}]" if code > 1 else self.stderr
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.strsignal(number) or "unknown"
+    except ValueError:  # of another sandbox's machine
+        return "unknown"
