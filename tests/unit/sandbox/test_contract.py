@@ -57,9 +57,27 @@ def test_wrong_request_is_422_and_names_the_field(server, body, field):
     assert answer["detail"][0]["loc"][:2] == ["body", field]
 
 
-@pytest.mark.parametrize("body", [b"{", b"\xff", b"[]", b"[" * 100_000])
+REQUEST = '{"code": "print(1)", "language": "python"}'
+TWICE = b'{"code": "1", "code": "2", "language": "python"}'
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[]", b"[" * 100_000, b"", b"null", TWICE])
 def test_body_that_is_no_json_object_is_422(server, body):
     assert server.post(body)[0] == 422
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "cp037"])
+def test_body_that_is_not_utf_8_is_422(server, encoding):
+    assert server.post(REQUEST.encode(encoding))[0] == 422
+    assert server.post(REQUEST.encode("utf-8-sig"))[0] == 200
+
+
+@pytest.mark.parametrize("field", ["run_timeout", "compile_timeout", "queue_timeout", "memory_limit_MB", "unknown"])
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", '"nan"', '"inf"', "1e999", f"1{'0' * 400}", f"1{'0' * 5000}"])
+def test_number_that_is_none_or_too_large_is_422(server, field, value):
+    status, _, answer = server.post(f'{REQUEST[:-1]}, "{field}": {value}}}'.encode())
+    is_json = value[0] == '"' or value == "1e999" or len(value) == 401
+    assert status == (200 if field == "unknown" and is_json else 422), answer
 
 
 def test_server_without_sessions_refuses_them_clearly(server):

@@ -26,6 +26,7 @@ from aiohttp import web
 
 from verl_ext.sandbox.launch import PACKAGE_ROOT
 from verl_ext.sandbox.server.api import check_health, make_app
+from verl_ext.sandbox.server.clients import Clients, DescriptorLimitError, max_clients
 from verl_ext.sandbox.server.pool import PRELOAD, Pool
 from verl_ext.sandbox.server.sessions import Sessions
 from verl_ext.sandbox.server.visible import find_exposed
@@ -110,6 +111,10 @@ async def serve(args: argparse.Namespace) -> None:
         loop.add_signal_handler(number, stop.set)
     token = read_token(args.token_file)
     parent = watch_parent(args.parent_pid, stop) if args.parent_pid else None
+    try:
+        limit = max_clients(args.workers, args.max_sessions)
+    except DescriptorLimitError as exc:
+        raise StartError(exc) from None
     listener = listen(args.host, args.port)
     preload = [name for name in args.preload.split(",") if name]
     pool = Pool(
@@ -122,13 +127,14 @@ async def serve(args: argparse.Namespace) -> None:
     sessions = Sessions(pool, max_sessions=args.max_sessions, idle_s=args.session_idle_s)
     app = make_app(pool, sessions, token=token)
     # handler_cancellation: a client that hangs up frees its worker; shutdown_timeout: at a stop, programs are killed
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     try:
         if why := await check_health(pool):
             raise StartError(f"the first program did not run: {why}")
         refuse_exposed_folders(pool.layers)
         await runner.setup()
-        await web.SockSite(runner, listener).start()
+        clients = Clients(runner.server, listener, limit=limit)
+        clients.start()
         port = listener.getsockname()[1]
         if args.port_file:
             partial = args.port_file.with_name(f"{args.port_file.name}.{os.getpid()}")
@@ -153,6 +159,7 @@ async def serve(args: argparse.Namespace) -> None:
             logger.warning("programs have no file system of their own: %s", limit)
         print(f"sandbox ready on http://{args.host}:{port}\nsandbox layers: {', '.join(pool.layers)}", flush=True)
         await stop.wait()
+        clients.stop()
     finally:
         await runner.cleanup()
         sessions.close()
@@ -183,19 +190,24 @@ def refuse_exposed_folders(layers: Sequence[str]) -> None:
 
 def read_token(file: Path | None) -> str | None:
     """The token that requests must carry, None for none. Raises StartError for a file without one."""
+    source = f"--token-file {file}" if file else f"${TOKEN_VARIABLE}"
     try:
-        token = (file.read_text() if file else os.environ.get(TOKEN_VARIABLE, "")).strip()
+        token = (file.read_text(encoding="utf-8") if file else os.environ.get(TOKEN_VARIABLE, "")).strip()
     except OSError as exc:
-        raise StartError(f"--token-file {file}: {exc.strerror}") from exc
+        raise StartError(f"{source}: {exc.strerror}") from exc
+    except UnicodeDecodeError:
+        raise StartError(f"{source} is no UTF-8: expected a token") from None
     if not token and (file or TOKEN_VARIABLE in os.environ):
-        raise StartError(f"{f'--token-file {file}' if file else '$' + TOKEN_VARIABLE} is empty: expected a token")
+        raise StartError(f"{source} is empty: expected a token")
+    if not token.isprintable():  # no header can carry it
+        raise StartError(f"{source} has line breaks or control characters within: expected a token")
     return token or None
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A bound, listening TCP socket; raises StartError when the port is taken."""
     try:
-        return socket.create_server((host, port), backlog=1024)
+        return socket.create_server((host, port), backlog=128)  # more would wait for longer than they are worth
     except OSError as exc:
         if exc.errno == errno.EADDRINUSE:
             raise StartError(

@@ -6,16 +6,19 @@ import hmac
 import json
 import logging
 import os
-from pathlib import PurePosixPath
+from contextlib import AsyncExitStack
 from typing import Annotated, Any, Literal
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import AfterValidator, BaseModel, Field, PlainValidator, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, FailFast, Field, PlainValidator, ValidationError
 
 from verl_ext.sandbox.client import SERVER_NAME
+from verl_ext.sandbox.server.body import Bodies, HeldBytesError
+from verl_ext.sandbox.server.clients import Client, without_quotations
 from verl_ext.sandbox.server.connection import ZygoteEndedError
+from verl_ext.sandbox.server.large import in_turn
 from verl_ext.sandbox.server.metrics import Metrics
 from verl_ext.sandbox.server.pool import CONTROL, Pool, QueueTimeoutError, SandboxError, wrong_with_control
 from verl_ext.sandbox.server.sessions import SessionLimitError, Sessions
@@ -25,14 +28,18 @@ logger = logging.getLogger(__name__)
 PROGRAM_NAME = "main.py"  # folders.SCRIPT
 STDIN_NAME = ".stdin"  # program.read_call's
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # NAME_MAX of Linux; PATH_MAX less what is above the request's folder
-MAX_INPUT_INODES = 2048  # files and folders that `files` makes; namespaces.HOME_INODES has room for as many more
-MAX_BODY_BYTES = 64 << 20
+# Files and folders that `files` makes; namespaces.HOME_INODES has room for as many more. Also names in `fetch_files`.
+MAX_INPUT_INODES = 2048
+MAX_ERRORS = 10  # told of a request; one can have thousands
+MAX_DEPTH = 128  # names in a path: a program with deeper folders is killed where they are counted (disk.py)
 MAX_TIMEOUT_S = 86400.0
 # verl's call_sandbox_api gives up after compile_timeout + run_timeout + 10 s and retries only on 504, so a request may
 # wait compile_timeout (python compiles nothing) and half of the 10 s.
 QUEUE_GRACE_S = 5.0
 PING_QUEUE_S = 10.0  # a queue that lets no program through for this long is not healthy
 RETRY_AFTER_S = 1
+PIECE_S = 10.0  # for a client to take one
+PIECE_BYTES = 3 << 16  # of a file in an answer; a multiple of 3, so that its base64 is that of the file
 # SandboxFusion's RunCodeResponse, with `queue_time` (s) and `session` ({call, alive}) added, and, of a SandboxError,
 # `blameless`: no program can have caused it.
 NO_ANSWER = {"status": "SandboxError", "message": "", "compile_result": None, "run_result": None}
@@ -48,35 +55,60 @@ def _text(value: Any) -> str:
 
 def _path_inside(path: str) -> str:
     """A relative path that stays below the request's folder, and that a file there can have."""
-    parts = PurePosixPath(path).parts
-    if not parts or path.startswith("/") or ".." in parts or "\0" in path:
-        raise ValueError("expected a relative path below the request's folder, without '..' and NUL")
     try:
-        lengths = [len(os.fsencode(part)) for part in parts]
+        length = len(os.fsencode(path))
+        parts = path[: MAX_PATH_BYTES + 1].split("/")
+        longest = max(len(os.fsencode(part)) for part in parts)
     except UnicodeEncodeError:
         raise ValueError("expected a path without lone surrogates") from None
-    if max(lengths) > MAX_NAME_BYTES or len(os.fsencode(path)) > MAX_PATH_BYTES:
+    if not _spelled(parts) or path.startswith("/") or ".." in parts or "\0" in path:
+        raise ValueError("expected a relative path below the request's folder, without '..' and NUL")
+    if longest > MAX_NAME_BYTES or length > MAX_PATH_BYTES:
         raise ValueError(
             f"expected names of at most {MAX_NAME_BYTES} bytes and a path of at most {MAX_PATH_BYTES} bytes, "
-            f"got a name of {max(lengths)} in a path of {len(os.fsencode(path))}"
+            f"got a name of {longest} in a path of {length}"
         )
+    if len(parts) > MAX_DEPTH:
+        raise ValueError(f"expected at most {MAX_DEPTH} names in a path, got {len(parts)}")
     return path
+
+
+def _spelled(parts: list[str]) -> str:
+    """The one spelling of a path. Not by PurePosixPath, whose `parents` take time by the square of their number."""
+    return "/".join(part for part in parts if part not in ("", "."))
 
 
 def _can_be_made_together(files: dict[str, bytes | None]) -> dict[str, bytes | None]:
     """Paths by their one spelling; none is another's folder, the program's name, or there twice."""
-    named = {PurePosixPath(path): content for path, content in files.items()}
+    named = {_spelled(path.split("/")): content for path, content in files.items()}
     if len(named) < len(files):
         raise ValueError("two of the paths are the same file")
-    folders = {folder for path in named for folder in path.parents}
+    folders: set[str] = set()
     for path in named:
-        if path.parts[0] in (PROGRAM_NAME, STDIN_NAME):
-            raise ValueError(f"{path.parts[0]!r} is the sandbox's own: choose another name than {str(path)!r}")
+        first, _, _ = path.partition("/")
+        if first in (PROGRAM_NAME, STDIN_NAME):
+            raise ValueError(f"{first!r} is the sandbox's own: choose another name than {path!r}")
+        folder = path.rpartition("/")[0]
+        while folder and folder not in folders:
+            folders.add(folder)
+            if len(named) + len(folders) > MAX_INPUT_INODES:
+                raise ValueError(f"expected at most {MAX_INPUT_INODES} files and folders, got more")
+            folder = folder.rpartition("/")[0]
+    for path in named:
         if path in folders:
-            raise ValueError(f"{str(path)!r} cannot be a file and a folder of other files")
-    if len(named | dict.fromkeys(folders)) > MAX_INPUT_INODES:
-        raise ValueError(f"expected at most {MAX_INPUT_INODES} files and folders, got {len(named) + len(folders)}")
-    return {str(path): content for path, content in named.items()}
+            raise ValueError(f"{path!r} cannot be a file and a folder of other files")
+    return named
+
+
+def _not_too_many(files: Any) -> Any:
+    """Before any of them is looked at."""
+    if isinstance(files, dict | list) and len(files) > MAX_INPUT_INODES:
+        raise ValueError(f"expected at most {MAX_INPUT_INODES} files, got {len(files)}")
+    return files
+
+
+def _cut(name: str | int) -> str | int:
+    return f"{name[:MAX_NAME_BYTES]}..." if isinstance(name, str) and len(name) > MAX_NAME_BYTES else name
 
 
 def _from_base64(content: Any) -> bytes:
@@ -93,7 +125,9 @@ Text = Annotated[str, PlainValidator(_text)]
 Timeout = Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)]
 Path = Annotated[str, AfterValidator(_path_inside)]
 Files = Annotated[
-    dict[Path, Annotated[bytes, PlainValidator(_from_base64)] | None], AfterValidator(_can_be_made_together)
+    dict[Path, Annotated[bytes, PlainValidator(_from_base64)] | None],
+    AfterValidator(_can_be_made_together),
+    BeforeValidator(_not_too_many),
 ]
 
 
@@ -102,13 +136,13 @@ class RunCodeRequest(BaseModel):
 
     code: Text
     language: Literal["python"]
-    compile_timeout: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_S)] = 10  # s, allowed for queueing
+    compile_timeout: Annotated[float, Field(ge=0, le=MAX_TIMEOUT_S, allow_inf_nan=False)] = 10  # s, for queueing
     run_timeout: Timeout = 10  # s, wall clock
     # Of address space, on top of what the preloaded packages take. With --allow-subprocess also of all processes.
     memory_limit_MB: Annotated[int, Field(le=1 << 30)] = 1024  # <= 0: no limit
     stdin: Text | None = None
     files: Files = {}  # path: base64; null: no file
-    fetch_files: list[Path] = []
+    fetch_files: Annotated[list[Path], FailFast(), BeforeValidator(_not_too_many)] = []
     queue_timeout: Timeout | None = None  # s; default compile_timeout + 5
     session_id: Annotated[str, Field(min_length=1, max_length=128)] | None = None
     echo_last_expression: bool = False  # print what a last bare expression gives, as a Python prompt does
@@ -120,31 +154,42 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
     Args:
         token: what every request must carry as `Authorization: Bearer ...`; None: nothing.
     """
-    metrics = Metrics(pool, sessions)
+    metrics, bodies = Metrics(pool, sessions), Bodies()
     health: asyncio.Task | None = None  # of all who ask meanwhile
 
-    async def run_code(http_request: web.Request) -> web.Response:
+    async def run_code(http_request: web.Request) -> web.StreamResponse:
         outcome = "hung_up"  # unless it comes to an answer
         try:
             response, outcome = await _run_code(http_request)
             return response
-        except web.HTTPException:  # 413: a body over the limit
+        except web.HTTPException:  # 408, 413: a body that is too slow, or over the limit
             outcome = "rejected"
             raise
-        except Exception:  # a bug, or no descriptors left: aiohttp answers 500
+        except ConnectionError:  # it hung up while it was sent the answer
+            raise
+        except Exception:  # a bug, or no descriptors left: the answer is 500
             outcome = "sandbox_error"
             raise
         finally:
             metrics.requests.labels(outcome).inc()
 
-    async def _run_code(http_request: web.Request) -> tuple[web.Response, str]:
-        try:
-            request = RunCodeRequest.model_validate(json.loads(await http_request.read()))
-        except ValidationError as exc:
-            errors = exc.errors(include_url=False, include_input=False, include_context=False)
-            return reject(*(error | {"loc": ["body", *error["loc"]]} for error in errors))
-        except (ValueError, RecursionError, web.RequestPayloadError) as exc:  # the last: no gzip, say, though told so
-            return reject({"type": "json_invalid", "loc": ["body"], "msg": f"JSON: {exc}"})
+    async def _run_code(http_request: web.Request) -> tuple[web.StreamResponse, str]:
+        client: Client = http_request.protocol
+        client.waits()
+        async with AsyncExitStack() as stack:
+            try:
+                request = await stack.enter_async_context(bodies.read(http_request, RunCodeRequest.model_validate))
+            except ValidationError as exc:
+                errors = exc.errors(include_url=False, include_input=False, include_context=False)[:MAX_ERRORS]
+                return reject(*(error | {"loc": ["body", *map(_cut, error["loc"])]} for error in errors))
+            except (ValueError, web.RequestPayloadError) as exc:
+                return reject({"type": "json_invalid", "loc": ["body"], "msg": f"JSON: {exc}"})
+            except HeldBytesError as exc:
+                return overloaded(exc, 503)
+            client.works()
+            return await execute(request, http_request)
+
+    async def execute(request: RunCodeRequest, http_request: web.Request) -> tuple[web.StreamResponse, str]:
         if request.session_id is not None and not sessions.max_sessions:
             why = "this server has no sessions: start it with --max-sessions"
             return reject({"type": "value_error", "loc": ["body", "session_id"], "msg": why})
@@ -154,23 +199,33 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
                 result, queue_time = await pool.run(vars(request), queue_timeout_s=budget_s)
             else:
                 result, queue_time = await sessions.run(request.session_id, vars(request), queue_timeout_s=budget_s)
-        except (QueueTimeoutError, SessionLimitError) as exc:
-            status = 504 if isinstance(exc, QueueTimeoutError) else 503
-            headers = {"Retry-After": str(RETRY_AFTER_S)}
-            return web.json_response({"detail": f"overloaded: {exc}"}, status=status, headers=headers), "overloaded"
+        except QueueTimeoutError as exc:
+            return overloaded(exc, 504)
+        except SessionLimitError as exc:
+            return overloaded(exc, 503)
         except SandboxError as exc:
-            logger.error("%s", exc)
+            logger.error("%s", without_quotations(exc))
             why = {"message": str(exc), "blameless": isinstance(exc, ZygoteEndedError)}
             return web.json_response(NO_ANSWER | why), "sandbox_error"
         metrics.queue_time.observe(queue_time)
         metrics.run_time.observe(result["execution_time"])
         files, not_fetched, alive = result.pop("files"), result.pop("not_fetched"), result.pop("alive")
         status, outcome = ("Success", "ok") if result["return_code"] == 0 else ("Failed", "code_error")
-        body = NO_ANSWER | {"status": status, "run_result": result, "files": files, "queue_time": queue_time}
+        outcome = "timeout" if result["status"] == "TimeLimitExceeded" else outcome
+        body = NO_ANSWER | {"status": status, "run_result": result, "queue_time": queue_time}
         body["message"] = "; ".join(f"{path} was not fetched: {why}" for path, why in not_fetched.items())
         if request.session_id is not None:
             body["session"] = {"call": result.pop("call"), "alive": alive}
-        return web.json_response(body), "timeout" if result["status"] == "TimeLimitExceeded" else outcome
+        text = await in_turn(len(result["stdout"]) + len(result["stderr"]), json.dumps, body)
+        if not files:
+            return web.json_response(text=text), outcome
+        client: Client = http_request.protocol
+        client.waits()
+        return await send_with_files(http_request, text, files), outcome
+
+    def overloaded(exc: Exception, status: int) -> tuple[web.Response, str]:
+        headers = {"Retry-After": str(RETRY_AFTER_S)}
+        return web.json_response({"detail": f"overloaded: {exc}"}, status=status, headers=headers), "overloaded"
 
     def reject(*details: dict[str, Any]) -> tuple[web.Response, str]:
         return web.json_response({"detail": details}, status=422), "rejected"
@@ -192,20 +247,26 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
 
     @web.middleware
     async def check_sender(http_request: web.Request, handler: Handler) -> web.StreamResponse:
+        client: Client = http_request.protocol
+        client.is_chunked = "Transfer-Encoding" in http_request.headers
         if "Origin" in http_request.headers:  # a page in a browser on this machine, where loopback protects nothing
             return web.json_response({"detail": "requests from web pages are refused"}, status=403)
         if token is not None:
             sent = http_request.headers.get("Authorization", "")
-            if not hmac.compare_digest(sent.encode("utf-8", "surrogateescape"), f"Bearer {token}".encode()):
+            if not hmac.compare_digest(os.fsencode(sent), os.fsencode(f"Bearer {token}")):
                 headers = {"WWW-Authenticate": "Bearer"}
                 body = {"detail": "expected the header Authorization: Bearer <token>"}
                 return web.json_response(body, status=401, headers=headers)
-        return await handler(http_request)
+        client.works()
+        try:
+            return await handler(http_request)
+        finally:
+            client.waits()
 
     async def name_server(_: web.Request, response: web.StreamResponse) -> None:
         response.headers["Server"] = SERVER_NAME
 
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[check_sender])
+    app = web.Application(middlewares=[check_sender])
     app.on_response_prepare.append(name_server)
     app.add_routes(
         [
@@ -216,6 +277,38 @@ def make_app(pool: Pool, sessions: Sessions, *, token: str | None = None) -> web
         ]
     )
     return app
+
+
+async def send_with_files(http_request: web.Request, text: str, files: dict[str, memoryview]) -> web.StreamResponse:
+    """Answer with the JSON object `text` and `files`, in base64, in pieces and as fast as the client takes them.
+
+    As a whole, the largest answer would take a second of the event loop, and several times its size of memory.
+    """
+    head, _, tail = text.partition('"files": {}')  # not within a string, where quotation marks are escaped
+    pieces = [head.encode() + b'"files": {']
+    for i, (path, content) in enumerate(files.items()):
+        pieces.append(f'{", " if i else ""}{json.dumps(path)}: "'.encode())
+        pieces += [content[start : start + PIECE_BYTES] for start in range(0, len(content), PIECE_BYTES)]
+        pieces.append(b'"')
+    pieces.append(b"}" + tail.encode())
+    response = web.StreamResponse(headers={"Content-Type": "application/json; charset=utf-8"})
+    response.content_length = sum(map(_length, pieces))
+    await response.prepare(http_request)
+    try:
+        for piece in pieces:
+            async with asyncio.timeout(PIECE_S):
+                await response.write(
+                    binascii.b2a_base64(piece, newline=False) if isinstance(piece, memoryview) else piece
+                )
+    except TimeoutError:
+        client: Client = http_request.protocol
+        client.drop()  # ends this task, too
+    await response.write_eof()
+    return response
+
+
+def _length(piece: bytes | memoryview) -> int:
+    return (len(piece) + 2) // 3 * 4 if isinstance(piece, memoryview) else len(piece)
 
 
 async def check_health(pool: Pool) -> str | None:

@@ -1,13 +1,13 @@
 """The server's end of one worker process: what goes over its socket (wire.py). The other end is in `worker.py`."""
 
 import asyncio
-import base64
 import codecs
 import contextlib
 import errno
 import fcntl
-import io
+import hashlib
 import json
+import marshal
 import os
 import signal
 import socket
@@ -58,9 +58,8 @@ class Worker:
         self.pid, self.layers, self.off = hello["pid"], hello["layers"], hello["off"]
         self._pidfd = os.pidfd_open(self.pid)
 
-    async def call(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    async def call(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytearray]:
         """Send a request; returns the answer's header and the bytes after it. Raises OSError or EOFError."""
-        self._received.clear()
         names = list(dict.fromkeys(request["fetch_files"]))
         body = os.memfd_create("request", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -72,7 +71,8 @@ class Worker:
             header = await self._receive_answer(names)
             if "error" not in header:
                 await self._receive_up_to(header["stdout"][0] + header["stderr"][0] + sum(header["files"].values()))
-            return header, bytes(self._received)
+            received, self._received = self._received, bytearray()  # an idle worker holds no answer
+            return header, received
         finally:
             self.started = bool(fcntl.fcntl(body, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL)
             with contextlib.suppress(PermissionError):  # without seccomp, a program can prevent it
@@ -149,6 +149,11 @@ class Worker:
         return os.dup(self._pidfd)
 
 
+def digest(request: dict[str, Any]) -> bytes:
+    """A program, to know it again by."""
+    return hashlib.sha256(marshal.dumps([request["code"], request["stdin"]])).digest()
+
+
 async def send_fd(connection: socket.socket, message: bytes, fd: int) -> None:
     """Send a file descriptor; waits while the user's processes together have too many in flight (ETOOMANYREFS)."""
     while True:
@@ -161,15 +166,19 @@ async def send_fd(connection: socket.socket, message: bytes, fd: int) -> None:
         await asyncio.sleep(SEND_FDS_PAUSE_S)
 
 
-def with_blobs(header: dict[str, Any], blobs: bytes) -> dict[str, Any]:
+def with_blobs(header: dict[str, Any], blobs: bytearray) -> dict[str, Any]:
     """Replace the byte counts of an answer's header by what they count."""
-    rest = io.BytesIO(blobs)
-    streams = {name: _decode(rest.read(header[name][0]), header[name][1]) for name in ("stdout", "stderr")}
-    files = {path: base64.b64encode(rest.read(size)).decode() for path, size in header["files"].items()}
-    return header | streams | {"files": files}
+    rest = memoryview(blobs)  # of which no copy is made: it may be the 64 MiB of folders.MAX_FETCH_BYTES
+    replaced: dict[str, Any] = {"files": {}}
+    for name in ("stdout", "stderr"):
+        kept, total = header[name]
+        replaced[name], rest = _decode(rest[:kept], total), rest[kept:]
+    for path, size in header["files"].items():
+        replaced["files"][path], rest = rest[:size], rest[size:]
+    return header | replaced
 
 
-def _decode(kept: bytes, total: int) -> str:
+def _decode(kept: memoryview, total: int) -> str:
     """Output as text, invalid UTF-8 as U+FFFD, with a last line that says how much was cut."""
     cut = total - len(kept)
     # final=False drops the first bytes of a character that the cut split.

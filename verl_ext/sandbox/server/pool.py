@@ -5,11 +5,9 @@ Nothing here knows of HTTP; what runs the code is in `zygote.py`, and what goes 
 """
 
 import asyncio
-import hashlib
 import itertools
 import json
 import logging
-import marshal
 import os
 import secrets
 import shutil
@@ -30,6 +28,7 @@ from verl_ext.sandbox.server.connection import (
     SandboxError,
     Worker,
     ZygoteEndedError,
+    digest,
     send_fd,
     with_blobs,
 )
@@ -169,19 +168,19 @@ class Pool:
                 again here; it is remembered, so that the client's next attempt counts as the second.
         Returns:
             status ("Finished" or "TimeLimitExceeded"), return_code, execution_time (s), stdout, stderr,
-            files {path: base64}, not_fetched {path: why}, alive (of a session: it goes on).
+            files {path: memoryview}, not_fetched {path: why}, alive (of a session: it goes on).
         Raises:
             SandboxError: the zygote or the worker died or did not answer, or the program could not be set up.
             ZygoteEndedError: see there; not where a program could have done it.
         """
         started = time.monotonic()
-        program = hashlib.sha256(marshal.dumps([request["code"], request["stdin"]])).digest()
         try:
-            return await self._ended(request, program)
+            return await self._ended(request)
         except LostProgramError as first:
             failure = first
         if self._options["isolation"] == "none":  # any program may kill what it likes: a loss says nothing about one
             raise failure
+        program = digest(request)
         if program not in self._lost:
             self._lost[program] = None
             if len(self._lost) > MAX_REMEMBERED:
@@ -189,7 +188,7 @@ class Pool:
             if time.monotonic() - started > spare_s:
                 raise failure
             try:
-                return await self._ended(request, program)
+                return await self._ended(request)
             except LostProgramError as second:
                 failure = second
         if why := await self._control():
@@ -197,10 +196,11 @@ class Pool:
         stderr = "Killed: the process that ran this program died with it, twice\n"
         return _blamed(request, "Finished", -signal.SIGKILL, stderr, time.monotonic() - started)
 
-    async def _ended(self, request: dict[str, Any], program: bytes) -> dict[str, Any]:
+    async def _ended(self, request: dict[str, Any]) -> dict[str, Any]:
         """What a program gave that was not lost: whatever killed its worker before, the program did not."""
         result = await self._execute(request)
-        self._lost.pop(program, None)
+        if self._lost:
+            self._lost.pop(digest(request), None)
         return result
 
     async def _execute(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ def refused(server: Server, **fields: object) -> str:
         (["."], "below the request's folder"),
         ([""], "below the request's folder"),
         ([f"d{i}/f" for i in range(1500)], "at most 2048 files and folders"),
+        (["d/" * 1200 + "f"], "at most 128 names in a path, got 1201"),
     ],
     ids=lambda value: str(value)[:30],
 )

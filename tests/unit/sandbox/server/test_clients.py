@@ -1,0 +1,413 @@
+"""Connections: how many there may be, how long each may take, and what the log says of them."""
+
+import asyncio
+import base64
+import hashlib
+import json
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from functools import cache
+
+import psutil
+import pytest
+from aiohttp import web
+
+from tests.unit.sandbox.server_process import LAUNCHER, REPOSITORY, Server, wait_until
+from verl_ext.sandbox.server import api, body, clients
+from verl_ext.sandbox.server.clients import Clients, log_failure, without_quotations
+from verl_ext.sandbox.server.pool import Pool
+from verl_ext.sandbox.server.sessions import Sessions
+
+TOKEN = "correct-horse-battery"
+AUTHORIZATION = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def post(content: bytes, *headers: str, length: int | None = None) -> bytes:
+    lines = ["POST /run_code HTTP/1.1", "Host: x", f"Content-Length: {len(content) if length is None else length}"]
+    return "\r\n".join([*lines, *headers, "", ""]).encode() + content
+
+
+def body_of(**fields: object) -> bytes:
+    return json.dumps({"code": "pass", "language": "python"} | fields).encode()
+
+
+# --- one client's requests and all others
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[Server]:
+    """It asks for a token, has one worker and may have 200 files open."""
+    environment = pytest.MonkeyPatch()
+    environment.setenv("SANDBOX_TOKEN", TOKEN)
+    launcher = ("prlimit", "--nofile=200:200", *LAUNCHER)
+    server = Server("--preload", "", workers=1, launcher=launcher)
+    environment.undo()
+    yield server
+    server.stop()
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rsplit(":")[-1])), timeout=30)
+
+
+def first_line(connection: socket.socket) -> str:
+    """Of the answer; "" for none."""
+    try:
+        with connection.makefile("rb") as file:
+            return file.readline().decode().strip()
+    except ConnectionError:
+        return ""
+
+
+def run(server: Server, code: str = "print(6 * 7)", **fields: object) -> dict:
+    return server.post(body_of(code=code, **fields), **AUTHORIZATION)[2]["run_result"]
+
+
+@cache
+def bomb(megabytes: int) -> bytes:
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    return b"".join([packer.compress(bytes(1 << 20)) for _ in range(megabytes)]) + packer.flush()
+
+
+MIB = 1 << 20
+
+
+def unknown(value: bytes, count: int) -> bytes:
+    return b'{"code": "1", "language": "python", "x": [' + value * count + b"0]}"
+
+
+BIG_REQUESTS = {
+    "deep names": lambda: body_of(files={f"{i}/" + "a/" * 1700 + "x": "" for i in range(100)}),
+    "deep names below one folder": lambda: body_of(files={"a/" * 1700 + str(i): "" for i in range(500)}),
+    "one name of megabytes": lambda: body_of(files={"a/" * (2 * MIB): ""}),
+    "names to fetch": lambda: body_of(fetch_files=[0] * 250_000),
+    "names to fetch, less than is counted": lambda: body_of(fetch_files=[0] * 20_000),
+    "deep names to fetch": lambda: body_of(fetch_files=["a/" * 1700 + str(i) + "/.." for i in range(500)]),
+    "wrong files": lambda: body_of(files={str(i): "!" for i in range(16_000)}),
+    "arrays in an unknown field": lambda: (
+        b'{"code": "1", "language": "python", "x": [' + b"[]," * (8 * MIB // 3) + b"0]}"
+    ),
+    "strings in an unknown field": lambda: (
+        b'{"code": "1", "language": "python", "x": [' + b'"",' * (8 * MIB // 3) + b"0]}"
+    ),
+    "objects in an unknown field": lambda: unknown(b'{"a":1},', MIB),
+}
+
+
+@pytest.mark.parametrize("content", BIG_REQUESTS.values(), ids=BIG_REQUESTS)
+def test_request_is_refused_for_little_time_and_memory(guarded, content):
+    process = psutil.Process(guarded.process.pid)
+    content = content()
+    run(guarded)
+    cpu, memory = process.cpu_times(), process.memory_info().rss
+    status, _, answer = guarded.post(content, **AUTHORIZATION)
+    used = process.cpu_times()
+    assert status == 422
+    assert len(json.dumps(answer)) < 50_000
+    assert used.user + used.system - cpu.user - cpu.system < 0.5
+    assert process.memory_info().rss - memory < 50 * MIB
+    assert run(guarded)["stdout"] == "42\n"
+
+
+@pytest.mark.parametrize(
+    ("encoding", "headers", "line"),
+    [
+        ("gzip", ["Authorization: Bearer " + TOKEN], "HTTP/1.1 422 Unprocessable Entity"),
+        ("gzip", [], "HTTP/1.1 401 Unauthorized"),
+        ("gzip", ["Authorization: Bearer wrong"], "HTTP/1.1 401 Unauthorized"),
+        ("gzip, gzip", ["Authorization: Bearer " + TOKEN], "HTTP/1.1 422 Unprocessable Entity"),
+        ("deflate", [], "HTTP/1.1 401 Unauthorized"),
+        ("br", [], "HTTP/1.1 401 Unauthorized"),
+        ("zstd", ["Authorization: Bearer " + TOKEN], "HTTP/1.1 422 Unprocessable Entity"),
+    ],
+)
+def test_no_body_is_unpacked(guarded, encoding, headers, line):
+    process = psutil.Process(guarded.process.pid)
+    request = post(bomb(400), f"Content-Encoding: {encoding}", *headers)
+    before = process.cpu_times().user
+    with ExitStack() as stack:
+        connections = [stack.enter_context(connect(guarded)) for _ in range(4)]
+        for connection in connections:
+            connection.sendall(request)
+        assert [first_line(connection) for connection in connections] == [line] * 4
+    assert process.cpu_times().user - before < 0.5
+
+
+@pytest.mark.parametrize("headers", [[], ["Authorization: Bearer " + TOKEN]], ids=["no token", "token"])
+def test_chunks_of_a_byte_do_not_take_the_server_s_time(guarded, headers):
+    head = "\r\n".join(["POST /run_code HTTP/1.1", "Host: x", "Transfer-Encoding: chunked", *headers, "", ""])
+    process = psutil.Process(guarded.process.pid)
+    before = process.cpu_times().user
+    with connect(guarded) as connection:
+        try:
+            connection.sendall(head.encode() + b"1\r\nx\r\n" * (2 * MIB) + b"0\r\n\r\n")
+        except ConnectionError:
+            pass  # it was closed meanwhile
+        assert first_line(connection) in ("", "HTTP/1.1 401 Unauthorized")
+    assert process.cpu_times().user - before < 0.5
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_a_body_in_chunks_is_read(guarded, size):
+    content = body_of(code="print('in chunks')")
+    chunks = [content[start : start + size] for start in range(0, len(content), size)]
+    head = "\r\n".join(["POST /run_code HTTP/1.1", "Host: x", "Transfer-Encoding: chunked"])
+    with connect(guarded) as connection:
+        connection.sendall(f"{head}\r\nAuthorization: Bearer {TOKEN}\r\nConnection: close\r\n\r\n".encode())
+        for chunk in chunks:
+            connection.sendall(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+        connection.sendall(b"0\r\n\r\n")
+        with connection.makefile("rb") as file:
+            assert b"in chunks\\n" in file.read()
+
+
+def test_largest_answer_is_sent_without_copies(guarded):
+    process = psutil.Process(guarded.process.pid)
+    code = "import os\nwith open('a', 'wb') as f:\n    for _ in range(40): f.write(os.urandom(1 << 20))\nopen('b', 'w')"
+    code += "\nopen('c', 'w').write('cc')\nimport hashlib; print(hashlib.sha256(open('a', 'rb').read()).hexdigest())"
+    before, peak = process.memory_info().rss, 0
+    content = body_of(code=code, fetch_files=["a", "b", "c"])
+    with connect(guarded) as connection:
+        connection.sendall(post(content, f"Authorization: Bearer {TOKEN}", "Connection: close"))
+        received = bytearray()
+        while chunk := connection.recv(MIB):
+            received += chunk
+            peak = max(peak, process.memory_info().rss)
+    head, _, content = bytes(received).partition(b"\r\n\r\n")
+    answer = json.loads(content)
+    assert int(head.lower().split(b"content-length: ")[1].split()[0]) == len(content)
+    assert hashlib.sha256(base64.b64decode(answer["files"]["a"])).hexdigest() + "\n" == answer["run_result"]["stdout"]
+    assert (answer["files"]["b"], answer["files"]["c"], list(answer["files"])) == ("", "Y2M=", ["a", "b", "c"])
+    assert peak - before < 70 * MIB  # of which 40 are the file
+    wait_until(lambda: process.memory_info().rss - before < 20 * MIB)  # no worker keeps its answer
+
+
+# --- idle connections
+
+
+def test_idle_connections_without_a_token_keep_nobody_out_and_end_no_program(guarded):
+    process = psutil.Process(guarded.process.pid)
+    with ExitStack() as stack:
+        kept = stack.enter_context(connect(guarded))
+        request = post(body_of(code="print(1)"), f"Authorization: Bearer {TOKEN}")
+        for _ in range(3):
+            kept.sendall(request)
+            assert b"200 OK" in kept.recv(1 << 16)
+            for _ in range(150):
+                stack.enter_context(connect(guarded))
+            wait_until(lambda: process.num_fds() > 50)
+            assert run(guarded)["stdout"] == "42\n"
+        assert process.num_fds() < 120
+
+
+def test_connections_that_send_their_bodies_slowly_keep_nobody_out(guarded):
+    with ExitStack() as stack:
+        for _ in range(150):
+            connection = stack.enter_context(connect(guarded))
+            connection.sendall(post(b"{", f"Authorization: Bearer {TOKEN}", length=1000))
+        assert run(guarded)["stdout"] == "42\n"
+
+
+def test_running_programs_keep_their_connections(guarded):
+    """Its worker runs one program at a time, and what waits for it is not closed for new connections."""
+    request = post(body_of(code="print(1)"), f"Authorization: Bearer {TOKEN}", "Connection: close")
+    slow = post(body_of(code="import time; time.sleep(1)"), f"Authorization: Bearer {TOKEN}", "Connection: close")
+    with ExitStack() as stack:
+        working = [stack.enter_context(connect(guarded)) for _ in range(20)]
+        for i, connection in enumerate(working):
+            connection.sendall(request if i else slow)
+        for _ in range(200):
+            stack.enter_context(connect(guarded))
+        assert [first_line(connection) for connection in working] == ["HTTP/1.1 200 OK"] * 20
+
+
+def test_server_with_too_few_descriptors_says_so():
+    command = ["prlimit", "--nofile=110:110", sys.executable, "-m", "verl_ext.sandbox.server", "--port", "0"]
+    run = subprocess.run([*command, "--workers", "2"], cwd=REPOSITORY, capture_output=True, text=True, timeout=30)
+    assert (run.returncode, run.stdout) == (1, "")
+    assert run.stderr == (
+        "sandbox: this process may have 110 open files, and 2 workers with 0 sessions take 122: "
+        "raise `ulimit -n`, or start fewer\n"
+    )
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    """Of a server in this process."""
+    pool = Pool(workers=1, max_output_bytes=1000, preload=())
+    runner = web.AppRunner(api.make_app(pool, Sessions(pool, max_sessions=0, idle_s=1)), handler_cancellation=True)
+    await runner.setup()
+    listener = socket.create_server(("127.0.0.1", 0))
+    accepted = Clients(runner.server, listener, limit=3)
+    accepted.start()
+    yield listener.getsockname()[1]
+    accepted.stop()
+    await runner.cleanup()
+    await pool.close()
+    listener.close()
+
+
+async def talk(port: int, *messages: bytes) -> bytes:
+    """What the server says until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for message in messages:
+        writer.write(message)
+    try:
+        async with asyncio.timeout(10):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [[], [b"GET /v1/ping HTTP/1.1\r\nX: "], [b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n"]],
+    ids=["nothing", "part of a header", "a request"],
+)
+async def test_connection_that_sends_nothing_more_is_closed(port, monkeypatch, messages):
+    monkeypatch.setattr(clients, "SWEEP_S", 0.05)
+    monkeypatch.setattr(clients, "FIRST_REQUEST_S", 0.2)
+    monkeypatch.setattr(clients, "IDLE_S", 0.4)
+    started = time.monotonic()
+    answer = await talk(port, *messages)
+    assert time.monotonic() - started >= 0.2
+    assert answer[:12] == (b"HTTP/1.1 404" if messages and b"nothing" in messages[0] else b"")
+
+
+async def test_body_that_is_slow_is_408(port, monkeypatch):
+    monkeypatch.setattr(body, "BODY_S", 0.3)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(post(b'{"code"', length=100))
+    assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+    writer.close()
+
+
+async def test_program_may_take_longer_than_a_connection_may_idle(port, monkeypatch):
+    monkeypatch.setattr(clients, "SWEEP_S", 0.05)
+    monkeypatch.setattr(clients, "FIRST_REQUEST_S", 1.0)
+    monkeypatch.setattr(clients, "IDLE_S", 0.2)
+    request = post(body_of(code="import time; time.sleep(1.5); print(6 * 7)"), "Connection: close")
+    assert b'"42\\n"' in await talk(port, request)
+
+
+@pytest.mark.parametrize(("piece_s", "idle_s"), [(0.3, 60.0), (60.0, 0.3)])
+async def test_client_that_does_not_take_its_answer_is_closed(port, monkeypatch, piece_s, idle_s):
+    monkeypatch.setattr(clients, "SWEEP_S", 0.05)
+    monkeypatch.setattr(clients, "IDLE_S", idle_s)
+    monkeypatch.setattr(api, "PIECE_S", piece_s)
+    content = body_of(code="open('a', 'wb').write(bytes(30 << 20))", fetch_files=["a"])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+    writer.write(post(content))
+    assert (await reader.readexactly(15)) == b"HTTP/1.1 200 OK"
+    writer.transport.pause_reading()
+    await asyncio.sleep(1.0)
+    with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+        await reader.readexactly(30 << 20)
+    writer.close()
+
+
+async def test_new_connection_takes_the_place_of_the_one_that_waits_longest(port):
+    idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    answer = await talk(port, b"GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 404")
+    assert await idle[0][0].read() == b""
+    idle[1][1].write(b"GET /nothing HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    assert (await idle[1][0].read()).startswith(b"HTTP/1.1 404")
+    for _, writer in idle:
+        writer.close()
+
+
+# --- the log
+
+MALFORMED = {
+    "NUL in the token": f"GET /v1/ping HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\x00\r\n\r\n",
+    "folded header": f"GET /v1/ping HTTP/1.1\r\nHost: x\r\nX: y\r\n Bearer {TOKEN}\r\n\r\n",
+    "no colon": f"GET /v1/ping HTTP/1.1\r\nAuthorization Bearer {TOKEN}\r\n\r\n",
+    "token as method": f"{TOKEN} / HTTP/1.1\r\n\r\n",
+    "token in the path": f"GET /{TOKEN}\x01 HTTP/1.1\r\n\r\n",
+    "bad version": f"GET / HTTP/9.{TOKEN}\r\n\r\n",
+    "long header": f"GET / HTTP/1.1\r\nAuthorization: Bearer {TOKEN}{'x' * 20_000}\r\n\r\n",
+    "two lengths": f"POST /run_code HTTP/1.1\r\nContent-Length: 3\r\nContent-Length: 4\r\nX: {TOKEN}\r\n\r\n{TOKEN}",
+    "length and chunks": f"POST / HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n{TOKEN}",
+    "more than its length": f"POST /run_code HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n1print({TOKEN!r})\r\n\r\n",
+    "bad chunk": f"POST /run_code HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+    f"Transfer-Encoding: chunked\r\n\r\nzz{TOKEN}\r\n",
+    "unknown expectation": f"GET / HTTP/1.1\r\nHost: x\r\nExpect: {TOKEN}\r\n\r\n",
+    "TLS": f"\x16\x03\x01{TOKEN}\r\n\r\n",
+    "websocket": f"GET /v1/ping HTTP/1.1\r\nHost: x\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n{TOKEN}\x00",
+}
+PROGRAMS = [
+    body_of(code=f"1/0  # {TOKEN}", files={f"{TOKEN}/a": "", TOKEN: ""}),
+    body_of(code="import sys; sys.stderr.write('" + TOKEN + "'); sys.exit(1)"),
+    body_of(code=TOKEN, language=TOKEN),
+    body_of(code=f"import os; os.write(2, b'{TOKEN}'); os._exit(3)", fetch_files=[TOKEN]),
+    body_of(code=f"raise SystemExit('{TOKEN}')", session_id=TOKEN),
+    body_of(code="\ud800" + TOKEN, stdin=TOKEN, files={TOKEN: "not base64"}),
+]
+
+
+def test_log_holds_neither_token_nor_program(monkeypatch):
+    monkeypatch.setenv("SANDBOX_TOKEN", TOKEN)
+    server = Server("--preload", "", workers=1)
+    try:
+        for text in MALFORMED.values():
+            with connect(server) as connection:
+                connection.sendall(text.encode("latin-1"))
+                connection.shutdown(socket.SHUT_WR)
+                while connection.recv(1 << 16):
+                    pass
+        for content in PROGRAMS:
+            server.post(content, **AUTHORIZATION)
+        assert run(server)["stdout"] == "42\n"
+    finally:
+        server.process.terminate()
+        _, stderr = server.process.communicate(timeout=10)
+    assert stderr == ""
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as exc:
+        return exc
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (ValueError(f"Invalid header value 'Bearer {TOKEN}'"), "a request failed: ValueError at test_clients.py:"),
+        (OSError(24, "Too many open files", TOKEN), "OSError (Too many open files) at test_clients.py:"),
+        (KeyError(TOKEN), "KeyError at "),
+    ],
+)
+def test_failure_is_logged_by_its_kind_and_place(caplog, error, words):
+    log_failure("a request failed", raised(error))
+    log_failure(f"Exception in callback Client.f({TOKEN!r})", raised(error))
+    assert words in caplog.messages[0]
+    assert caplog.messages[1].startswith("Exception in callback Client.f: ")
+    assert TOKEN not in caplog.text.replace(str(raised), "")
+
+
+def test_message_of_a_sandbox_error_is_logged_without_names_of_files():
+    error = FileExistsError(17, "File exists", f"{TOKEN}/a")
+    assert without_quotations(error) == "[Errno 17] File exists:"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\xff\xfetoken", "is no UTF-8: expected a token"), (b"two\nlines", "has line breaks or control characters")],
+)
+def test_token_that_no_header_can_carry_is_one_clear_line(tmp_path, content, words):
+    (tmp_path / "token").write_bytes(content)
+    command = [*LAUNCHER, "--token-file", str(tmp_path / "token")]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=20)
+    assert (run.returncode, run.stderr.count("\n")) == (1, 1)
+    assert words in run.stderr
+    assert "lines" not in run.stderr.replace("line breaks", "")
