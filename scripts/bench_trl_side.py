@@ -49,6 +49,8 @@ RESPONSE_TEMPLATE = {
     },
 }
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+HTTP = requests.Session()
+HTTP.trust_env = False  # by no proxy of the environment
 
 
 SAVE_EVERY = 2  # steps
@@ -65,7 +67,7 @@ def ask(judge: str, response: str, truth: str) -> float:
     """As a model over HTTP says: +1 or -1."""
     prompt = f"<reference_answer>\n{truth}\n</reference_answer>\n<response>\n{response}\n</response>"
     body = {"model": "judge", "messages": [{"role": "user", "content": prompt}]}
-    said = requests.post(f"{judge}/chat/completions", json=body, timeout=60).json()
+    said = HTTP.post(f"{judge}/chat/completions", json=body, timeout=60).json()
     return 2 * float(said["choices"][0]["message"]["content"].removeprefix("Score: ")) - 1
 
 
@@ -157,8 +159,6 @@ def main() -> None:
         parser.error("--run and --notes go together")
     sizes = args.sizes
 
-    session = requests.Session()
-
     def python(code: str) -> str:
         """Run Python code.
 
@@ -169,7 +169,7 @@ def main() -> None:
             What it printed, or the last line of its traceback.
         """
         body = {"code": code, "language": "python", "run_timeout": sizes["code_timeout_s"]}
-        answer = session.post(f"{args.sandbox}/run_code", json=body, timeout=60).json()
+        answer = HTTP.post(f"{args.sandbox}/run_code", json=body, timeout=60).json()
         run = answer["run_result"]
         return (run["stdout"] or run["stderr"].strip().rpartition("\n")[2]).strip()
 

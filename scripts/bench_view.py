@@ -72,6 +72,7 @@ def main() -> None:
     print(f"{args.steps * args.prompts * args.samples:,} training rollouts, {size / 2**20:.0f} MiB of records")
     command = [sys.executable, "-m", "verl_ext.view", str(args.folder), "--port", "0"]
     viewer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+    directly = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # by no proxy of the environment
     missed = []
     try:
         rows = store.read(store.path_of(args.folder, "tokens", args.steps), ["uid"]).to_pylist()
@@ -82,7 +83,7 @@ def main() -> None:
             seconds, busy = [], sum(process.cpu_times()[:2])
             while len(seconds) < (2 if seconds and seconds[0] > REPEATED_S else 1 + args.repeats):
                 start = time.perf_counter()
-                with urllib.request.urlopen(address + path.format(last=args.steps, trained=trained)) as answer:
+                with directly.open(address + path.format(last=args.steps, trained=trained)) as answer:
                     kilobytes = sum(map(len, iter(lambda: answer.read(2**20), b""))) / 1000
                 seconds.append(time.perf_counter() - start)
             first, *warm = seconds

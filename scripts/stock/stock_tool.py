@@ -9,7 +9,7 @@ import httpx
 from verl.tools.function_tool import function_tool
 
 BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
-client = httpx.Client(timeout=60)
+client = httpx.Client(timeout=60, trust_env=False)  # by no proxy of the environment
 
 
 @function_tool("python")

@@ -73,8 +73,7 @@ class SandboxClient:
         self._slots = asyncio.Semaphore(max_concurrency)
         self._max_attempts, self._backoff_s = max_attempts, backoff_s
         self._queue_timeout_s, self._acquire = queue_timeout_s, acquire
-        token = token or os.environ.get("SANDBOX_TOKEN")
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._headers = authorization(token)
         self._http: aiohttp.ClientSession | None = None
         self._sessions: dict[str, _Session] = {}
         self._have_answered: set[int] = set()  # servers
@@ -333,6 +332,18 @@ def _blamed(lost: int, attempts: int) -> RunResult:
 
 def _failure(message: str, attempts: int = 0) -> RunResult:
     return RunResult("sandbox_failure", "", "", None, 0.0, 0.0, attempts, message)
+
+
+def authorization(token: str | None = None) -> dict[str, str]:
+    """The header with a token, by default $SANDBOX_TOKEN; none without a token.
+
+    Raises:
+        ValueError: no header can carry it. The message does not quote it.
+    """
+    token = (token or os.environ.get("SANDBOX_TOKEN", "")).strip()  # as the server does
+    if not token.isprintable():
+        raise ValueError("The sandbox's token has line breaks or control characters within. Set SANDBOX_TOKEN to one.")
+    return {"Authorization": f"Bearer {token}"} if token else {}
 
 
 def _is_http_url(url: str) -> bool:

@@ -4,13 +4,14 @@ For who looks once before a run: blocking, and without aiohttp.
 """
 
 import json
-import os
 import urllib.error
 import urllib.request
 
-from verl_ext.sandbox.client import CONTROL_OUTPUT, CONTROL_PROGRAM
+from verl_ext.sandbox.client import CONTROL_OUTPUT, CONTROL_PROGRAM, authorization
 
 PING_S = 10.0
+# By no proxy of the environment, as the client of a run: sandboxes are on this machine, or in its network.
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class Busy(Exception):
@@ -61,9 +62,8 @@ def _layers(url: str) -> list[str] | None:
 
 
 def _request(url: str, body: dict | None = None) -> bytes:
-    headers = {"Content-Type": "application/json"}
-    if token := os.environ.get("SANDBOX_TOKEN"):
-        headers["Authorization"] = f"Bearer {token}"
+    headers = {name: value.encode() for name, value in authorization().items()}  # a str would go out in latin-1
+    headers["Content-Type"] = "application/json"
     data = json.dumps(body).encode() if body is not None else None
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=PING_S) as response:
+    with _DIRECTLY.open(urllib.request.Request(url, data, headers), timeout=PING_S) as response:
         return response.read()
