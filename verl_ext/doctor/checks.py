@@ -115,6 +115,7 @@ CHECKS: tuple[tuple[str, Need, Callable[[Examination], Iterable[Finding]]], ...]
     ("checkpoints", Need.FILES, lambda exam: checkpoints.check_resume(exam.run)),
     ("sandbox", Need.SERVER, lambda exam: sandbox.check_reachable(exam.run)),
     ("config", Need.VERL, lambda exam: config.check_reward(exam.run)),
+    ("data", Need.VERL, lambda exam: data.check_code_tests(exam.run)),
     ("template", Need.TOKENIZER, _check_tokenizer),
     ("template", Need.VERL, _check_agreement),
     ("data", Need.TOKENIZER, _check_rows),

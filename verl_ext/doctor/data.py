@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_ext.datasets.peek import Sample, first_rows
-from verl_ext.doctor.finding import Finding, fail, warn
+from verl_ext.doctor.finding import Finding, fail, ok, warn
 from verl_ext.doctor.names import agent_loops
 from verl_ext.doctor.run import ROLLOUT, Run
 from verl_ext.doctor.suggest import did_you_mean
@@ -132,3 +132,36 @@ def check_agent_names(run: Run) -> Iterator[Finding]:
                 yield fail(f"""{split}: agent_name is {name!r} in {number} rows of {path.name}, which
                     {run.get(f"{ROLLOUT}.agent.agent_loop_config_path")} does not register
                     -> {did_you_mean(str(name), loops)} There are {", ".join(sorted(loops))}.""")
+
+
+def check_code_tests(run: Run) -> Iterator[Finding]:
+    """Whether the rows for the verifier of code have tests, and whether these can judge a program."""
+    from verl_ext.reward.verifiers import Verifiers
+    from verl_ext.reward.verifiers.code import CodeVerifier, refused_tests
+
+    try:
+        verifiers = Verifiers({}, run.get("reward.reward_kwargs.verifiers"))
+    except ValueError:  # told by check_reward
+        return
+    for split, path in run.all_files() if run.is_rl else ():
+        rows, refused, broken = 0, [], []
+        for number, row in enumerate(first_rows(path, ["data_source", "ability", "reward_model"], None)):
+            kind = verifiers.find_class(str(row.get("data_source") or ""), str(row.get("ability") or ""))
+            if not issubclass(kind, CodeVerifier):
+                continue
+            rows += 1
+            try:
+                reasons = refused_tests((row.get("reward_model") or {}).get("ground_truth"))
+            except ValueError as error:
+                broken.append(f"row {number}: {error}")
+            else:
+                refused += [f"row {number}: {reasons[0]}"] if reasons else []
+        if broken:
+            yield fail(f"""{split}: {len(broken)} of {rows} rows of {path.name} for the verifier of code stop the run
+                ({broken[0]}) -> Correct them, or leave them out.""")
+        if refused:
+            yield fail(f"""{split}: {len(refused)} of {rows} rows of {path.name} have tests that can judge no program
+                ({refused[0]}): each response to them would be left out of training
+                -> Leave the rows out for which verl_ext.reward.verifiers.code.refused_tests gives a reason.""")
+        if rows and not broken and not refused:
+            yield ok(f"{split}: the tests of {rows} rows can judge a program")

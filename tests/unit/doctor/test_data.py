@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from verl_ext.datasets.text import PROMPTS
-from verl_ext.doctor.data import FIRST_ROWS, check_agent_names, check_protocol
+from verl_ext.doctor.data import FIRST_ROWS, check_agent_names, check_code_tests, check_protocol
 from verl_ext.doctor.finding import Level
 
 ROOT = Path(__file__).parents[3]
@@ -29,10 +29,15 @@ TRACE = {
 def rl(request, make_run, tmp_path):
     """An RL run on prompts, with a protocol; an agent loop for each."""
 
-    def make(prompts, protocol="code", agents=None, *overrides):
+    def make(prompts, protocol="code", agents=None, *overrides, columns=None):
         rows = [{"prompt": [{"role": "user", "content": prompt}]} for prompt in prompts]
         for row, agent in zip(rows, agents or [], strict=False):
             row["agent_name"] = agent
+        for name, values in (columns or {}).items():
+            for row, value in zip(rows, values, strict=True):
+                row[name] = value if isinstance(value, str) else json.dumps(value)
+        for row in rows if columns else ():
+            row["reward_model"] = {"ground_truth": row["reward_model"]}
         path = tmp_path / f"data.{request.param}"
         if request.param == "parquet":
             pd.DataFrame(rows).to_parquet(path)
@@ -145,3 +150,28 @@ def test_the_tiny_tasks_data_fit(make_run, tiny_tools, tmp_path):
         )
         assert run.files("train")[0].is_file()
         assert [*check_protocol(run), *check_agent_names(run)] == []
+
+
+def test_rows_whose_tests_can_judge_no_program_are_refused_with_their_number(rl, told):
+    send = "g = f()\nnext(g)\nassert g.send(1) == 1"
+    truths = ["assert f() == 1", send, {"tests": ["assert f() == 1", send]}, send]
+    sources = ["code", "code", "code", "maths"]
+    run = rl([PLAIN] * 4, columns={"data_source": sources, "reward_model": truths})
+    text = told(check_code_tests(run), Level.FAIL)[0]
+    assert "train: 2 of 3 rows of data" in text
+    assert "row 1: the test uses 'send' of a generator" in text
+    assert "refused_tests gives a reason" in text
+
+
+def test_rows_with_broken_tests_are_refused(rl, told):
+    run = rl([PLAIN] * 2, columns={"data_source": ["my_code"] * 2, "reward_model": ["assert f() ==", "assert f()"]})
+    assert list(check_code_tests(run)) == []  # no verifier of code: they are mathematics
+    verifiers = "reward.reward_kwargs.verifiers={my_code: verl_ext.reward.verifiers.code.CodeVerifier}"
+    columns = {"data_source": ["my_code"] * 2, "reward_model": ["assert f() ==", "assert f()"]}
+    text = told(check_code_tests(rl([PLAIN] * 2, "code", None, verifiers, columns=columns)), Level.FAIL)[0]
+    assert "1 of 2 rows" in text and "row 0" in text and "is no Python" in text
+
+
+def test_rows_with_tests_of_code_are_counted(rl, told):
+    run = rl([PLAIN] * 2, columns={"data_source": ["code"] * 2, "reward_model": ["assert f()", "assert g()"]})
+    assert "the tests of 2 rows can judge a program" in told(check_code_tests(run), Level.OK)[0]

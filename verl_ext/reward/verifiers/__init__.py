@@ -110,20 +110,28 @@ class Verifiers:
             ValueError: an entry has no path, or the path leads nowhere.
         """
         own = dict(entries or {})
-        self._entries: list[tuple[str, Callable[[], Verifier]]] = []
+        self._entries: list[tuple[str, type[Verifier], Callable[[], Verifier]]] = []
         for pattern, entry in [*own.items(), *(item for item in BUILT_IN.items() if item[0] not in own)]:
             settings = {"path": entry} if isinstance(entry, str) else dict(entry)
             kind = _import_class(settings.pop("path", None), pattern)
-            self._entries.append((pattern.lower(), cache(partial(kind, config, **settings))))
-        self._math = cache(partial(_import_class(MATH, "mathematics"), config))
+            self._entries.append((pattern.lower(), kind, cache(partial(kind, config, **settings))))
+        maths = _import_class(MATH, "mathematics")
+        self._maths = "", maths, cache(partial(maths, config))
 
     def find(self, data_source: str, ability: str) -> Verifier:
         """The verifier of the first pattern that fits the data source, else the ability, else the one for maths."""
+        return self._entry(data_source, ability)[2]()
+
+    def find_class(self, data_source: str, ability: str) -> type[Verifier]:
+        """The class of what `find` gives, which is not built for it."""
+        return self._entry(data_source, ability)[1]
+
+    def _entry(self, data_source: str, ability: str) -> tuple[str, type[Verifier], Callable[[], Verifier]]:
         for name in (data_source, ability):
-            for pattern, build in self._entries:
-                if fnmatchcase(name.lower(), pattern):
-                    return build()
-        return self._math()
+            for entry in self._entries:
+                if fnmatchcase(name.lower(), entry[0]):
+                    return entry
+        return self._maths
 
 
 def _import_class(path: Any, pattern: str) -> type[Verifier]:

@@ -2,7 +2,8 @@
 
 Tests and expected values never share a process with the program: what is expected of standard output is compared here,
 and tests run in a sandbox program of their own, to which the solution's gives plain data (dialogue.py).
-prepare.py reads a test; solution.py, tests.py, handles.py and values.py run in the sandbox, sent there as source.
+prepare.py reads a test, and refusals.py says which tests can judge no program. solution.py, tests.py, handles.py and
+values.py run in the sandbox, sent there as source.
 
 Ground truths, as a mapping or as its JSON:
     {"tests": ["assert add(1, 2) == 3", ...]}          Python that calls what the program defines, each by itself;
@@ -21,6 +22,7 @@ from typing import Any
 from verl_ext.outcome import UNVERIFIED_VERDICT
 from verl_ext.reward.score import Score
 from verl_ext.reward.verifiers.code.dialogue import SANDBOX_FAILURE, Dialogue
+from verl_ext.reward.verifiers.code.prepare import prepare
 from verl_ext.sandbox.client import CONTROL_PROGRAM, RunResult, SandboxClient
 
 # Of any language, whose end must not be taken for a beginning: at the start of a line; of Python or of none also within
@@ -151,6 +153,16 @@ def read_cases(ground_truth: Any) -> list[Case]:
         f"The ground truth {str(ground_truth)[:200]!r} has no test cases: expected JSON with `tests`, or with `inputs` "
         "and as many `outputs`, or a Python test. Check the data row."
     )
+
+
+def refused_tests(ground_truth: Any) -> list[str]:
+    """Why tests of a ground truth can judge no program, a reason each; responses to such a row are all "unknown".
+
+    Raises:
+        ValueError: as `read_cases`; or a test is no Python.
+    """
+    tests = [case.test for case in read_cases(ground_truth) if case.test is not None]
+    return [why for test in tests if (why := prepare(test).refusal)]
 
 
 def _lines(output: str) -> list[str]:

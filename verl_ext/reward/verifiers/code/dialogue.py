@@ -51,6 +51,8 @@ class Dialogue:
             ValueError: the test is no Python.
         """
         prepared = prepare(test)
+        if prepared.refusal:
+            return None, prepared.refusal
         report = self._first.get(test)
         if report is None:
             report = await self._run_test(prepared, [], [])

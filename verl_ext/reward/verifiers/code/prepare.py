@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from verl_ext.reward.verifiers.code.handles import BUILTIN_NAMES
+from verl_ext.reward.verifiers.code.refusals import why_refused
 
 _RUN = """
 import unittest as _unittest_
@@ -29,6 +30,7 @@ class Prepared:
     modules: list[str]
     classes: list[str]
     own_builtin: str
+    refusal: str  # why it can judge no program, see refusals.py
 
 
 @lru_cache(maxsize=4096)
@@ -42,6 +44,7 @@ def prepare(test: str) -> Prepared:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise ValueError(f"The test {test[:200]!r} is no Python ({error}). Check the data row.") from error
+    refusal = why_refused(tree)
     source = ast.unparse(ast.fix_missing_locations(_TolerantAsserts().visit(_call_collected(tree))))
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
@@ -59,7 +62,8 @@ def prepare(test: str) -> Prepared:
         for name in set(dotted)
         if (name in sys.stdlib_module_names or name in ("np", "numpy")) and plain.count(name) == dotted.count(name)
     )
-    return Prepared(source, functions, modules, _classes(nodes), _own_builtin(tree, set(plain) - set(modules)))
+    own_builtin = _own_builtin(tree, set(plain) - set(modules))
+    return Prepared(source, functions, modules, _classes(nodes), own_builtin, refusal)
 
 
 def _call_collected(tree: ast.Module) -> ast.Module:
