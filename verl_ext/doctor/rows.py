@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_SHOWN = 3
-QUICK_BYTES = 2**20  # of texts that the quick part makes into tokens, the longest first: half a second
+QUICK_BYTES = 2**17  # of texts that the quick part makes into tokens, the longest first: a tenth of a second
 Rows = Iterable[tuple[str, dict[str, Any]]]  # (where, row)
 
 
@@ -66,24 +66,29 @@ class Lengths:
 
     def __init__(self, count: Callable[[Any], int] | None, limit: int, *, is_quick: bool):
         self._count, self._limit, self._is_quick = count, limit, is_quick
-        self._waiting: list[tuple[int, str, Any]] = []
+        self.some = ""  # or "at least ", if not all were counted
+        self._waiting: list[tuple[int, bool, str, Any]] = []
+        self._kinds: set[Any] = set()
         self._long: list[tuple[int, Any]] = []
         self.refused: list[str] = []  # where a text is that the chat template refuses, and why
 
-    def add(self, where: str, text: Any, size: int) -> None:
-        """`size` in bytes."""
+    def add(self, where: str, text: Any, size: int, kind: Any = None) -> None:
+        """`size` in bytes. The first text of each `kind` is counted even if it is short."""
         if self._is_quick:
-            self._waiting.append((size, where, text))
+            self._waiting.append((size, kind not in self._kinds, where, text))
+            self._kinds.add(kind)
         else:
             self._measure(where, text)
 
     def long(self) -> list[tuple[int, Any]]:
         """(tokens, text) of each that is longer than the limit."""
         left = QUICK_BYTES
-        for size, where, text in sorted(self._waiting, key=lambda each: -each[0]):
-            if left > 0:
+        for size, is_first, where, text in sorted(self._waiting, key=lambda each: -each[0]):
+            if left > 0 or is_first:
                 self._measure(where, text)
                 left -= size
+            else:
+                self.some = "at least "
         self._waiting = []
         return self._long
 
@@ -174,8 +179,9 @@ def _check_traces(
             -> Correct them, or set data.retool.bad_rows=drop.""")
     if long := lengths.long():
         say = fail if run.get("data.truncation") == "error" else warn
-        yield say(f"""{split}: {len(long)} of {of} traces are longer than data.max_length={limit} (the longest has
-            {max(length for length, _ in long)} tokens) -> Raise data.max_length, or set data.truncation=drop.""")
+        yield say(f"""{split}: {lengths.some}{len(long)} of {of} traces are longer than data.max_length={limit} (the
+            longest has {max(length for length, _ in long)} tokens)
+            -> Raise data.max_length, or set data.truncation=drop.""")
     if copies := sum(seen.values()) - len(seen):
         yield warn(f"""{split}: {copies} of {of} traces are there before, word for word
             -> data/prepare_retool_sft.py drops them.""")
@@ -203,7 +209,11 @@ def _check_problems(
             answers.setdefault(key, set()).add(str(answer))
             overlaps.add(where, problem, key)
             how = {name: row.get(name) for name in ("agent_name", "extra_info")}
-            lengths.add(where, (messages, how), sum(len(message["content"].encode()) for message in messages))
+            size, roles = (
+                sum(len(each["content"].encode()) for each in messages),
+                tuple(each["role"] for each in messages),
+            )
+            lengths.add(where, (messages, how), size, roles)  # a template may refuse an order of roles
     except DataError as error:
         yield fail(f"{split}: {error} -> data/prepare_jsonl.py writes verl's columns from any JSONL.")
         return
@@ -217,11 +227,11 @@ def _check_problems(
     yield from overlaps.findings(split)
     long, refused, is_all = lengths.long(), lengths.refused, number == (total or number)
     if refused:
-        yield fail(f"""{split}: {len(refused)} of {of} prompts cannot be rendered ({refused[0]})
+        yield fail(f"""{split}: {lengths.some}{len(refused)} of {of} prompts cannot be rendered ({refused[0]})
             -> Leave these rows out, or join their messages; their rollouts would raise.""")
     if long:
-        cut = sum(count_as_verl(messages) <= limit for _, (messages, _) in long)
         dropped = run.get("data.filter_overlong_prompts")
+        cut = sum(count_as_verl(messages) <= limit for _, (messages, _) in long) if dropped else 0
         say = warn if dropped and len(long) < number and not cut else fail
         advice = "verl drops them."
         if not dropped:
@@ -231,8 +241,9 @@ def _check_problems(
             advice = f"""verl does not drop {cut} of them, as it does not count the interpreter's schema: a rollout
                 would cut their heads off. Raise it, or set multi_turn.tool_config_path to
                 configs/tools/code_interpreter.yaml."""
-        yield say(f"""{split}: {len(long)} of {of} prompts are longer than data.max_prompt_length={limit} (the longest
-            has {max(length for length, _ in long)} tokens, tools included) -> {advice}""")
+        yield say(f"""{split}: {lengths.some}{len(long)} of {of} prompts are longer than
+            data.max_prompt_length={limit} (the longest has {max(length for length, _ in long)} tokens, tools included)
+            -> {advice}""")
     left = number - len(long) if run.get("data.filter_overlong_prompts") else number
     yield from _too_few(run, split, left, is_all)
     if tokenizer is not None:

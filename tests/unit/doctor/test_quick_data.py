@@ -267,6 +267,9 @@ def test_rows_that_sft_takes_are_traces(say, tmp_path):
 @pytest.mark.parametrize(("name", "rows", "message"), [
     ("tiny_dapo", [*good(20), problem("", prompt=[{"role": "system", "content": "Add."}, *good(1)[0]["prompt"]])],
      "FAIL train: 1 of 21 prompts cannot be rendered ("),
+    ("tiny_dapo", [*(problem(f"{i} " * 3000) for i in range(90)),
+                   problem("", prompt=[{"role": "system", "content": "Add."}, *good(1)[0]["prompt"]])],
+     "FAIL train: at least 1 of 91 prompts cannot be rendered ("),
     ("tiny_sft", [*(trace(f"{i}+1?") for i in range(70)),
                   {"messages": [{"role": "system", "content": "Add."}, *trace()["messages"]]}],
      "FAIL train: 1 of 71 rows are no traces (row 70: "),
