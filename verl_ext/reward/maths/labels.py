@@ -49,7 +49,9 @@ _BARE = r"(?:the|of|sum|age|max|min)\b|[a-zA-Z]{4,}"  # xy and abc are products
 _WORDS = re.compile(
     rf"(?P<words>(?:\\text\s*\{{[^{{}}]*\}}|\b(?:{_BARE})(?:'s)?|[\s:,()-])+)(?P<of>{_VARIABLE}|{_FIGURE})?"
 )
-_CONSTANT = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|binom|lfloor|lceil)(?![a-zA-Z])")
+_CONSTANT = re.compile(
+    r"\\(?:sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|log|ln|exp|binom|frac|sqrt|lfloor|lceil)(?![a-zA-Z])"
+)
 # What names a quantity, although beside a number it changes it; not before a variable, as in "sum of x".
 _QUANTITIES = set(
     "sum product difference quotient remainder ratio proportion fraction percent percentage percentile answer answers "

@@ -46,6 +46,9 @@ _LAYOUT = [
         (r"\\(?:mathbf|boldsymbol|bm|mathit|mathsf|underline|boxed|fbox)(?![a-zA-Z])", ""),
         (r"\\(?:mbox|text(?:rm|bf|it|normal|up)|emph|operatorname\*?|mathrm)(?![a-zA-Z])", r"\\text"),
         (rf"\\frac\s*\{{\s*{_IN_TEXT}\s*\}}\s*\{{\s*{_IN_TEXT}\s*\}}", r"\\text{\1\2/\3\4}"),
+        (r"(?<=[a-zA-Z])\{\s*\}", " "),  # \pi{}r
+        (r"^\s*\\text\s*\{\s*(?i:(?:the )?(?:final )?answer(?: is)?)\s*[:=]?\s*\}\s*(?=\S)", ""),
+        (r"^\s*\\text\s*\{\s*(-?\d[\d,.]*)\s+([a-zA-Z][^{}]*)\}\s*$", r"\1\\text{\2}"),  # \text{18 dollars}
         # numbers, units of one letter, choices
         (r"\\text\s*\{((?:[^a-zA-Z{}]|\b(?:and|or)\b)*|\s*[a-zA-Z]\s*|\s*\([a-zA-Z]\)\s*)\}", r" \1"),
         (r"\*\*", "^"),

@@ -111,6 +111,9 @@ def _compare_labelled(pred: str, gold: str, compare_values: CompareValues, eleme
         return Comparison(False, "structure")  # x in (2,3) is not x = 2 or x = 3
     # Without a label, a side has its text for a value; `2x = 6` is one side's equation, and no value.
     bare = bool(pred_label) != bool(gold_label) and not split_top_level(gold if pred_label else pred, "=")[1:]
+    is_list = gold_label and gold.count("=") > 1 and "," in gold_value and gold_value[:1] not in ("(", "[")
+    if bare and is_list and pred[:1] in ("(", "["):
+        return Comparison(False, "structure")  # x = 2 or x = 3 is neither a point nor an interval
     if same or bare:
         return compare_answers(pred_value, gold_value, compare_values, element=element)
     if not gold_label and pred_label[:1] == "(":
