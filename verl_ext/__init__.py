@@ -18,10 +18,14 @@ from verl_ext import moved
 
 
 def _let_yamls_calculate(omegaconf: ModuleType) -> None:
-    """`${retool.sum:a,b}` and `${retool.product:a,b}`. Ray's task runner resolves a run (verl's main_ppo.py:145)."""
+    """Register `${retool.sum:a,b}`, `${retool.product:a,b}` and `${retool.quotient:a,b}`, which rounds down.
+
+    Ray's task runner resolves a run (verl's main_ppo.py:145).
+    """
     register = omegaconf.OmegaConf.register_new_resolver
     register("retool.sum", lambda *numbers: sum(numbers), replace=True)
     register("retool.product", lambda *numbers: math.prod(numbers), replace=True)
+    register("retool.quotient", lambda whole, part: whole // part, replace=True)
 
 
 moved.install()  # old names of modules, as users' YAMLs and runs of before have them
@@ -57,6 +61,7 @@ if find_spec("verl"):
     wrapt.register_post_import_hook(
         "verl_ext.rollout.logs:keep_warnings", "model_hosting_container_standards.logging_config"
     )
+    wrapt.register_post_import_hook("verl_ext.rollout.logs:ignore_flush", "verl.trainer.ppo.v1.trainer_separate_async")
     wrapt.register_post_import_hook("verl_ext.fleet.balancer:tell_failures", "verl.workers.rollout.llm_server")
     wrapt.register_post_import_hook(
         "verl_ext.fleet.ranks:obey_rank", "verl.workers.rollout.vllm_rollout.vllm_async_server"

@@ -69,3 +69,32 @@ def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
     assert (tmp_path / "out" / "global_step_2" / "actor").is_dir()
     assert json.loads((tmp_path / "out" / "validation.json").read_text())["values"].keys() == {"0", "2"}
     assert sorted(path.name for path in (tmp_path / "out" / "validation").iterdir()) == ["0.jsonl", "2.jsonl"]
+
+
+def test_rl_with_servers_on_separate_gpus(small: Path, python: str, tmp_path: Path) -> None:
+    """The preset gpu_separate with two pretended GPUs; only the transfer of weights is the CPU's."""
+    log = tmp_path / "log"
+    engine = "actor_rollout_ref.rollout.checkpoint_engine"
+    with running_server(options=("--preload", "")) as url:
+        process = launch(
+            "run_qwen2-7b_dapo.sh",
+            log,
+            "+hardware=[gpu_separate,cpu_tiny]",
+            f"{engine}.backend=shared_file",
+            f"{engine}.custom_backend_module=verl_ext.cpu.checkpoint_engine",
+            "ray_kwargs.ray_init.num_gpus=2",
+            MODEL_PATH=str(small / "sft" / "merged"),
+            TRAIN_FILE=str(small / "data" / "rl_train.parquet"),
+            VAL_FILE=str(small / "data" / "eval.parquet"),
+            OUTPUT_DIR=str(tmp_path / "out"),
+            SANDBOX_URL=url,
+            NNODES="1",
+            DOCTOR="1",
+            **ENVIRONMENT | {"PYTHON": python},
+            RAY_TMPDIR=os.environ.get("RAY_TMPDIR", "/tmp/ray"),
+        )
+        run_to_end(process, log)
+    steps = read_metrics(tmp_path / "out", keep=lambda data: "actor/pg_loss" in data)
+    assert [step for step, _ in steps] == [1, 2]
+    journal = [json.loads(line) for line in (tmp_path / "out" / "servers.jsonl").read_text().splitlines()]
+    assert [entry["event"] for entry in journal if entry["event"] != "run"] == ["started"]

@@ -342,3 +342,18 @@ def test_separate_rollouts_on_a_cpu_have_what_verl_wants():
     engine = importlib.util.find_spec(rollout.checkpoint_engine.custom_backend_module)
     assert f'register("{rollout.checkpoint_engine.backend}")' in Path(engine.origin).read_text()
     assert trainer.device == "cpu" and rollout.agent.agent_loop_manager_class.endswith(".LeanAgentLoopManager")
+
+
+@pytest.mark.parametrize("run", [run for run in RL_RUNS if "lora" not in run and "tiny" not in run])
+def test_separate_rollouts_on_gpus_fit_every_run(run: str):
+    """Keys, names, batches and what the servers' health needs; the machine itself is not looked at."""
+    from verl_ext.doctor.batch import check_batch
+    from verl_ext.doctor.run import Run
+    from verl_ext.fleet import balancer, health
+    from verl_ext.fleet.modes import getter
+
+    config = composed(run, ["+hardware=gpu_separate"])
+    keys = [key for key in flatten(own_yaml("hardware/gpu_separate")) if not is_open(key)]
+    assert [key for key in keys if not is_known(key, schema("ppo_trainer"))] == []
+    assert [*health.refusals(getter(config)), *balancer.refusals(getter(config))] == []
+    assert [finding.message for finding in check_batch(Run(run, config)) if finding.level != "OK"] == []

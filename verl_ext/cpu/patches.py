@@ -4,7 +4,6 @@ A patch of a module that is slow to import is applied when that module is import
 """
 
 import importlib.metadata
-import logging
 import os
 from types import ModuleType
 from typing import Any
@@ -41,7 +40,6 @@ def install() -> None:
     wrapt.register_post_import_hook(_allow_flash_attention, "transformers.modeling_utils")
     wrapt.register_post_import_hook(_vectorise_log_probs, "verl.utils.torch_functional")
     wrapt.register_post_import_hook(_copy_saved_weights, "verl.utils.fsdp_utils")
-    wrapt.register_post_import_hook(_log_without_flush, "verl.trainer.ppo.v1.trainer_separate_async")
 
     from verl.plugin.platform import set_platform
 
@@ -148,18 +146,3 @@ def _copy_saved_weights(module: ModuleType) -> None:
         return {name: (weight.clone(), placement) for name, (weight, placement) in state.items()}, spec
 
     module.fsdp2_sharded_save_to_cpu = fsdp2_sharded_save_to_cpu
-
-
-def _log_without_flush(module: ModuleType) -> None:
-    """verl/trainer/ppo/v1/trainer_separate_async.py:179 (0.9.1) calls `logger.info(..., flush=True)`, a TypeError.
-
-    The call comes only with `hybrid_engine` off, as in configs/hardware/cpu_separate.yaml. On GPUs,
-    VERL_LOGGING_LEVEL=WARN avoids the error.
-    """
-
-    class Adapter(logging.LoggerAdapter):
-        def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
-            kwargs.pop("flush", None)
-            return msg, kwargs
-
-    module.logger = Adapter(module.logger, {})
