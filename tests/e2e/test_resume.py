@@ -4,9 +4,11 @@ Each case is a chain: a run is killed at one moment, started again, killed at th
 `RETOOL_RESUME_MATRIX=1 pytest -m slow tests/e2e/test_resume.py` runs them all; CI a chosen few.
 """
 
+import itertools
 import json
 import os
 import runpy
+import shutil
 import threading
 import time
 from contextlib import suppress
@@ -68,6 +70,9 @@ MODES = {
     "sync, epochs of 2 steps": ["data.train_max_samples=8"],
 }
 
+# What another machine needs of a run's folder, beside the newest checkpoint (docs/guides/resume.md).
+MOVED_FILES = [checkpoints.TRACKER, "*.jsonl"]
+
 # For each start that is killed: `<moment>:<n>` of moments.py, and the step of the checkpoint that the next one resumes.
 Kills = list[tuple[str, int]]
 SFT_KILLS: Kills = [("update:6", 4), ("data:1", 4), ("shard:2", 8), ("update:2", 8)]
@@ -76,9 +81,12 @@ SEPARATE_KILLS: Kills = [("rollout:5", 2), ("update:2", 2)]  # it samples one mi
 CHOSEN: list[tuple[str, str, Kills]] = [
     ("sft", "auto", [("update:6", 4), ("data:2", 8)]),
     ("sync", "auto", [("shard:2", 2)]),
-    ("colocate_async", "resume_path", [("rollout:3", 2)]),
+    ("colocate_async", "moved", [("rollout:3", 2)]),
 ]
 MATRIX = [
+    ("separate_async", "moved", SEPARATE_KILLS[:1]),
+    ("sft", "moved", SFT_KILLS),
+    ("colocate_async", "moved", [("rollout:3", 2)]),
     *(("sft", mode, SFT_KILLS) for mode in ("auto", "resume_path")),
     *(
         (trainer, mode, kills)
@@ -104,6 +112,7 @@ class Run:
     small: Path
     sandbox: str = ""
     starts: list[list[int]] = field(default_factory=list)  # steps that each start logged
+    home: Path = Path.home()
 
     def start(self, *overrides: str, **environment: str):
         if self.starts:
@@ -115,6 +124,7 @@ class Run:
             "MODEL_PATH": str(self.small / "sft" / "merged"),
             "OUTPUT_DIR": str(self.out),
             "SANDBOX_URL": self.sandbox,
+            "HOME": str(self.home),
         }
         return launch(script, self.log, *settings, *overrides, **environment)
 
@@ -139,6 +149,19 @@ class Run:
         run_to_end(self.start(*overrides), self.log)
         self.note_steps()
 
+    def move(self, step: int) -> None:
+        """Go on in another folder, with another home and copies of model and data; the old ones are gone."""
+        there = self.out.parent / "there"
+        for old, new in ((self.small / "data", "data"), (self.small / "sft" / "merged", "sft/merged")):
+            shutil.copytree(old, there / new)
+        out = there / "run"
+        shutil.copytree(checkpoints.path_of(self.out, step), checkpoints.path_of(out, step))
+        for path in itertools.chain.from_iterable(map(self.out.glob, MOVED_FILES)):
+            shutil.copy2(path, out)
+        self.out.rename(self.out.with_name("gone"))
+        self.out, self.small, self.home = out, there, there / "home"
+        self.home.mkdir()
+
     def note_steps(self) -> None:
         newest = sorted(self.out.glob("metrics*.jsonl"))
         rows = map(json.loads, newest[-1].read_text().splitlines() if newest else [])
@@ -157,6 +180,8 @@ class Run:
             if mode == "resume_path":
                 point = checkpoints.path_of(self.out, step)
                 overrides = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path='{point}'"]
+            elif mode == "moved":
+                self.move(step)
         self.finish(*overrides)
         for (_, step), logged in zip(kills, self.starts[1:], strict=True):
             assert logged[:1] in ([step + 1], []), self.starts  # []: it was killed in its first step
