@@ -11,7 +11,7 @@ from setuptools import find_namespace_packages, setup
 CORE = [
     # HTTP of server and client, asynchronous, so that the calls of many samples overlap; checks of requests; metrics
     # for Prometheus. Not numpy, sympy and scipy, which are many times as large and which the server does not use: who
-    # runs programs that import them, or any other package, installs it beside the server (docs/sandbox.md).
+    # runs programs that import them, or any other package, installs it beside the server (docs/guides/sandbox.md).
     "aiohttp>=3.14,<4",
     "pydantic>=2.14,<3",
     "prometheus_client>=0.26,<1",
@@ -111,6 +111,15 @@ EXTRAS = {
         "ruff==0.17.5",
         # Imports point downwards only, from layer to layer.
         "import-linter>=2.5,<3",
+    ],
+    "docs": [
+        # The site: Markdown by MyST, Furo's theme, and a reference that reads the source without importing it.
+        "sphinx>=9,<9.1",
+        "myst-parser>=5.2,<6",
+        "furo>=2025.12",
+        "sphinx-autoapi>=3.9,<4",
+        # llms.txt, for coding agents.
+        "sphinx-llms-txt>=0.7,<0.8",
     ],
 }
 

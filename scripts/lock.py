@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write or check requirements/cpu.txt and requirements/gpu.txt, the complete pins that scripts/setup_env.sh installs.
 
-cpu: walks setup.py's CORE, TRAINING, `cpu` and `test` through what is installed in the running environment, so that
-what is locked is what was run. To refresh: `.venv/bin/pip install --no-deps NAME==VERSION`, run the tests, then
+cpu: walks setup.py's CORE, TRAINING, `cpu`, `test` and `docs` through what is installed in the running environment, so
+that what is locked is what was run. To refresh: `.venv/bin/pip install --no-deps NAME==VERSION`, run the tests, then
 `.venv/bin/python scripts/lock.py cpu`.
 gpu: asks pip's resolver for CORE, TRAINING, `gpu` and `test` (metadata only, no GPU needed; about three minutes).
 It never installs anything, and it leaves out the packages of `NOT_INSTALLED`, each with its reason.
@@ -66,7 +66,7 @@ HEADERS = {
     "gpu": """\
 # Every package of the GPU stack, pinned. Written by `python scripts/lock.py gpu`; scripts/setup_env.sh installs it.
 # verl 0.9.1's own matrix (torch, vllm, transformers, flash-attn) plus what pip resolved around it, CUDA 13 packages
-# included. Resolved from package metadata on Linux x86_64 for Python 3.11 and 3.12. docs/gpu.md says what ran on a GPU.
+# included. Resolved from package metadata on Linux x86_64 for Python 3.11 and 3.12. GPU runs: docs/evidence/gpu.md
 # flash-attn has no wheel on PyPI and is not resolvable there (its setup.py imports torch): it is pinned by name and
 # compiles at install time, which needs nvcc of CUDA 13. Its own requirements (torch, einops) are below.
 """,
@@ -74,14 +74,15 @@ HEADERS = {
 
 
 def read_requirements(extra: str) -> list[Requirement]:
-    """CORE, TRAINING, EXTRAS[extra] and EXTRAS["test"] of setup.py, read without running it."""
+    """Return setup.py's CORE, TRAINING, EXTRAS[extra], "test" and for a CPU "docs", read without running it."""
     lists = {
         node.targets[0].id: ast.literal_eval(node.value)
         for node in ast.parse((ROOT / "setup.py").read_text()).body
         if isinstance(node, ast.Assign)
     }
     extras = lists["EXTRAS"]
-    return [Requirement(r) for r in lists["CORE"] + lists["TRAINING"] + extras[extra] + extras["test"]]
+    docs = extras["docs"] if extra == "cpu" else []  # the site is built where CI runs
+    return [Requirement(r) for r in lists["CORE"] + lists["TRAINING"] + extras[extra] + extras["test"] + docs]
 
 
 def holds(marker: Marker | None, python_version: str, extra: str = "") -> bool:

@@ -107,6 +107,10 @@ if [ "$PART" != slow ]; then
     .venv/bin/ruff check --output-format=concise .
     .venv/bin/ruff format --check .
     .venv/bin/lint-imports --no-logo --no-cache
+    if [ -x .venv/bin/sphinx-build ]; then # the CPU's lock has it
+        say "the site, with warnings as errors: outputs/site"
+        .venv/bin/sphinx-build -q -W -b html -d "$TMPDIR/doctrees" docs outputs/site
+    fi
 fi
 if [ $# -gt 0 ]; then # of the caller's choice
     [ "$PART" = slow ] || run_pytest "$@"

@@ -1,12 +1,14 @@
 """GRPO with resampling on correct (GRPO-RoC; rStar2-Agent, arXiv:2508.20722, section 2.2.3): preset grpo_roc.
 
-2n responses are generated for a prompt and n are kept, right and wrong ones in proportion. The penalty of a response is
-the share of its tool calls that failed, .5 if it called no tool.
-- `paper`: right ones are drawn with probabilities that are inverse to their penalties, wrong ones uniformly.
-- `code` (microsoft/rStar@73b21b5, rstar2_agent/down_sample/roc.py): right ones and wrong ones alike are sorted by
-  penalty, and the first ones kept. Nothing is drawn, and wrong answers without tool errors are preferred too.
-Departures: the paper adds a penalty for answers that repeat or lack their tags; here an answer that is right has been
-found in its box. Inverse probabilities of a penalty 0 are unbounded: .01 is added (ours; the paper does not say).
+Generate 2n responses for a prompt and keep n, with the same share of right ones. The penalty of a response is the share
+of its tool calls that failed, or 0.5 if it called no tool.
+
+- `paper`: draw right responses with probabilities inverse to their penalties, and wrong ones uniformly.
+- `code` (microsoft/rStar@73b21b5, rstar2_agent/down_sample/roc.py): sort right and wrong responses by penalty and keep
+  the first ones. Nothing is drawn, and wrong answers without tool errors are preferred too.
+
+Departures: the paper also penalises answers that repeat or lack their tags; here a right answer was found in its box.
+The inverse of a penalty of 0 is unbounded, so 0.01 is added (our choice; the paper does not say).
 """
 
 import random

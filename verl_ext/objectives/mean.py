@@ -3,12 +3,14 @@
 A loss is computed for each micro-batch of each rank. Gradients of micro-batches are added, and those of ranks averaged,
 so each part is divided by numbers of the whole mini-batch and multiplied by the number of ranks.
 
-The unit of a token mean says whose tokens are in the denominator (`actor.policy_loss.unit`):
-    mini_batch: those of the mini-batch, as verl has it: a token weighs more in a mini-batch of few tokens;
-    batch: those of the batch, which all updates of a step share (OlmoRL's text);
-    group: those of its group, then the mean over the groups of the batch (DAPO, arXiv:2503.14476, Eq. 8).
-The last two are had by `unit_factors`, with which the advantages are multiplied, and a sum instead of a mean. The mean
-over the updates of a step is then exactly the mean over the batch, wherever its mini-batches begin and end. It holds as
+The unit of a token mean (`actor.policy_loss.unit`) says whose tokens are in the denominator:
+
+- `mini_batch`: those of the mini-batch, as in verl. A token weighs more in a mini-batch of few tokens.
+- `batch`: those of the batch, which all updates of a step share (OlmoRL's text).
+- `group`: those of its group, then the mean over the groups of the batch (DAPO, arXiv:2503.14476, Eq. 8).
+
+For `batch` and `group`, multiply the advantages by `unit_factors(...)`; `mean_loss` then sums instead of averaging. The
+mean over the updates of a step is then exactly the mean over the batch, however it is split into mini-batches, because
 every objective here is linear in a positive factor of the advantages.
 """
 

@@ -5,11 +5,11 @@ and tests run in a sandbox program of their own, to which the solution's gives p
 prepare.py reads a test, and refusals.py says which tests can judge no program. solution.py, tests.py, handles.py and
 values.py run in the sandbox, sent there as source.
 
-Ground truths, as a mapping or as its JSON:
-    {"tests": ["assert add(1, 2) == 3", ...]}          Python that calls what the program defines, each by itself;
-                                                       functions test_... and unittest's classes are run, too
-    {"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}  standard input, and what must be printed for it
-or a string that is no such JSON: Python, one test.
+A ground truth is a mapping, its JSON, or a string that is neither, which is one test in Python:
+
+- `{"tests": ["assert add(1, 2) == 3", ...]}`: Python that calls what the program defines, each test separately.
+  Functions `test_...` and classes of unittest run too.
+- `{"inputs": ["1 2\\n", ...], "outputs": ["3\\n", ...]}`: standard input, and what the program must print for it.
 """
 
 import asyncio
