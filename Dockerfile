@@ -1,4 +1,4 @@
-# The CPU image: the pinned stack of requirements/cpu.txt and this checkout. By default it runs the quickstart. See docs/docker.md.
+# The CPU image: the pinned stack of requirements/cpu.txt and this checkout. By default it runs the quickstart. See docs/guides/docker.md.
 #   docker build -t verl-retool .
 #   docker run --rm --init --shm-size=2g -v "$PWD/outputs:/opt/verl-retool/outputs" verl-retool
 # The wheels are for x86-64; on another processor Docker emulates one.
@@ -23,5 +23,5 @@ COPY verl_ext/__init__.py verl_ext/
 RUN bash scripts/setup_env.sh
 
 COPY . .
-# No user of its own: as root, the sandbox gives each program an id that owns nothing (docs/docker.md).
+# No user of its own: as root, the sandbox gives each program an id that owns nothing (docs/guides/docker.md).
 CMD ["bash", "scripts/quickstart.sh"]

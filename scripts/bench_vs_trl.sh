@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compare RL steps with what one would pick instead on a laptop: the GRPOTrainer of Hugging Face TRL with a tool. Both run in
 # turns on the same task, model, batch and sandbox. TRL's asynchronous trainer, which overlaps tool calls, needs NCCL and
-# is not measured (docs/speed.md).
+# is not measured (docs/evidence/speed.md).
 #
 # Usage: bash scripts/bench_vs_trl.sh [--model tiny|small] [--steps N] [--rounds N] [--latencies S ...] [--run FOLDER]
 #                                     [--trainers NAME ...]

@@ -1,4 +1,4 @@
-"""What becomes of a run when the things around it break: the tiny task under each of ten faults. See docs/chaos.md.
+"""Run the tiny task under each of ten faults, and say what became of the run. See docs/evidence/faults.md.
 
     bash scripts/chaos.sh --quick              # five faults
     bash scripts/chaos.sh --only "disk full"   # one

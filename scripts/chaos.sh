@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Break what a run needs, and see what becomes of it: sandbox, verifier, rollout servers, learner, disk (docs/chaos.md).
+# Break what a run needs, and see what becomes of it: sandbox, verifier, rollout servers, learner, disk (docs/evidence/faults.md).
 #
 # Usage: bash scripts/chaos.sh [--side ours|verl|trl] [--quick] [--only FAULT ...] [--seed N] [--from FOLDER] [--out FOLDER] [--results FILE]
 #   --side   verl: 0.9.1 as it is, its own tool loop, sampler and checkpoints; trl: TRL's GRPOTrainer, which

@@ -5,8 +5,8 @@
 Each run is the quickstart in its own folder. The control repeats the RL of the first seed with rewards that carry no
 information (drawn at the rate that SFT was right, `reward.reward_kwargs.random_reward_p`). The small model also learns
 the task without Python (`data/small/prepare.py --no-tool`), with the first seed. Prints a table: with --model tiny,
-that of docs/results.md. The same command goes on where it was broken off. The result of a finished run is a line of
-FILE, and the run is not made again: another machine can go on with FILE.
+that of docs/evidence/small-models.md. The same command continues an interrupted one. The result of a finished run is a
+line of FILE, and the run is not made again: another machine can continue with FILE.
 """
 
 import argparse

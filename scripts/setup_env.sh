@@ -169,7 +169,7 @@ check_flash_attn() {
     export MAX_JOBS
     [ "$memory_gb" -ge 6 ] || say "warning: $memory_gb GB are free; one compiler of flash-attn's takes up to 6"
     say "flash-attn will be compiled by CUDA $release for ${FLASH_ATTN_CUDA_ARCHS:-all architectures}, $MAX_JOBS job(s) at a" \
-        "time: half an hour with 16 jobs for one architecture (docs/gpu.md); its README names 3 to 5 minutes on 64 cores"
+        "time: half an hour with 16 jobs for one architecture (docs/evidence/gpu.md); its README names 3 to 5 minutes on 64 cores"
 }
 
 check_disk() {

@@ -5,8 +5,8 @@
     python scripts/stability_map.py --maps             # the maps alone; runs that are not there are shown as missing
 
 A run is a plain fp32 PyTorch loop (verl_ext/analysis/cell.py) that starts from the quickstart's SFT model and calls the
-objectives' own files. Each run is a line of docs/stability/runs.jsonl, written when it has ended: a stopped command
-goes on where it was, and `--out` makes a map of one's own. docs/stability.md says what a run and each map show.
+objectives' own files. Each run is a line of docs/evidence/objectives/stability.jsonl, written when it ended. The same
+command continues a stopped one, and `--out` makes a separate map. docs/evidence/objectives.md says what the maps show.
 """
 
 import argparse
@@ -50,7 +50,7 @@ OBJECTIVES = (
 CONDITIONS = ((0, False), (1, False), (4, False), (16, False), (0, True), (4, True))  # staleness, bf16
 SEEDS = (0, 1, 2)
 HELD_OUT = 256  # problems
-RUNS = "runs.jsonl"
+RUNS = "stability.jsonl"
 SFT = "sft/merged/model.safetensors"  # of a quickstart; other CPUs compute other floats
 
 _ALLOWED = (ast.Module, ast.Expr, ast.Call, ast.Name, ast.Load, ast.Store, ast.Assign, ast.Constant, ast.BinOp, ast.Add)
@@ -248,7 +248,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=80, help="of a run (default: 80)")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="runs at a time (default: one a core)")
     parser.add_argument("--quickstart", type=Path, default=Path("outputs/quickstart"), help="has data/ and sft/merged/")
-    parser.add_argument("--out", type=Path, default=REPO / "docs" / "stability", help="of the runs and the maps")
+    parser.add_argument(
+        "--out", type=Path, default=REPO / "docs" / "evidence" / "objectives", help="of the runs and the maps"
+    )
     args = parser.parse_args(argv)
     file, failed = args.out / RUNS, {}
     try:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SFT of Qwen3-0.6B on ReTool traces. Every hyper-parameter: configs/qwen3-0.6b_sft.yaml and the YAMLs in its head.
 # Machine: one GPU of 24 GB, or of 16 GB with +lora=sft, and 16 GB of host memory, by the doctor's estimate.
-# Run once at this size, with random weights (docs/gpu.md).
+# Run once at this size, with random weights (docs/evidence/gpu.md).
 # A LoRA checkpoint is merged with its adapters by
 #   VERL_USE_EXTERNAL_MODULES=verl_ext python -m verl.model_merger merge --backend fsdp --local_dir CKPT --target_dir MERGED
 #

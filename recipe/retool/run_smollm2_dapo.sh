@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # DAPO RL of SmolLM2-135M-Instruct on word problems, on one GPU or, where there is none, on a CPU. Settings: configs/smollm2_dapo.yaml
 # The model's weights come from 4 bits (data/small/build_model.py), unless SFT began with another.
-# On two cores: 30 to 58 minutes, 14 GB at the peak (docs/small.md).
+# On two cores: 30 to 58 minutes, 14 GB at the peak (docs/evidence/small-models.md).
 #
 # Usage: [NAME=value ...] bash recipe/retool/run_smollm2_dapo.sh [--cfg job] [Hydra overrides, e.g. trainer.total_training_steps=2]
 #   DATA_DIR         of data/small/prepare.py          outputs/small/data

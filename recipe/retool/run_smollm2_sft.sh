@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # SFT of SmolLM2-135M-Instruct on word problems, on one GPU or, where there is none, on a CPU. Settings: configs/smollm2_sft.yaml
 # The model's weights come from 4 bits (data/small/build_model.py); MODEL_PATH takes any other, with a hub the published ones.
-# On two cores: 2 to 3 minutes, 5.5 GB at the peak (docs/small.md).
+# On two cores: 2 to 3 minutes, 5.5 GB at the peak (docs/evidence/small-models.md).
 #
 # Usage: [NAME=value ...] bash recipe/retool/run_smollm2_sft.sh [--cfg job] [Hydra overrides, e.g. trainer.total_training_steps=2]
 #   DATA_DIR         of data/small/prepare.py                              outputs/small/data

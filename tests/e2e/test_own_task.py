@@ -1,4 +1,4 @@
-"""The commands of docs/own_task.md, as the page has them, but for their folder, the sandbox's address and Python."""
+"""The commands of docs/tutorials/own-task.md as the page has them, except their folder, the sandbox and Python."""
 
 import os
 import re
@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def test_the_commands_of_the_page_run_the_example(python: str, tmp_path: Path) -> None:
-    page = (REPO / "docs" / "own_task.md").read_text(encoding="utf-8")
-    [commands] = re.findall(r"## Run it\n.*?```bash\n(.*?)```", page, re.DOTALL)
+    page = (REPO / "docs" / "tutorials" / "own-task.md").read_text(encoding="utf-8")
+    [commands] = re.findall(r"## Run the example\n.*?```bash\n(.*?)```", page, re.DOTALL)
     commands, started = re.subn(r"python -m verl_ext\.sandbox\.server .* &\n", "", commands)
     assert started == 1 and commands.count("+task=shop") == 2
     with running_server() as url:

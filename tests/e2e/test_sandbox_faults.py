@@ -156,7 +156,7 @@ async def test_server_that_is_gone_is_told_in_bounded_time(server: Server) -> No
 
 @pytest.mark.parametrize("mode", ["load", "soak"])
 def test_stress(mode: str) -> None:
-    """The short form of what docs/sandbox.md has figures of; for a time it must not depend on, a share of the work."""
+    """The short form of what docs/evidence/speed.md has figures of, with a share of the work."""
     options = {"load": ["--seconds", "10"], "soak": ["--requests", "2000"]}[mode]
     command = [sys.executable, "scripts/stress_sandbox.py", mode, *options]
     for _ in range(3):  # a machine that stands still once makes the slowest answers slow

@@ -39,7 +39,7 @@ def parse(argv: list[str] | None, names: list[str]) -> argparse.Namespace:
     add("--shape", default="", metavar="MODEL", help="a folder with config.json, or Qwen/Qwen3-0.6B; default: the 4B")
     add("--tokens", type=int, default=0, metavar="N", help="of a micro-batch; default: 10240, and 128 on a CPU")
     add("--no-checkpointing", action="store_true", help="without gradient checkpointing")
-    add("--keep-logits", action="store_true", help="beside their gradient, as in the rows of docs/gpu.md")
+    add("--keep-logits", action="store_true", help="beside their gradient, as in the rows of docs/evidence/gpu.md")
     add = parser.add_argument_group("of evaluation").add_argument
     run = (
         "an SFT or RL run of the tiny task (outputs/quickstart); default: the model of the stage rl, else a random one"

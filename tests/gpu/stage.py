@@ -33,7 +33,7 @@ class Context:
         shape: of the model of a training step, as `read_shape` takes it: a model folder, or a name; empty for the 4B.
         tokens: of a micro-batch of a training step; 0 for the stage's own.
         checkpointing: gradient checkpointing of a training step.
-        keep_logits: a training step has the logits beside their gradient, as in the rows of docs/gpu.md.
+        keep_logits: a training step has the logits beside their gradient, as in the rows of docs/evidence/gpu.md.
         run: the folder of an SFT or RL run of the tiny task, whose model is evaluated, or None.
     """
 

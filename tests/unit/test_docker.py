@@ -1,4 +1,4 @@
-"""The Dockerfile is in step with what it installs, copies and starts. Whether it builds: docs/docker.md."""
+"""The Dockerfile is in step with what it installs, copies and starts. Whether it builds: docs/guides/docker.md."""
 
 import json
 import re
@@ -69,13 +69,13 @@ def test_the_default_command_is_the_quickstart(steps):
 def test_the_image_is_for_the_wheels_processor_and_sets_no_user(steps):
     assert of(steps, "FROM") == ["--platform=linux/amd64 debian:bookworm-slim"]
     assert "Linux x86_64" in SETUP
-    assert not of(steps, "USER"), "the sandbox's layer uid needs root (docs/docker.md)"
+    assert not of(steps, "USER"), "the sandbox's layer uid needs root (docs/guides/docker.md)"
 
 
 def test_the_documents_name_the_images_folder(steps):
     (folder,) = of(steps, "WORKDIR")
     assert f"safe.directory {folder}" in " ".join(of(steps, "RUN"))
-    for name in ("README.md", "docs/docker.md"):
+    for name in ("README.md", "docs/guides/docker.md"):
         mounted = re.findall(r"outputs:(\S+?)[\"']", (ROOT / name).read_text())
         assert mounted and set(mounted) == {f"{folder}/outputs"}, name
 

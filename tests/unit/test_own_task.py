@@ -1,4 +1,4 @@
-"""The example of docs/own_task.md: its data, tool, verifier and settings, each by the code that a run calls."""
+"""The example of docs/tutorials/own-task.md: data, tool, verifier and settings, each by the code that a run calls."""
 
 import asyncio
 import importlib.util
@@ -16,7 +16,7 @@ from hydra import compose, initialize_config_dir
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "own_task"
 YAML = ROOT / "configs" / "task" / "shop.yaml"
-PAGE = (ROOT / "docs" / "own_task.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "tutorials" / "own-task.md").read_text(encoding="utf-8")
 CALL = '<tool_call>\n{{"name": "price_of", "arguments": {{"item": "{}"}}}}\n</tool_call>'
 
 

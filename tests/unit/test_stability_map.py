@@ -105,7 +105,7 @@ def test_a_run_that_raises_stops_no_other_and_is_tried_again(script, played, mon
     monkeypatch.setattr(script, "run_cell", fails)
     with pytest.raises(SystemExit, match=r"(?s)not run.*dapo_s16_fp32_0: Traceback.*no number.*dapo_s16_fp32_2"):
         script.main(["--out", str(tmp_path)])
-    assert len(played) == 33 and len((tmp_path / "runs.jsonl").read_text().splitlines()) == 33
+    assert len(played) == 33 and len((tmp_path / "stability.jsonl").read_text().splitlines()) == 33
     monkeypatch.setattr(script, "run_cell", plays)
     script.main(["--out", str(tmp_path)])
     assert sorted(played[33:]) == [f"dapo_s16_fp32_{seed}" for seed in (0, 1, 2)]
@@ -160,23 +160,23 @@ def test_the_runs_of_a_seed_begin_from_one_sft_and_those_of_another_seed_may_beg
     monkeypatch.setattr(script, "SEEDS", (0, 1))
     script.main(["--out", str(tmp_path), "--quickstart", "outputs/of another machine"])
     assert len(played) == 2 * 12 and {each[-1] for each in played[12:]} == {"1"}
-    lines = (tmp_path / "runs.jsonl").read_text().splitlines()
-    (tmp_path / "runs.jsonl").write_text("\n".join(lines[1:]) + "\n")  # a run of seed 0 is not there
+    lines = (tmp_path / "stability.jsonl").read_text().splitlines()
+    (tmp_path / "stability.jsonl").write_text("\n".join(lines[1:]) + "\n")  # a run of seed 0 is not there
     from_others = "began from the SFT quickstart, and the other runs of seed 0, .* from of another machine"
     with pytest.raises(SystemExit, match=from_others):
         script.main(["--out", str(tmp_path), "--quickstart", "outputs/of another machine"])
     mixed = json.loads(lines[1])
     mixed["settings"]["from"]["sft/merged/model.safetensors"] = "a third"
-    (tmp_path / "runs.jsonl").write_text("\n".join([*lines[:1], json.dumps(mixed), *lines[2:]]) + "\n")
+    (tmp_path / "stability.jsonl").write_text("\n".join([*lines[:1], json.dumps(mixed), *lines[2:]]) + "\n")
     with pytest.raises(SystemExit, match="seed 0"):  # two files of runs were joined
         script.main(["--out", str(tmp_path)])
 
 
 def test_a_run_that_says_nothing_of_its_settings_is_refused(script, played, tmp_path):
     script.main(["--cell", "gspo", "4", "bf16", "1", "--out", str(tmp_path)])
-    line = json.loads((tmp_path / "runs.jsonl").read_text())
+    line = json.loads((tmp_path / "stability.jsonl").read_text())
     del line["settings"]
-    (tmp_path / "runs.jsonl").write_text(json.dumps(line) + "\n")
+    (tmp_path / "stability.jsonl").write_text(json.dumps(line) + "\n")
     with pytest.raises(SystemExit, match="gspo_s4_bf16_1 began from the SFT None"):
         script.main(["--out", str(tmp_path)])
 
@@ -186,9 +186,9 @@ def test_a_process_that_is_killed_costs_the_run_of_no_other(script, monkeypatch,
     """Real processes: one of two runs kills its own whenever it is played."""
     monkeypatch.setattr(script, "run", _run_or_die)
     cells = {cell: {} for cell in script.cells()[:2]}
-    failed = script.run_missing(cells, tmp_path / "runs.jsonl", tmp_path, 1, 2)
+    failed = script.run_missing(cells, tmp_path / "stability.jsonl", tmp_path, 1, 2)
     assert [cell.objective for cell in failed] == ["grpo"] and "terminated abruptly" in "".join(failed.values())
-    made = [json.loads(line)["cell"] for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    made = [json.loads(line)["cell"] for line in (tmp_path / "stability.jsonl").read_text().splitlines()]
     assert made == ["dapo"]
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("A process was killed")]
     assert told and all("grpo_s0_fp32_0" in line for line in told)

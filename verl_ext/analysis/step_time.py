@@ -1,7 +1,7 @@
 """How long a step would take in another mode: `python -m verl_ext.analysis.step_time [RUN ...]`.
 
 Prints the simulation's error on the published run and on each RUN, a folder of an RL run in mode sync, then the time of
-a step of the published run in each mode. What it assumes and what it was fitted to: docs/step_time.md
+a step of the published run in each mode. What it assumes and what it was fitted to: docs/evidence/async.md
 """
 
 import argparse

@@ -89,7 +89,7 @@ def _look_at(base: str) -> Finding:
             -> See to it that it is a container or VM of its own.""")
     if missing := [layer for layer in LAYERS_THAT_CONFINE if layer not in layers]:
         return warn(f"""{base} runs code with {", ".join(layers) or "no isolation"}; {", ".join(missing)} is off
-            -> docs/sandbox.md: what each stops, and what a container must allow; else give it a VM.""")
+            -> docs/guides/sandbox.md: what each stops, and what a container must allow; else give it a VM.""")
     return ok(f"{base} runs code, isolated by {', '.join(layers)}")
 
 

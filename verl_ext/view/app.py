@@ -77,9 +77,9 @@ def state(request: Request) -> Response:
 
 
 def diagnose(request: Request) -> Response:
-    """docs/diagnose.md, a line each, so that an alarm can point at one."""
+    """docs/guides/diagnose.md, a line each, so that an alarm can point at one."""
     if not curves.DIAGNOSE.is_file():
-        raise HTTPException(404, "docs/diagnose.md is not beside this installation. It is in the repository.")
+        raise HTTPException(404, "docs/guides/diagnose.md is not beside this installation. It is in the repository.")
     return page(request, "diagnose.html", lines=curves.DIAGNOSE.read_text(encoding="utf-8").splitlines())
 
 

@@ -14,40 +14,40 @@ from verl_ext.runs.metrics import Metrics, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PUBLISHED = REPOSITORY / "data" / "published" / "rl.jsonl"  # source and licence: the README beside it
-DIAGNOSE = REPOSITORY / "docs" / "diagnose.md"
+DIAGNOSE = REPOSITORY / "docs" / "guides" / "diagnose.md"
 QUESTIONS: dict[str, list[list[str]]] = yaml.safe_load(Path(__file__).with_name("curves.yaml").read_text("utf-8"))
 PUBLISHED_NAMES = {"response_length/clip_ratio": "train/truncation_rate"}  # the published column means this key of ours
 END_STEPS = 5  # at each end of a curve, over which an alarm takes the mean
 RISE, FALL = 0.02, 0.1  # of accuracy: less than the first is flat; more than the second, from its peak, is a fall
 ENTROPY_FALLS = "## Entropy falls"
 # Key, and of the first and the last value: how many values it needs, is it wrong?, sentence, what to look for in
-# docs/diagnose.md.
+# docs/guides/diagnose.md.
 ALARMS = (
     ("actor/entropy", 4, lambda a, b: b < 0.3 * a, "The entropy collapses: from {:.3g} to {:.3g} nats per token.",
      ENTROPY_FALLS),
     ("actor/entropy", 4, lambda a, b: b > 3 * a, "The entropy grows: from {:.3g} to {:.3g} nats per token.",
      "## Entropy rises"),
     ("tool/code_ratio", 4, lambda a, b: a > 0.05 and b < 0.7 * a,
-     "Tool use falls: {:.1%} of the responses ran code, now {:.1%}.", "## It trains, but never calls the tool"),
+     "Tool use falls: {:.1%} of the responses ran code, now {:.1%}.", "## It stops calling the tool"),
     ("train/truncation_rate", 4, lambda a, b: b > a + 0.05,
-     "More responses are cut by the budget: {:.1%}, now {:.1%}.", "- Truncated: raise"),
+     "More responses are cut by the budget: {:.1%}, now {:.1%}.", "- **Truncated.**"),
     *((f"failure/share_{end}", 1, lambda _, share: share > 0.01,
-       f"The infrastructure fails: {{1:.1%}} of the responses end as {end}.", "## Responses are kept out of training")
+       f"The infrastructure fails: {{1:.1%}} of the responses end as {end}.", "## Excluded responses")
       for end in INFRASTRUCTURE_FAILURES),
     (f"failure/share_{RolloutEnd.RAISED}", 1, lambda _, share: share > 0.01,
-     "A bug of ours: {1:.1%} of the groups have a rollout that raised.", "## Responses are kept out of training"),
+     "A bug of ours: {1:.1%} of the groups have a rollout that raised.", "## Excluded responses"),
     ("training/rollout_actor_probs_pearson_corr", 1, lambda _, value: value < 0.99,
      "The ratio is off-policy: trainer's and engine's probabilities correlate by {1:.3f} only.",
-     "`training/rollout_actor_probs_pearson_corr` below .99"),
+     "- If `training/rollout_actor_probs_pearson_corr`"),
     ("actor/ppo_kl", 1, lambda _, value: abs(value) > 0.05,
      "The ratio is off-policy: the update is {1:.2g} nats per token from the log-probs that it takes as old.",
-     "`actor/ppo_kl` beyond .05"),
+     "- If `actor/ppo_kl`"),
     ("rollout_corr/kl", 1, lambda _, value: abs(value) > 0.05,
      "The ratio is off-policy: the trainer is {1:.2g} nats per token from the weights that wrote the tokens.",
-     "`rollout_corr/kl` beyond .05"),
+     "- If `rollout_corr/kl`"),
     ("actor/skipped_updates_total", 1, lambda _, skipped: skipped > 0,
      "Updates are skipped, {1:.2g} a step: the norm of their gradient is no finite number.",
-     "## Updates are skipped"),
+     "## Skipped updates"),
 )  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def not_logged(metrics: Metrics) -> list[str]:
 
 
 def alarms(metrics: Metrics) -> list[dict[str, Any]]:
-    """What the curves say is wrong: `sentence`, `look_for`, and `line`, the first of docs/diagnose.md that has that.
+    """Return the alarms: `sentence`, `look_for`, and `line`, the first line of docs/guides/diagnose.md that has it.
 
     First and last values are means of END_STEPS steps, fewer in a short run. An entropy that falls is wrong unless
     accuracy rises; see `normal`.

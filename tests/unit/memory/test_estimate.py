@@ -70,7 +70,7 @@ def test_reserved_memory_is_as_the_published_log_has_it():
 
 
 def test_verl_logs_the_largest_mini_batch_of_the_first_rank_and_sums_nothing():
-    """What the docstring of verl_ext/memory/estimate.py and docs/doctor.md say of verl 0.9.1."""
+    """What the docstring of verl_ext/memory/estimate.py and docs/guides/doctor.md say of verl 0.9.1."""
     from verl.single_controller.base.decorator import _concat_data_proto_or_future
     from verl.utils import tensordict_utils as tu
     from verl.utils.metric import reduce_metrics

@@ -14,7 +14,7 @@ def test_one_right_of_sixteen():
 
 
 def test_equal_answers_train_on_the_length_penalty_alone():
-    """What docs/objectives.md warns of. Mean -1.0625, sample std .25: .0625 / .25 and -.9375 / .25."""
+    """What docs/guides/objectives.md warns of. Mean -1.0625, sample std .25: .0625 / .25 and -.9375 / .25."""
     found = group_mean(float64([-1.0] * 15 + [-2.0]), ["a"] * 16, by_std=True).tolist()
     assert found == pytest.approx([0.25] * 15 + [-3.75], abs=1e-4)
 

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[3]
 # After a program's time limit. The server's own limits are 3.5 + 1.5 s; the rest is for a busy machine.
 ANSWER_S = 7.0
 SECRET = "sk-not-for-programs"  # in the server's environment
-# Programs then see the interpreter there, read-only, and have only $TMPDIR to write to (docs/sandbox.md).
+# Programs then see the interpreter there, read-only, and have only $TMPDIR to write to (docs/guides/sandbox.md).
 IS_BELOW_TMP = any(prefix.startswith("/tmp/") for prefix in (sys.prefix, sys.base_prefix))
 
 

@@ -53,14 +53,14 @@ def test_what_our_own_runs_and_the_published_one_log_raises_no_alarm_of_the_rati
     [
         ("actor/entropy", [0.5, 0.5, 0.1, 0.1], "entropy collapses: from 0.5 to 0.1", "## Entropy falls"),
         ("actor/entropy", [0.1, 0.1, 0.5, 0.5], "entropy grows", "## Entropy rises"),
-        ("tool/code_ratio", [0.8, 0.8, 0.2, 0.2], "80.0% of the responses ran code, now 20.0%", "## It trains, but"),
-        ("train/truncation_rate", [0, 0, 0.2, 0.2], "cut by the budget: 0.0%, now 20.0%", "- Truncated"),
-        ("failure/share_aborted", [0.1], "10.0% of the responses end as aborted", "## Responses are kept out"),
-        ("failure/share_raised", [0.1], "10.0% of the groups have a rollout that raised", "## Responses are kept out"),
-        ("actor/ppo_kl", [0.01, -0.08], "-0.08 nats per token from the log-probs", "- `actor/ppo_kl` beyond"),
-        ("actor/skipped_updates_total", [0.0, 2.0], "Updates are skipped, 2 a step", "## Updates are skipped"),
-        ("rollout_corr/kl", [0.3], "0.3 nats per token from the weights that wrote", "- `rollout_corr/kl` beyond"),
-        ("training/rollout_actor_probs_pearson_corr", [0.9], "correlate by 0.900 only", "- `training/rollout_actor"),
+        ("tool/code_ratio", [0.8, 0.8, 0.2, 0.2], "80.0% of the responses ran code, now 20.0%", "## It stops calling"),
+        ("train/truncation_rate", [0, 0, 0.2, 0.2], "cut by the budget: 0.0%, now 20.0%", "- **Truncated."),
+        ("failure/share_aborted", [0.1], "10.0% of the responses end as aborted", "## Excluded responses"),
+        ("failure/share_raised", [0.1], "10.0% of the groups have a rollout that raised", "## Excluded responses"),
+        ("actor/ppo_kl", [0.01, -0.08], "-0.08 nats per token from the log-probs", "- If `actor/ppo_kl`"),
+        ("actor/skipped_updates_total", [0.0, 2.0], "Updates are skipped, 2 a step", "## Skipped updates"),
+        ("rollout_corr/kl", [0.3], "0.3 nats per token from the weights that wrote", "- If `rollout_corr/kl`"),
+        ("training/rollout_actor_probs_pearson_corr", [0.9], "correlate by 0.900 only", "- If `training/rollout_actor"),
     ],
 )
 def test_an_alarm_links_to_the_line_that_helps(viewer, tmp_path, key, values, says, heading) -> None:

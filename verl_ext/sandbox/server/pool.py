@@ -48,7 +48,7 @@ ZYGOTE_END_S = 0.3  # for the end of a zygote to be seen, which takes its worker
 MAX_REMEMBERED = 1024  # programs that were lost once
 START_GRACE_S = 60.0  # a zygote first imports packages: 2 s, but more on a cold disk; after that it forks in 10 ms
 STOP_GRACE_S = 5.0
-# Not scipy, with which the fork of every program costs more, also of one that does not use it (docs/sandbox.md).
+# Not scipy, with which the fork of every program costs more, also of one that does not use it (docs/guides/sandbox.md).
 PRELOAD = ("numpy", "sympy")
 # All that a program sees. One BLAS thread and two malloc arenas: both reserve address space per thread and per core,
 # so that on a large machine `import numpy` alone would be over a limit of 1024 MB.
