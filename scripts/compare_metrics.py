@@ -1,4 +1,4 @@
-"""Are the metrics of two runs equal, step by step, times aside? For runs with `+repeatable=cpu` (recipe/README.md).
+"""Are the metrics of two runs equal, step by step, times excepted? For runs with `+repeatable=cpu`.
 
     .venv/bin/python scripts/compare_metrics.py outputs/run_a outputs/run_b
 

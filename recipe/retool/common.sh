@@ -161,7 +161,7 @@ quickstart_dapo() {
   local warm=(-m verl_ext.cpu.warm_python) # the run's processes start by fork, without their imports
   quickstart_files "$2" "$3" sft/merged rl
   if is_path "$MODEL_PATH"; then
-    require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its last checkpoint (recipe/README.md), or set MODEL_PATH."
+    require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its last checkpoint (docs/tutorials/train-32b.md), or set MODEL_PATH."
   else
     export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-0}
   fi
@@ -195,7 +195,7 @@ dapo() {
   TRAIN_FILE=${TRAIN_FILE:-data/dapo_math_17k.parquet}
   VAL_FILE=${VAL_FILE:-data/aime_2025.parquet}
   if is_path "$MODEL_PATH"; then
-    require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its checkpoint (recipe/README.md), or set MODEL_PATH."
+    require MODEL_PATH actor_rollout_ref.model.path "Run SFT and merge its checkpoint (docs/tutorials/train-32b.md), or set MODEL_PATH."
   fi
   require TRAIN_FILE data.train_files "Make it: python data/prepare_dapo_math_17k.py, or set TRAIN_FILE."
   require VAL_FILE data.val_files "Make it: python data/prepare_aime.py, or set VAL_FILE."

@@ -41,7 +41,7 @@ def _why_not(run: Run, split: str, path: Path) -> Finding | None:
     key, kinds = f"data.{split}_files", (".parquet", ".jsonl", ".json") if run.is_rl else (".parquet",)
     if not path.is_file():
         return fail(f"""{key}: {path} does not exist
-            -> Make it with data/prepare_*.py (recipe/README.md), or set TRAIN_FILE or VAL_FILE of the launcher.""")
+            -> Make it with data/prepare_*.py (docs/guides/data.md), or set TRAIN_FILE or VAL_FILE of the launcher.""")
     if path.suffix not in kinds:
         return fail(f"{key}: {path}, expected a name that ends in {' or '.join(kinds)} -> Convert or rename it.")
     if run.is_rl and (found := [each for each in PATTERNS if each in str(path)]):

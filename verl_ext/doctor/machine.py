@@ -25,7 +25,7 @@ def check_gpus(run: Run, machine: Machine) -> Iterator[Finding]:
     if run.device == "cpu" and _torch_drives_a_gpu():
         yield fail("""the run is on a CPU, but this torch drives a GPU, and verl would take that (utils/device.py:160)
             -> Use a clone of its own, set up by RETOOL_HARDWARE=cpu bash scripts/setup_env.sh; on a GPU: a run of its
-            own (recipe/README.md, "The ladder").""")
+            own (docs/reference/recipes.md).""")
         return
     if run.device != "cuda":
         yield ok(f"the run is on {run.device}: no GPU is looked at")
@@ -109,7 +109,7 @@ def check_ray(run: Run, machine: Machine) -> Iterator[Finding]:
         remove = f"Remove {source}."
     if not address and run.nodes > 1:
         yield warn(f"""the run wants {run.nodes} nodes, but no Ray cluster is known here
-            -> Start it first: bash scripts/ray_cluster.sh head, then worker on the others (recipe/README.md).""")
+            -> Start it: bash scripts/ray_cluster.sh head, then worker on the others (docs/tutorials/train-32b.md).""")
     elif not address:
         yield _own_cluster(run)
     elif not _answers(address):

@@ -113,7 +113,7 @@ def train_rl(run: Quickstart) -> None:
 
 
 def merge(run: Quickstart, name: str) -> None:
-    """Merge the last checkpoint of "sft" or "rl" into a Hugging Face folder, as recipe/README.md does by hand.
+    """Merge the last checkpoint of "sft" or "rl" into a Hugging Face folder, as the tutorials do by hand.
 
     The licence of the model that training began with, and the notice of what was changed, go with it.
     """

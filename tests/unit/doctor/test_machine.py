@@ -123,7 +123,7 @@ def test_no_cluster_is_fine_on_one_node_only(make_run, make_machine, told, only_
     monkeypatch.setattr("ray._private.utils.get_num_cpus", lambda: 33)
     only_ok(check_ray(make_run("qwen2-32b_dapo", "trainer.nnodes=1"), make_machine()))
     assert (
-        "no Ray cluster is known here -> Start it first" in told(check_ray(make_run(), make_machine()), Level.WARN)[0]
+        "no Ray cluster is known here -> Start it: bash" in told(check_ray(make_run(), make_machine()), Level.WARN)[0]
     )
 
 

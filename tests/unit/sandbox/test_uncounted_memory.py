@@ -1,6 +1,6 @@
 """Memory that no limit counts, so that programs cannot have it; and that Python does without it. On every machine.
 
-See docs/sandbox.md, "Memory"; what a worker counts is in server/test_memory.py.
+See docs/guides/sandbox.md, "Memory"; what a worker counts is in server/test_memory.py.
 """
 
 import ctypes
