@@ -41,52 +41,18 @@ def test_sft(small: Path, python: str, tmp_path: Path) -> None:
     assert 12 * shape.parameters < written < 12 * shape.parameters + 500_000
 
 
-@pytest.mark.parametrize("run", ["qwen2-32b_dapo_published", "qwen3-0.6b_dapo"])  # qwen2-32b_dapo: test_two_nodes.py
-def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
-    """Two steps, with validation before and after; the published form with hermes' tool calls, the 0.6B with sdpa."""
-    log = tmp_path / "log"
-    # One run imports in every process, as a user's does; the others have the imports at hand.
-    environment = ENVIRONMENT | {"PYTHON": sys.executable if run == "qwen2-32b_dapo_published" else python}
+def run_rl(run: str, *overrides: str, small: Path, out: Path, python: str) -> list[tuple[int, dict]]:
+    """Start the launcher of a run, wait for its end, and return the metrics of its steps."""
+    log = out.with_name("log")
     with running_server(options=("--preload", "")) as url:
         process = launch(
             f"run_{run}.sh",
             log,
-            "+hardware=[cpu_tiny,no_flash_attn]" if run == "qwen3-0.6b_dapo" else "+hardware=cpu_tiny",
+            *overrides,
             MODEL_PATH=str(small / "sft" / "merged"),
             TRAIN_FILE=str(small / "data" / "rl_train.parquet"),
             VAL_FILE=str(small / "data" / "eval.parquet"),
-            OUTPUT_DIR=str(tmp_path / "out"),
-            SANDBOX_URL=url,
-            NNODES="1",
-            DOCTOR="1",
-            **environment,
-            RAY_TMPDIR=os.environ.get("RAY_TMPDIR", "/tmp/ray"),
-        )
-        run_to_end(process, log)
-    steps = read_metrics(tmp_path / "out", keep=lambda data: "actor/pg_loss" in data)
-    assert [step for step, _ in steps] == [1, 2]
-    assert steps[0][1]["filter_groups/generated"] >= 4
-    assert (tmp_path / "out" / "global_step_2" / "actor").is_dir()
-    assert json.loads((tmp_path / "out" / "validation.json").read_text())["values"].keys() == {"0", "2"}
-    assert sorted(path.name for path in (tmp_path / "out" / "validation").iterdir()) == ["0.jsonl", "2.jsonl"]
-
-
-def test_rl_with_servers_on_separate_gpus(small: Path, python: str, tmp_path: Path) -> None:
-    """The preset gpu_separate with two pretended GPUs; only the transfer of weights is the CPU's."""
-    log = tmp_path / "log"
-    engine = "actor_rollout_ref.rollout.checkpoint_engine"
-    with running_server(options=("--preload", "")) as url:
-        process = launch(
-            "run_qwen2-7b_dapo.sh",
-            log,
-            "+hardware=[gpu_separate,cpu_tiny]",
-            f"{engine}.backend=shared_file",
-            f"{engine}.custom_backend_module=verl_ext.cpu.checkpoint_engine",
-            "ray_kwargs.ray_init.num_gpus=2",
-            MODEL_PATH=str(small / "sft" / "merged"),
-            TRAIN_FILE=str(small / "data" / "rl_train.parquet"),
-            VAL_FILE=str(small / "data" / "eval.parquet"),
-            OUTPUT_DIR=str(tmp_path / "out"),
+            OUTPUT_DIR=str(out),
             SANDBOX_URL=url,
             NNODES="1",
             DOCTOR="1",
@@ -94,7 +60,37 @@ def test_rl_with_servers_on_separate_gpus(small: Path, python: str, tmp_path: Pa
             RAY_TMPDIR=os.environ.get("RAY_TMPDIR", "/tmp/ray"),
         )
         run_to_end(process, log)
-    steps = read_metrics(tmp_path / "out", keep=lambda data: "actor/pg_loss" in data)
+    return read_metrics(out, keep=lambda data: "actor/pg_loss" in data)
+
+
+@pytest.mark.parametrize("run", ["qwen2-32b_dapo_published", "qwen3-0.6b_dapo"])  # qwen2-32b_dapo: test_two_nodes.py
+def test_rl(small: Path, python: str, tmp_path: Path, run: str) -> None:
+    """Two steps, with validation before and after; the published form with hermes' tool calls, the 0.6B with sdpa."""
+    # One run imports in every process, as a user's does; the others have the imports at hand.
+    python = sys.executable if run == "qwen2-32b_dapo_published" else python
+    hardware = "[cpu_tiny,no_flash_attn]" if run == "qwen3-0.6b_dapo" else "cpu_tiny"
+    out = tmp_path / "out"
+    steps = run_rl(run, f"+hardware={hardware}", small=small, out=out, python=python)
+    assert [step for step, _ in steps] == [1, 2]
+    assert steps[0][1]["filter_groups/generated"] >= 4
+    assert (out / "global_step_2" / "actor").is_dir()
+    assert json.loads((out / "validation.json").read_text())["values"].keys() == {"0", "2"}
+    assert sorted(path.name for path in (out / "validation").iterdir()) == ["0.jsonl", "2.jsonl"]
+
+
+def test_rl_with_servers_on_separate_gpus(small: Path, python: str, tmp_path: Path) -> None:
+    """The preset gpu_separate with two pretended GPUs; only the transfer of weights is the CPU's."""
+    engine = "actor_rollout_ref.rollout.checkpoint_engine"
+    steps = run_rl(
+        "qwen2-7b_dapo",
+        "+hardware=[gpu_separate,cpu_tiny]",
+        f"{engine}.backend=shared_file",
+        f"{engine}.custom_backend_module=verl_ext.cpu.checkpoint_engine",
+        "ray_kwargs.ray_init.num_gpus=2",
+        small=small,
+        out=tmp_path / "out",
+        python=python,
+    )
     assert [step for step, _ in steps] == [1, 2]
     journal = [json.loads(line) for line in (tmp_path / "out" / "servers.jsonl").read_text().splitlines()]
     assert [entry["event"] for entry in journal if entry["event"] != "run"] == ["started"]
