@@ -25,8 +25,8 @@ WORDS = {int: "whole number", float: "number", bool: "true, false", str: "text",
 HEAD = """\
 # Settings
 
-Keys below `retool` in a run's YAML, and below `data.retool` of SFT; [reward](../guides/reward.md) has its own. Set one like any
-Hydra key:
+Keys below `retool` in a run's YAML, and below `data.retool` of SFT; [reward](../guides/reward.md) has its own. Set one
+like any Hydra key:
 
 ```bash
 bash recipe/retool/run_tiny_dapo.sh retool.max_tool_calls=4
